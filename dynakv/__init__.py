@@ -1,0 +1,23 @@
+"""DynaKV: learned, token-wise ranks for the key–value cache.
+
+Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full DynaKV checkpoints.
+"""
+
+from dynakv.attach import add_compressors, detach, initialise_from_moments, open_gates, use_ragged_cache
+from dynakv.cache import DynaKVCache, compressors
+from dynakv.checkpoint import attach, save_compressor, save_full
+from dynakv.config import DynaKVConfig
+
+__all__ = [
+    "DynaKVCache",
+    "DynaKVConfig",
+    "add_compressors",
+    "attach",
+    "compressors",
+    "detach",
+    "initialise_from_moments",
+    "open_gates",
+    "save_compressor",
+    "save_full",
+    "use_ragged_cache",
+]

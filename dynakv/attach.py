@@ -1,0 +1,64 @@
+"""Put compressors on a stock model, and take them off again."""
+
+import torch
+from transformers import PreTrainedModel
+
+from dynakv.cache import DynaKVCache, compressors
+from dynakv.compressor import LayerCompressor
+from dynakv.config import DynaKVConfig
+from lowrank.basis import pca_basis
+from lowrank.errors import UserError
+from lowrank.hf.attention import TRANSFORM
+from lowrank.hf.geometry import attention_modules, geometry_of
+from lowrank.hf.serving import serve_compressed, stop_serving
+from lowrank.moments import SecondMoment
+
+
+def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedModel:
+    """Give every compressed layer an fp32 identity projection and an unset gate, on the layer's own device.
+
+    The caller fills them: from moments, from a checkpoint, or by weight loading.
+    """
+    geometry = geometry_of(model)
+    modules = attention_modules(model)
+    for index in geometry.layers:
+        if TRANSFORM in modules[index]._modules:
+            raise UserError(f"layer {index} already has a compressor; call dynakv.detach(model) first")
+    for index in geometry.layers:
+        with torch.device(next(modules[index].parameters()).device):
+            layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
+        modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
+    return model
+
+
+def initialise_from_moments(model: PreTrainedModel, moments: dict[int, dict[str, SecondMoment]]) -> None:
+    """Start every layer from the PCA of its calibration moments (section 3.1), gates nearly open.
+
+    Args:
+        moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
+    """
+    heads = geometry_of(model).num_kv_heads
+    for index, layer in compressors(model).items():
+        for side, compressor in (("key", layer.key), ("value", layer.value)):
+            compressor.initialise(pca_basis(moments[index][side].mean(), layout="joint", num_heads=heads))
+
+
+def open_gates(model: PreTrainedModel) -> None:
+    """Keep every coefficient of every token: the model then equals the uncompressed one."""
+    for layer in compressors(model).values():
+        layer.key.gate.open()
+        layer.value.gate.open()
+
+
+def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
+    """Let `generate()`, and plain calls with ``use_cache``, fill a :class:`DynaKVCache`."""
+    compressors(model)
+    return serve_compressed(model, DynaKVCache)
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the compressors off; the model computes what it did before."""
+    for module in attention_modules(model).values():
+        module._modules.pop(TRANSFORM, None)
+    stop_serving(model)
+    return model

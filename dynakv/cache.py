@@ -1,0 +1,32 @@
+"""The cache of a DynaKV model: each token's keys and values at the rank its gate chose."""
+
+from transformers import PreTrainedModel
+
+from dynakv.compressor import LayerCompressor
+from lowrank.errors import UserError
+from lowrank.hf.attention import TRANSFORM
+from lowrank.hf.cache import LowRankCache
+from lowrank.hf.geometry import attention_modules
+
+
+def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
+    """Layer index → its compressor. Raises :class:`UserError` when the model has none."""
+    found = {
+        index: module._modules[TRANSFORM]
+        for index, module in attention_modules(model).items()
+        if TRANSFORM in module._modules
+    }
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no DynaKV compressor; call dynakv.attach(model, checkpoint) or load a full "
+            f"DynaKV checkpoint"
+        )
+    return found
+
+
+class DynaKVCache(LowRankCache):
+    """A ragged cache filled by the model's own compressors; `generate()` of an attached model makes one by itself."""
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> "DynaKVCache":
+        return cls(model, {index: layer.codec() for index, layer in compressors(model).items()})

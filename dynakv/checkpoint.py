@@ -1,0 +1,164 @@
+"""DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
+
+A compressor checkpoint is a directory of `compressor.safetensors` and `config.json`, a few megabytes; it says what model
+shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank.hf.full_checkpoint`).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynakv.attach import add_compressors, use_ragged_cache
+from dynakv.cache import compressors
+from dynakv.config import DynaKVConfig
+from lowrank.atomic import new_directory
+from lowrank.config import build, to_dict
+from lowrank.errors import UserError
+from lowrank.hf import full_checkpoint
+from lowrank.hf.geometry import KVGeometry, geometry_of
+
+METHOD = "dynakv"
+WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What `config.json` of a compressor checkpoint says."""
+
+    method: str
+    base_model: str
+    geometry: KVGeometry
+    compressor: DynaKVConfig
+    summary: dict[str, Any]
+
+
+def settings_of(model: PreTrainedModel) -> DynaKVConfig:
+    """The settings of an attached model's compressors."""
+    return next(iter(compressors(model).values())).key.config
+
+
+def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """``layers.{index}.{key|value}.…`` → tensor, on the CPU."""
+    return {
+        f"layers.{index}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
+        for index, layer in compressors(model).items()
+        for name, tensor in layer.state_dict().items()
+    }
+
+
+def save_compressor(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    state: dict[str, Tensor] | None = None,
+    summary: dict[str, Any] | None = None,
+) -> None:
+    """Write a compressor checkpoint, whole or not at all.
+
+    Args:
+        model: an attached model.
+        directory: replaced if it exists.
+        state: the tensors, where the caller had to gather them (sharded training); by default the model's own.
+        summary: anything worth keeping beside the weights, such as held-out rates.
+    """
+    if state is None:
+        for layer in compressors(model).values():
+            layer.key.projection.check_condition()
+            layer.value.projection.check_condition()
+        state = compressor_state(model)
+    config = CheckpointConfig(
+        method=METHOD,
+        base_model=str(model.config._name_or_path),
+        geometry=geometry_of(model),
+        compressor=settings_of(model),
+        summary=summary or {},
+    )
+    with new_directory(directory) as partial:
+        save_file(state, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(directory: str | Path) -> CheckpointConfig:
+    """The configuration of a compressor checkpoint. Raises :class:`UserError` when it is not one."""
+    path = Path(directory) / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
+    if not isinstance(values, dict) or values.get("method") != METHOD:
+        raise UserError(f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`")
+    try:
+        geometry = KVGeometry(**{**values["geometry"], "layers": tuple(values["geometry"]["layers"])})
+        return CheckpointConfig(
+            method=METHOD,
+            base_model=values["base_model"],
+            geometry=geometry,
+            compressor=build(DynaKVConfig, values["compressor"], source=str(path)),
+            summary=values["summary"],
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged (missing or wrong entry: {error}); restore the checkpoint") from error
+
+
+def attach(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
+    """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself.
+
+    Raises:
+        UserError: the checkpoint is damaged, or was made for a model of another shape. The model is then unchanged.
+    """
+    config = read_config(directory)
+    geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
+    state = read_state(Path(directory) / WEIGHTS)
+    add_compressors(model, config.compressor)
+    load_state(model, state, str(directory))
+    return use_ragged_cache(model)
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises :class:`UserError` for a missing or truncated one."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); the file is missing or truncated, so copy it again or go back to an "
+            f"earlier checkpoint"
+        ) from error
+
+
+def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) -> None:
+    """Fill the compressors of `model`; names and shapes must match exactly, and nothing is filled unless all do."""
+    targets = {
+        f"layers.{index}.{name}": tensor
+        for index, layer in compressors(model).items()
+        for name, tensor in layer.state_dict().items()
+    }
+    if targets.keys() != state.keys():
+        missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
+        raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")
+    for name, tensor in targets.items():
+        if tensor.shape != state[name].shape:
+            raise UserError(
+                f"`{origin}` does not fit this model: {name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}"
+            )
+    for name, tensor in targets.items():
+        tensor.copy_(state[name])
+
+
+def save_full(model: PreTrainedModel, directory: str | Path) -> None:
+    """Write a full checkpoint: after ``import dynakv``, ``AutoModelForCausalLM.from_pretrained(directory)`` loads it."""
+    full_checkpoint.save_full(model, directory, METHOD, to_dict(settings_of(model)))
+
+
+def _before_loading(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    add_compressors(model, build(DynaKVConfig, settings, source="`quantization_config` of the checkpoint"))
+
+
+full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=use_ragged_cache)

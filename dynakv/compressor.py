@@ -1,0 +1,103 @@
+"""Projection and gate together: what one layer does to its keys and values.
+
+Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from dynakv.config import DynaKVConfig
+from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.projection import Projection
+from lowrank.basis import Basis
+from lowrank.codec import LayerCodec, prefix_mask
+from lowrank.hf.cache import join_heads, split_heads
+from lowrank.hf.rope import Rope
+
+
+@dataclasses.dataclass
+class RetainRate:
+    """Shares of coefficients kept in one forward pass: `soft` is the mean mask and carries gradients, `hard` what the
+    threshold would keep, after rounding."""
+
+    soft: Tensor
+    hard: Tensor
+
+
+class TokenCompressor(nn.Module):
+    """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
+
+    constant_rank = None
+
+    def __init__(self, width: int, config: DynaKVConfig, name: str):
+        super().__init__()
+        self.width, self.config, self.name = width, config, name
+        self.projection = Projection(width, inverse=config.inverse, name=name)
+        self.gate = Gate(width)
+        # Late in training a straight-through run moves from the soft mask to the hard one.
+        self.train_on_hard_mask = False
+        self.rate: RetainRate | None = None
+
+    def initialise(self, basis: Basis) -> None:
+        """Start from a PCA basis with a gate that keeps nearly everything."""
+        self.projection.initialise(basis.vectors_CC)
+        self.gate.initialise(basis.energy_C, self.config.gate_decay)
+
+    def forward(self, states_BTC: Tensor) -> Tensor:
+        """Compressed and rebuilt states, same shape and dtype: soft mask in training, hard mask otherwise.
+
+        The pass's retain rate is left in :attr:`rate`.
+        """
+        if self.training:
+            basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
+            coef_BTC = states_BTC @ basis_CC
+            cumulative_BTC = self.gate(coef_BTC)
+            rank_BT = self._rank(cumulative_BTC)
+            mask_BTC = soft_mask(cumulative_BTC)
+            self.rate = RetainRate(mask_BTC.mean(), rank_BT.float().mean() / self.width)
+            if self.train_on_hard_mask:
+                # The hard mask forward, the soft one's gradient backward.
+                mask_BTC = mask_BTC + (prefix_mask(rank_BT, self.width).float() - mask_BTC).detach()
+            return (coef_BTC * mask_BTC.to(coef_BTC.dtype)) @ decoder_CC
+        coef_BTC, rank_BT = self.encode(states_BTC)
+        hard = rank_BT.float().mean() / self.width
+        self.rate = RetainRate(hard, hard)
+        return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
+
+    def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
+        basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
+        coef_BTC = states_BTC @ basis_CC
+        cumulative_BTC = self.gate(coef_BTC)
+        if self.config.gap == "soft_prefix":
+            coef_BTC = coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype)
+        return coef_BTC, self._rank(cumulative_BTC)
+
+    def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.projection.fixed_matrices(dtype, device)[1]
+
+    def _rank(self, cumulative_BTC: Tensor) -> Tensor:
+        return hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
+
+
+class LayerCompressor(nn.Module):
+    """The compressors of one layer's keys (before rotation) and values; sits on the attention module."""
+
+    def __init__(self, width: int, head_dim: int, config: DynaKVConfig, layer_idx: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
+        self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
+
+    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Compressed and rebuilt (rotated keys, values) of a pass without a cache."""
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        key_BGTD = split_heads(self.key(join_heads(unrotated)), self.head_dim)
+        value_BGTD = split_heads(self.value(join_heads(value_BGTD)), self.head_dim)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
+
+    def codec(self) -> LayerCodec:
+        """This layer's codec for a compressed cache; it reads the current parameters."""
+        return LayerCodec(key=self.key, value=self.value, rope="pre")

@@ -1,0 +1,36 @@
+"""Settings of a DynaKV compressor, saved with every checkpoint."""
+
+import dataclasses
+
+from lowrank.config import option, require
+
+GAPS = ("hard", "soft_prefix", "straight_through")
+INVERSES = ("exact", "orthogonal")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynaKVConfig:
+    """How tokens are projected, gated and truncated (DynaKV, section 3)."""
+
+    threshold: float = option(0.1, help="τ of equation 8: a coefficient is kept where its mask exceeds it")
+    gap: str = option(
+        "hard",
+        help="what stands between the soft mask of training and the hard one of inference: `hard` keeps coefficients "
+        "unattenuated (paper), `soft_prefix` stores them times the mask, `straight_through` trains on the hard mask",
+        choices=GAPS,
+    )
+    granularity: int = option(16, help="ranks are rounded to the nearest multiple; 1 is the paper", unit="coefficients")
+    inverse: str = option(
+        "exact",
+        help="how keys and values are rebuilt: `exact` learns any U and inverts it (paper), `orthogonal` keeps U "
+        "orthogonal and transposes it",
+        choices=INVERSES,
+    )
+    gate_decay: float = option(
+        8.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
+    )
+
+    def __post_init__(self):
+        require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
+        require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
+        require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")

@@ -1,0 +1,72 @@
+"""What DynaKV training minimises, and how a target retain rate is held (section 3.3)."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynakv.cache import compressors
+
+
+@dataclasses.dataclass
+class RetainRates:
+    """Retain rates of one pass, per layer.
+
+    Attributes:
+        soft_L2: mean soft mask of each layer's (keys, values); carries gradients.
+        hard_L2: what the threshold keeps, after rounding.
+    """
+
+    soft_L2: Tensor
+    hard_L2: Tensor
+
+    @property
+    def soft(self) -> Tensor:
+        return self.soft_L2.mean()
+
+    @property
+    def hard(self) -> float:
+        return float(self.hard_L2.mean())
+
+
+def retain_rates(model: PreTrainedModel) -> RetainRates:
+    """The rates of the model's latest uncached pass, in order of the layers."""
+    sides = [(layer.key.rate, layer.value.rate) for layer in compressors(model).values()]
+    device = sides[0][0].soft.device
+    return RetainRates(
+        soft_L2=torch.stack([torch.stack([side.soft.to(device) for side in pair]) for pair in sides]),
+        hard_L2=torch.stack([torch.stack([side.hard.to(device) for side in pair]) for pair in sides]),
+    )
+
+
+def objective(cross_entropy: Tensor, rates: RetainRates, alpha: float) -> Tensor:
+    """L = CE + α R² (equation 9), R the mean of the soft mask over tokens, layers, keys and values."""
+    return cross_entropy + alpha * rates.soft.square()
+
+
+class RateController:
+    """Holds a target hard retain rate by a dual update of α.
+
+    α is the price of the constraint "hard rate ≤ target", so it rises while the rate is above the target and falls while
+    it is below: log α ← log α + `gain` · (rate − goal). The goal comes down linearly from 1 to the target over the first
+    `ramp` of the run; without the ramp α would climb during all the time the gates need to close, and overshoot.
+    Without a target α stays what it was (the paper).
+
+    Args:
+        alpha: starting α.
+        target: hard retain rate to end at, in (0, 1], or None.
+        gain: of the update, per step and unit of rate.
+        ramp: share of the run after which the goal is the target.
+    """
+
+    def __init__(self, alpha: float, *, target: float | None, gain: float, ramp: float):
+        self.alpha, self.target, self.gain, self.ramp = alpha, target, gain, ramp
+
+    def update(self, hard_rate: float, progress: float) -> None:
+        """One step, `progress` in [0, 1] through the run."""
+        if self.target is None:
+            return
+        goal = 1 - (1 - self.target) * min(1.0, progress / self.ramp) if self.ramp else self.target
+        factor = torch.tensor(self.gain * (hard_rate - goal)).clamp(-0.5, 0.5).exp()
+        self.alpha *= float(factor)

@@ -1,0 +1,59 @@
+"""How many coefficients each basis gets when all tokens share one rank.
+
+Shapes: C width.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.errors import UserError
+
+
+def uniform_ranks(widths: list[int], rate: float) -> list[int]:
+    """The same fraction of every width, at least one coefficient each.
+
+    Args:
+        widths: C of each basis.
+        rate: fraction in (0, 1].
+    """
+    _check_rate(rate)
+    return [max(1, round(width * rate)) for width in widths]
+
+
+def waterfill_ranks(energies_C: list[Tensor], rate: float) -> list[int]:
+    """Spread a budget of ``rate · Σ C`` coefficients so that the total relative energy lost is least.
+
+    Each spectrum is scaled to unit total energy, and the largest entries over all bases are kept: the level at which
+    the budget is spent is common to all (water-filling). Spectra must fall, so that what is kept is a prefix.
+    """
+    _check_rate(rate)
+    shares = torch.cat([energy_C.double() / energy_C.double().sum() for energy_C in energies_C])
+    owner = torch.cat([torch.full((len(energy_C),), i) for i, energy_C in enumerate(energies_C)])
+    # One coefficient each is given first, so that no layer is left without any.
+    floor = len(energies_C)
+    budget = max(round(rate * len(shares)), floor)
+    first = torch.cat([torch.arange(len(energy_C)) == 0 for energy_C in energies_C])
+    order = torch.argsort(shares.masked_fill(first, torch.inf), descending=True)
+    counts = torch.bincount(owner[order[:budget]], minlength=floor)
+    return counts.tolist()
+
+
+def energy_rank(energy_C: Tensor, threshold: float) -> int:
+    """The least rank whose leading energies hold the fraction `threshold` of the total, in (0, 1]."""
+    if not 0 < threshold <= 1:
+        raise UserError(f"`threshold` must be in (0, 1], got {threshold}; 0.95 keeps 95 % of the energy")
+    share_C = energy_C.double().cumsum(0) / energy_C.double().sum()
+    return min(int((share_C < threshold - 1e-12).sum()) + 1, len(energy_C))
+
+
+def check_rank(rank: int, width: int, name: str = "rank") -> None:
+    """Raise :class:`UserError` unless 1 ≤ rank ≤ width."""
+    if not 1 <= rank <= width:
+        raise UserError(
+            f"`{name}` must be in 1..{width} for this model, got {rank}; use a fraction like 0.5 to scale with the model"
+        )
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise UserError(f"`rate` must be in (0, 1], got {rate}; 0.3 keeps 30 % of the coefficients")

@@ -1,0 +1,51 @@
+"""Directories and files that appear whole or not at all."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_directory(target: str | Path) -> Iterator[Path]:
+    """Yield an empty directory that takes the name `target` only if the block ends without an exception.
+
+    An existing `target` is replaced: it is moved aside first, so that a reader sees the old directory or the new one.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
+    # mkdtemp makes the directory private; a checkpoint is as readable as any other file of the user.
+    umask = os.umask(0)
+    os.umask(umask)
+    partial.chmod(0o777 & ~umask)
+    try:
+        yield partial
+        if target.exists():
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-old-") as old:
+                os.replace(target, Path(old) / target.name)
+                os.replace(partial, target)
+        else:
+            os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_text(target: str | Path, text: str) -> None:
+    """Write a whole text file under its final name in one step."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}-", delete=False
+    ) as file:
+        partial = Path(file.name)
+        file.write(text)
+    try:
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o666 & ~umask)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)

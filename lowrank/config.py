@@ -1,0 +1,194 @@
+"""Strict configuration: frozen dataclasses, filled from one YAML file and command-line overrides.
+
+A configuration class is a frozen, keyword-only dataclass whose fields are made with :func:`option`. Nested dataclasses
+are sections; ``--section.key value`` overrides a key of the file. An unknown key is an error that names the nearest
+valid one, and `--help` lists every key with its unit and default, because both are read from the same fields.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from lowrank.errors import UserError
+from lowrank.paths import expand
+
+Config = TypeVar("Config")
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", choices: Sequence[str] = ()) -> Any:
+    """A documented configuration field; without a default the key is required."""
+    metadata = {"help": help, "unit": unit, "choices": tuple(choices)}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type) -> Any:
+    """A nested configuration class whose keys all have defaults unless the file gives them."""
+    return dataclasses.field(default_factory=cls, metadata={"section": True})
+
+
+def require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    """Raise :class:`UserError` naming the key and its value unless `condition` holds."""
+    if not condition:
+        raise UserError(f"`{key}` must be {remedy}; got {value!r}")
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """A ' (did you mean …?)' hint, or the list of valid names when nothing is near."""
+    near = difflib.get_close_matches(name, valid, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(sorted(valid))}"
+
+
+def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = "", source: str = "config") -> Config:
+    """An instance of `cls` from a nested mapping, with every key and type checked.
+
+    Raises:
+        UserError: unknown or missing key, or a value of the wrong type.
+    """
+    values = {} if values is None else values
+    if not isinstance(values, Mapping):
+        raise UserError(f"`{prefix.rstrip('.') or source}` must be a section with keys, got {values!r} in {source}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            raise UserError(f"unknown key `{prefix}{key}` in {source}; {nearest(str(key), list(fields))}")
+    kwargs = {}
+    for name, field in fields.items():
+        if name in values:
+            kwargs[name] = _coerce(values[name], hints[name], f"{prefix}{name}", source)
+            choices = field.metadata.get("choices")
+            if choices and kwargs[name] not in choices:
+                raise UserError(f"`{prefix}{name}` must be one of {', '.join(choices)}; got {kwargs[name]!r} in {source}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
+    return cls(**kwargs)
+
+
+def _coerce(value: Any, hint: Any, key: str, source: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, prefix=f"{key}.", source=source)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        inner = [a for a in arguments if a is not type(None)]
+        return _coerce(value, inner[0], key, source)
+    if origin is list:
+        items = value if isinstance(value, list) else [value]
+        return [_coerce(item, arguments[0], f"{key}[{i}]", source) for i, item in enumerate(items)]
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads `3e-4` (no dot) as a string.
+        try:
+            return float(value)
+        except ValueError as error:
+            raise UserError(f"`{key}` must be a number, got {value!r} in {source}") from error
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, str):
+        return expand(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise UserError(f"`{key}` must be of type {hint.__name__}, got {value!r} in {source}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an unreadable or malformed one is a :class:`UserError`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the configuration `{path}`: {error.strerror}; check --config") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"`{path}` is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"`{path}` must hold keys and values, got {type(values).__name__}")
+    return values
+
+
+def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, extra: Sequence[dict] = ()) -> tuple:
+    """Parse ``--config FILE`` plus one ``--key value`` per key of `cls`.
+
+    `extra` holds keyword dictionaries for further arguments of the command itself, each with a ``flag``.
+
+    Returns:
+        (configuration, namespace of the extra arguments)
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file; every key below may stand in it")
+    for argument in extra:
+        argument = dict(argument)
+        parser.add_argument(argument.pop("flag"), **argument)
+    keys = dict(_leaves(cls))
+    group = parser.add_argument_group("configuration keys, as in the YAML file")
+    for key, (field, hint) in keys.items():
+        group.add_argument(f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field))
+    namespace, unknown = parser.parse_known_args(list(argv))
+    for word in unknown:
+        raise UserError(f"unknown argument `{word}`; {nearest(word.lstrip('-'), list(keys))}")
+    values = read_yaml(namespace.config) if namespace.config else {}
+    for key in keys:
+        if hasattr(namespace, key):
+            _set(values, key.split("."), _parse_scalar(getattr(namespace, key), keys[key][1]))
+    source = str(namespace.config) if namespace.config else "the command line"
+    return build(cls, values, source=source), namespace
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain containers, ready for YAML or JSON."""
+    return dataclasses.asdict(config)
+
+
+def _leaves(cls: type, prefix: str = ""):
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _leaves(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", (field, hints[field.name])
+
+
+def _describe(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        default = f"default {field.default}"
+    elif field.default_factory is not dataclasses.MISSING:
+        default = f"default {field.default_factory()}"
+    else:
+        default = "required"
+    parts = [field.metadata["help"]]
+    if field.metadata["choices"]:
+        parts.append("one of " + ", ".join(field.metadata["choices"]))
+    if field.metadata["unit"]:
+        parts.append(f"in {field.metadata['unit']}")
+    return f"{'; '.join(parts)} [{default}]".replace("%", "%%")
+
+
+def _type_name(hint: Any) -> str:
+    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
+    return (arguments[0] if arguments else hint).__name__.upper()
+
+
+def _parse_scalar(text: str, hint: Any) -> Any:
+    if typing.get_origin(hint) is list:
+        return [yaml.safe_load(part) for part in text.split(",")]
+    # A string key keeps its text as typed: `--model 7` names a directory, not a number.
+    return text if hint is str else yaml.safe_load(text)
+
+
+def _set(values: dict, path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise UserError(f"`{name}` must be a section with keys, got {values!r}")
+    values[path[-1]] = value

@@ -1,0 +1,112 @@
+"""The attention function compressed models run on, and the hook that hands it what transformers does not.
+
+transformers calls a registered attention function with rotated q, k, v and a mask, but with neither the cache nor the
+rotation. A forward pre-hook on each attention module sees both; it leaves them in the module's :class:`AttentionContext`,
+where the cache layer and the attention function of the same call pick them up.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowrank.errors import UserError
+from lowrank.hf.geometry import attention_modules, rotary_function
+from lowrank.hf.rope import Rope
+
+ATTENTION_NAME = "adaptive_kv"
+CONTEXT = "adaptive_kv"  # attribute of an attention module that holds its AttentionContext
+TRANSFORM = "kv_compressor"  # submodule of an attention module that compresses k and v where there is no cache
+
+Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
+
+
+class CacheLayer(Protocol):
+    """What the hook and the attention function ask of a compressed cache layer."""
+
+    def arm(self, rope: Rope | None) -> None:
+        """Take the rotation of the tokens about to be cached."""
+
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any) -> tuple:
+        """Attention over everything cached."""
+
+
+@dataclasses.dataclass
+class AttentionContext:
+    """What one attention module's current call needs besides q, k and v."""
+
+    apply_rotary: Callable | None
+    observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
+    rope: Rope | None = None
+    layer: CacheLayer | None = None
+
+    def take(self) -> tuple[CacheLayer | None, Rope | None]:
+        """The call's cache layer and rotation; the context lets go of them, so that nothing outlives the call."""
+        layer, rope = self.layer, self.rope
+        self.layer = self.rope = None
+        return layer, rope
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
+
+    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs sdpa underneath.
+    """
+    for module in attention_modules(model).values():
+        if CONTEXT not in module.__dict__:
+            setattr(module, CONTEXT, AttentionContext(rotary_function(module)))
+            module.register_forward_pre_hook(_arm, with_kwargs=True)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if module.config._attn_implementation != ATTENTION_NAME:
+        raise UserError(
+            f"the model's attention was switched to `{module.config._attn_implementation}` after a compressor was "
+            f"attached, which would bypass it; call model.set_attn_implementation('{ATTENTION_NAME}')"
+        )
+    context: AttentionContext = getattr(module, CONTEXT)
+    embeddings = kwargs.get("position_embeddings")
+    context.rope = None
+    if embeddings is not None and context.apply_rotary is not None:
+        context.rope = Rope(context.apply_rotary, *embeddings, position_BT=kwargs.get("position_ids"))
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    context.layer = layer if hasattr(layer, "arm") else None
+    if context.layer is not None:
+        context.layer.arm(context.rope)
+
+
+def adaptive_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The registered attention function: (B, H, Q, D) queries → ((B, Q, H, D), None).
+
+    With a compressed cache layer it attends over what the layer holds. Without one it lets the module's compressor, if
+    there is one, replace key and value, and runs sdpa: this is the path of training and of uncached evaluation.
+    """
+    context: AttentionContext | None = getattr(module, CONTEXT, None)
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if context is None:
+        raise UserError(f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)")
+    layer, rope = context.take()
+    if layer is not None:
+        return layer.attend(module, query, attention_mask, sdpa, **kwargs)
+    if context.observer is not None:
+        context.observer(query, key, value, rope)
+    transform = module._modules.get(TRANSFORM)
+    if transform is not None:
+        key, value = transform(key, value, rope)
+    return sdpa(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(ATTENTION_NAME, adaptive_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

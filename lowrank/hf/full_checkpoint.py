@@ -1,0 +1,85 @@
+"""Full checkpoints that stock ``AutoModelForCausalLM.from_pretrained`` loads, compressor included.
+
+transformers lets a package register a quantisation method: a named entry of `config.json` with hooks before and after
+weight loading. That is just what a compressed model needs, so a method of this project registers itself as one. The
+model class and `model_type` stay the stock ones, and without the package the same files load uncompressed, with a
+warning.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowrank.atomic import new_directory
+from lowrank.errors import UserError
+from lowrank.hf.attention import ATTENTION_NAME
+
+
+def register_method(
+    method: str,
+    *,
+    before_loading: Callable[[PreTrainedModel, dict[str, Any]], None],
+    after_loading: Callable[[PreTrainedModel], None],
+) -> None:
+    """Teach `from_pretrained` to load full checkpoints of `method`.
+
+    Args:
+        method: the ``quant_method`` in `config.json`.
+        before_loading: adds the method's submodules to a model on the meta device, given the method's settings.
+        after_loading: makes the loaded model run compressed.
+    """
+
+    class MethodConfig(QuantizationConfigMixin):
+        def __init__(self, **settings: Any):
+            self.quant_method = method
+            self.settings = settings.get("settings", {})
+
+    class MethodLoader(HfQuantizer):
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+            before_loading(model, self.quantization_config.settings)
+
+        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+            # The weights are ordinary floating-point ones: nothing about the model is quantised from here on, and
+            # leaving the flags would forbid casting and training it.
+            del model.hf_quantizer, model.quantization_method
+            model.is_quantized = False
+            model.config._is_quantized = False
+            after_loading(model)
+            return model
+
+        def update_attn_implementation(self, config: Any) -> Any:
+            config._attn_implementation = ATTENTION_NAME
+            return config
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    register_quantization_config(method)(MethodConfig)
+    register_quantizer(method)(MethodLoader)
+
+
+def save_full(model: PreTrainedModel, directory: str | Path, method: str, settings: dict[str, Any]) -> None:
+    """Write backbone and compressor as one checkpoint for `from_pretrained`, whole or not at all."""
+    occupied = getattr(model.config, "quantization_config", None)
+    if occupied is not None and getattr(occupied, "quant_method", None) != method:
+        raise UserError(
+            "the base model is quantised, and a checkpoint can name only one method; save the compressor alone and "
+            "attach it to the quantised model instead"
+        )
+    with new_directory(directory) as partial:
+        model.config.quantization_config = {"quant_method": method, "settings": settings}
+        try:
+            model.save_pretrained(partial)
+        finally:
+            if occupied is None:
+                del model.config.quantization_config
+            else:
+                model.config.quantization_config = occupied

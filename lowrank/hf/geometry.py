@@ -1,0 +1,95 @@
+"""The shape of a model's key–value cache, and the modules that fill it."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lowrank.errors import UserError
+
+# Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVGeometry:
+    """The shape of a model's cache.
+
+    Attributes:
+        layers: indices of the layers that are compressed (sliding-window layers keep their native cache).
+        num_kv_heads: G. head_dim: D.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """C = G·D, the joint width of one layer's keys or values."""
+        return self.num_kv_heads * self.head_dim
+
+    def full_nbytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of an uncompressed cache of `tokens` tokens (all sequences together) in the compressed layers."""
+        return tokens * len(self.layers) * 2 * self.width * itemsize
+
+    def check_equal(self, other: "KVGeometry", what: str) -> None:
+        """Raise :class:`UserError` unless both describe the same shape; `what` names the other one's origin."""
+        if self != other:
+            raise UserError(
+                f"{what} was made for {other.describe()}, but this model has {self.describe()}; "
+                f"use the model it was trained on, or train one for this model"
+            )
+
+    def describe(self) -> str:
+        return f"{len(self.layers)} compressed layers of {self.num_kv_heads} KV heads × {self.head_dim} dims"
+
+
+def geometry_of(model: PreTrainedModel) -> KVGeometry:
+    """The geometry of any stock decoder. Raises :class:`UserError` for a model no layer of which can be compressed."""
+    config = model.config.get_text_config(decoder=True)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise UserError(
+            f"{config.model_type} caps attention scores (attn_logit_softcapping={softcap}), which the compressed "
+            f"attention does not do; use a model without the cap"
+        )
+    layers = tuple(i for i, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer)
+    if not layers:
+        # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
+        layers = tuple(range(config.num_hidden_layers))
+    heads = config.num_attention_heads
+    return KVGeometry(
+        layers=layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Layer index → the decoder's attention module, for every layer. Raises :class:`UserError` when none is found."""
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
+    }
+    if not found:
+        raise UserError(f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported")
+    return dict(sorted(found.items()))
+
+
+def rotary_function(module: nn.Module) -> Callable | None:
+    """The family's own ``apply_rotary_pos_emb(q, k, cos, sin)``, or None for a family without rotary embeddings."""
+    return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+
+
+def rotary_module(model: PreTrainedModel) -> Any | None:
+    """The model's rotary embedding module (position ids → cos, sin), or None for a family without one."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if len(found) > 1:
+        raise UserError(f"{type(model).__name__} has {len(found)} rotary modules; models with one are supported")
+    return found[0] if found else None

@@ -1,0 +1,147 @@
+"""Rotary embeddings: rotate and un-rotate with the family's own function, and remember each token's rotation.
+
+Shapes: B batch (or 1 when all sequences agree), G heads, T tokens, N picked tokens, D head dim, E rotary dims (≤ D).
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotation of one forward pass.
+
+    Attributes:
+        apply: the family's ``apply_rotary_pos_emb(q, k, cos, sin)``.
+        cos_BTE, sin_BTE: as the model computed them, scaling included.
+        position_BT: position ids, int64, or None when the model did not pass them on.
+    """
+
+    apply: Callable
+    cos_BTE: Tensor
+    sin_BTE: Tensor
+    position_BT: Tensor | None = None
+
+    def rotate(self, key_BGTD: Tensor) -> Tensor:
+        """Rotated keys, same shape and dtype."""
+        return self._call(key_BGTD, self.cos_BTE, self.sin_BTE)
+
+    def unrotate(self, key_BGTD: Tensor) -> Tensor:
+        """The exact inverse of :meth:`rotate`, computed in fp32.
+
+        With s = cos² + sin² the inverse rotation is (cos/s, −sin/s); s differs from 1 for rotary kinds that scale the
+        embedding (yarn, longrope), where merely negating the sine would be far off.
+        """
+        cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
+        norm = cos.square() + sin.square()
+        return self._call(key_BGTD.float(), cos / norm, -sin / norm).to(key_BGTD.dtype)
+
+    def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        device = key_BGTD.device
+        # The function rotates queries and keys together; no heads of queries means no work for them.
+        return self.apply(key_BGTD[:, :0], key_BGTD, cos.to(device), sin.to(device))[1]
+
+
+class RopeHistory:
+    """Every cached token's rotation, shared by the layers of a cache.
+
+    Position ids (4 bytes a token for the whole model) are enough where the frequencies are fixed: cos and sin are
+    computed again by the model's own module, once per step for all layers. Kinds whose frequencies move with the length
+    keep the rows each token was rotated with, and so do families that do not pass position ids to their layers.
+
+    Args:
+        module: the model's rotary module.
+        apply: the family's ``apply_rotary_pos_emb``.
+    """
+
+    def __init__(self, module: Any, apply: Callable):
+        self.module, self.apply = module, apply
+        self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
+        self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
+        self._table: Rope | None = None  # of this step, dropped after the last layer
+        self._dtype = torch.float32
+
+    @property
+    def length(self) -> int:
+        return self._kept[0].shape[1] if self._kept else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held between steps."""
+        return list(self._kept)
+
+    def extend(self, rope: Rope, length: int) -> None:
+        """Remember the rotation of the newest tokens; a no-op for all but the first layer of a step to report them."""
+        if self.length == length:
+            return
+        if rope.position_BT is None:
+            self.keeps_rows = True
+        new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]
+        self._dtype = rope.cos_BTE.dtype
+        self._kept = [_join(old, tensor) for old, tensor in zip(self._kept, new, strict=True)] if self._kept else new
+        # Never a view of the model's own tensors, which would keep more alive than is counted.
+        self._kept = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self._kept]
+        self._table = None
+
+    def rope(self) -> Rope:
+        """The rotation of all cached tokens."""
+        if self._table is None:
+            if self.keeps_rows:
+                cos, sin = self._kept
+            else:
+                [position_BT] = self._kept
+                like = torch.empty(0, dtype=self._dtype, device=position_BT.device)
+                cos, sin = self.module(like, position_BT.long())
+            self._table = Rope(self.apply, cos, sin)
+        return self._table
+
+    def rotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function (key_GND, position_N) → rotated keys for one sequence of the batch."""
+        table = self.rope()
+        row = sequence if table.cos_BTE.shape[0] > 1 else 0
+        cos_TE, sin_TE = table.cos_BTE[row], table.sin_BTE[row]
+
+        def rotate(key_GND: Tensor, position_N: Tensor) -> Tensor:
+            picked = Rope(self.apply, cos_TE[position_N][None], sin_TE[position_N][None])
+            return picked.rotate(key_GND[None])[0]
+
+        return rotate
+
+    def release(self) -> None:
+        """Drop this step's table of cos and sin."""
+        self._table = None
+
+    def crop(self, length: int) -> None:
+        self._kept = [tensor[:, :length].clone() for tensor in self._kept]
+        self._table = None
+
+    def select(self, index_B: Tensor) -> None:
+        """Keep the sequences at `index_B`, in that order, repeats allowed."""
+        if self._kept and self._kept[0].shape[0] > 1:
+            self._kept = [tensor[index_B.to(tensor.device)] for tensor in self._kept]
+        self._table = None
+
+    def clear(self) -> None:
+        self._kept, self._table = [], None
+
+    def __deepcopy__(self, memo: dict) -> "RopeHistory":
+        # The model's module is shared; only the tokens' state is copied.
+        twin = copy.copy(self)
+        twin._kept = [tensor.clone() for tensor in self._kept]
+        memo[id(self)] = twin
+        return twin
+
+
+def _join(old: Tensor, new: Tensor) -> Tensor:
+    batch = max(old.shape[0], new.shape[0])
+    return torch.cat([old.expand(batch, *old.shape[1:]), new.expand(batch, *new.shape[1:])], dim=1)

@@ -1,0 +1,42 @@
+"""Plain form of decode attention over a ragged cache: rebuild everything, then attend.
+
+Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, T cached tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.ragged import RaggedStore
+
+
+def ragged_attention(
+    query_HQD: Tensor,
+    keys: RaggedStore,
+    values: RaggedStore,
+    key_decoder_CC: Tensor,
+    value_decoder_CC: Tensor,
+    *,
+    scaling: float,
+    rotate=None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotate(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
+
+    Arguments and result as in :func:`lowrank.ops.ragged_attention.bucketed.ragged_attention`.
+    """
+    heads, _, head_dim = query_HQD.shape
+    width = key_decoder_CC.shape[1]
+    groups = width // head_dim
+
+    def rebuild(store: RaggedStore, decoder_CC: Tensor) -> Tensor:
+        return (store.dense().double() @ decoder_CC.double()).view(store.length, groups, head_dim).transpose(0, 1)
+
+    key_GTD, value_GTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
+    if rotate is not None:
+        key_GTD = rotate(key_GTD, torch.arange(keys.length, device=query_HQD.device)).double()
+    key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
+    value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
+    score_HQT = query_HQD.double() @ key_HTD.transpose(1, 2) * scaling
+    if mask_QT is not None:
+        score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
+    return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)
