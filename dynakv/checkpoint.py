@@ -52,26 +52,17 @@ def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def save_compressor(
-    model: PreTrainedModel,
-    directory: str | Path,
-    *,
-    state: dict[str, Tensor] | None = None,
-    summary: dict[str, Any] | None = None,
+def write_compressor(
+    model: PreTrainedModel, directory: Path, state: dict[str, Tensor], summary: dict[str, Any] | None = None
 ) -> None:
-    """Write a compressor checkpoint, whole or not at all.
+    """Write the files of a compressor checkpoint into an existing directory.
 
     Args:
-        model: an attached model.
-        directory: replaced if it exists.
-        state: the tensors, where the caller had to gather them (sharded training); by default the model's own.
+        model: an attached model, for the settings and the shape.
+        directory: to write into.
+        state: the tensors, as :func:`compressor_state` names them; sharded training gathers them first.
         summary: anything worth keeping beside the weights, such as held-out rates.
     """
-    if state is None:
-        for layer in compressors(model).values():
-            layer.key.projection.check_condition()
-            layer.value.projection.check_condition()
-        state = compressor_state(model)
     config = CheckpointConfig(
         method=METHOD,
         base_model=str(model.config._name_or_path),
@@ -79,9 +70,21 @@ def save_compressor(
         compressor=settings_of(model),
         summary=summary or {},
     )
+    save_file(state, directory / WEIGHTS)
+    (directory / CONFIG).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: dict[str, Any] | None = None) -> None:
+    """Write a compressor checkpoint, whole or not at all; an existing `directory` is replaced.
+
+    Raises:
+        UserError: a projection cannot be inverted; nothing is written.
+    """
+    for layer in compressors(model).values():
+        layer.key.projection.check_condition()
+        layer.value.projection.check_condition()
     with new_directory(directory) as partial:
-        save_file(state, partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+        write_compressor(model, partial, compressor_state(model), summary)
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:

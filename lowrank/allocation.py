@@ -12,12 +12,20 @@ from lowrank.errors import UserError
 def uniform_ranks(widths: list[int], rate: float) -> list[int]:
     """The same fraction of every width, at least one coefficient each.
 
+    Fractions of a coefficient carry over from one basis to the next, so that the total is ``rate · Σ C`` to within one.
+
     Args:
         widths: C of each basis.
         rate: fraction in (0, 1].
     """
     _check_rate(rate)
-    return [max(1, round(width * rate)) for width in widths]
+    ranks, owed = [], 0.0
+    for width in widths:
+        owed += width * rate
+        rank = min(width, max(1, int(owed + 1e-9)))
+        ranks.append(rank)
+        owed -= rank
+    return ranks
 
 
 def waterfill_ranks(energies_C: list[Tensor], rate: float) -> list[int]:

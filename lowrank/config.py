@@ -181,7 +181,9 @@ def _type_name(hint: Any) -> str:
 
 def _parse_scalar(text: str, hint: Any) -> Any:
     if typing.get_origin(hint) is list:
-        return [yaml.safe_load(part) for part in text.split(",")]
+        [item] = typing.get_args(hint)
+        # Lists of sections are written as YAML, lists of values separated by commas.
+        return yaml.safe_load(text) if dataclasses.is_dataclass(item) else [_parse_scalar(p, item) for p in text.split(",")]
     # A string key keeps its text as typed: `--model 7` names a directory, not a number.
     return text if hint is str else yaml.safe_load(text)
 

@@ -1,0 +1,1 @@
+"""Measuring what compression costs and saves."""

@@ -1,0 +1,51 @@
+"""From a hub id or directory to a model and its tokenizer, with errors a user can act on."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowrank.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:
+    """A stock causal language model in eval mode.
+
+    Args:
+        name: hub id or local directory.
+        dtype: one of :data:`DTYPES`.
+        device: where to put it; None leaves it on the CPU.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    model = _pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    return model.to(device).eval() if device is not None else model.eval()
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that stands beside a model."""
+    return _pretrained(AutoTokenizer, name)
+
+
+def check_length(model: PreTrainedModel, length: int, key: str) -> None:
+    """Raise :class:`UserError` when sequences of `length` tokens do not fit the model's positions."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise UserError(f"`{key}` is {length} tokens, but this model has {limit} positions; use at most {limit}")
+
+
+def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
+    looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
+    if looks_local and not Path(name).is_dir():
+        raise UserError(
+            f"the model directory `{name}` does not exist; for the demo model run scripts/fetch_demo_assets.py, "
+            f"or pass `--model` with a hub id or another directory"
+        )
+    try:
+        return factory.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise UserError(f"cannot load `{name}`: {' '.join(str(error).split())}") from error

@@ -1,0 +1,22 @@
+"""Compare DynaKV with static bases and the full cache at equal bytes.
+
+    python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
+
+Writes comparison.json, comparison.md and pareto.png into the output directory and prints the table.
+"""
+
+from evaluation.compare import CompareConfig, compare, markdown, write_comparison
+from lowrank import cli
+from lowrank.config import parse_config
+
+
+def main(argv: list[str]) -> None:
+    output = {"flag": "--output", "required": True, "metavar": "DIR", "help": "directory for the results"}
+    config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
+    model, rows = compare(config)
+    write_comparison(arguments.output, model, rows)
+    print(markdown(model, rows))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,23 @@
+"""Train a DynaKV compressor for any stock causal language model.
+
+    accelerate launch train_dynakv.py --config configs/smollm2-demo.yaml
+    accelerate launch train_dynakv.py --config configs/smollm2-demo.yaml --optimizer.steps 200 --resume
+
+Every key of the YAML file can be given on the command line as ``--section.key value``.
+"""
+
+from lowrank import cli
+from lowrank.config import parse_config
+from training.config import TrainConfig
+from training.loop import train
+
+
+def main(argv: list[str]) -> None:
+    resume = {"flag": "--resume", "action": "store_true", "help": "continue from the newest state under `output`"}
+    config, arguments = parse_config(TrainConfig, argv, description=__doc__, extra=[resume])
+    checkpoint = train(config, resume=arguments.resume)
+    print(f"checkpoint: {checkpoint}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

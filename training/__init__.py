@@ -1,0 +1,1 @@
+"""Continued pre-training of DynaKV compressors."""

@@ -1,0 +1,114 @@
+"""Every key of a training run. `train_dynakv.py --help` prints this."""
+
+import dataclasses
+
+from dynakv.config import DynaKVConfig
+from lowrank.config import option, require, section
+from lowrank.hf.loading import DTYPES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """What text the compressor learns from."""
+
+    name: list[str] = option(
+        ["Salesforce/wikitext"], help="hub ids or local .txt/.jsonl/.jsonl.gz/.parquet files, mixed; comma-separated"
+    )
+    subset: str | None = option(None, help="configuration name of a hub data set, e.g. wikitext-2-raw-v1")
+    split: str = option("train", help="split of a hub data set")
+    text_field: str = option("text", help="column that holds the text")
+    weights: list[float] | None = option(None, help="how often each data set is drawn, e.g. 2,1; equal by default")
+    heldout: list[str] | None = option(
+        None, help="data sets never trained on, for the held-out rate and perplexity; none by default"
+    )
+    heldout_split: str = option("test", help="split of a held-out hub data set")
+    sequence_length: int = option(1024, help="length of a training sequence", unit="tokens")
+
+    def __post_init__(self):
+        require(len(self.name) > 0, "dataset.name", self.name, "at least one data set")
+        require(self.sequence_length >= 2, "dataset.sequence_length", self.sequence_length, "at least 2 tokens")
+        if self.weights is not None:
+            require(len(self.weights) == len(self.name), "dataset.weights", self.weights, "one number for each name")
+            require(min(self.weights) > 0, "dataset.weights", self.weights, "positive numbers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """The PCA the projection starts from."""
+
+    tokens: int = option(16384, help="text the PCA is computed on", unit="tokens")
+
+    def __post_init__(self):
+        require(self.tokens >= 1, "calibration.tokens", self.tokens, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateConfig:
+    """How the retain rate is priced."""
+
+    alpha: float = option(4.0, help="α of L = CE + α R²; with a target, where α starts")
+    target_retain_rate: float | None = option(
+        None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
+    )
+    gain: float = option(1.0, help="of the dual update of log α", unit="per step and unit of rate")
+    ramp: float = option(0.6, help="share of the run over which the goal falls from 1 to the target")
+
+    def __post_init__(self):
+        require(self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
+        if self.target_retain_rate is not None:
+            require(0 < self.target_retain_rate <= 1, "rate.target_retain_rate", self.target_retain_rate, "in (0, 1]")
+            require(self.alpha > 0, "rate.alpha", self.alpha, "positive when there is a target")
+        require(0 <= self.ramp <= 1, "rate.ramp", self.ramp, "between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its schedule and the size of a step."""
+
+    steps: int = option(1000, help="optimizer steps", unit="steps")
+    batch_size: int = option(1, help="sequences of one process in one forward pass", unit="sequences")
+    accumulate: int = option(1, help="forward passes of one optimizer step", unit="passes")
+    lr_projection: float = option(3e-4, help="peak learning rate of the projections U")
+    lr_gate: float = option(3e-3, help="peak learning rate of the gates W, b")
+    warmup: float = option(0.05, help="share of the run over which the learning rates rise")
+    final_lr: float = option(0.1, help="share of the peak rate that the cosine ends at")
+    weight_decay: float = option(0.0, help="AdamW weight decay")
+    clip: float = option(1.0, help="largest gradient norm; 0 does not clip")
+
+    def __post_init__(self):
+        for key in ("steps", "batch_size", "accumulate"):
+            require(getattr(self, key) >= 1, f"optimizer.{key}", getattr(self, key), "at least 1")
+        for key in ("lr_projection", "lr_gate", "weight_decay", "clip"):
+            require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), "zero or positive")
+        for key in ("warmup", "final_lr"):
+            require(0 <= getattr(self, key) <= 1, f"optimizer.{key}", getattr(self, key), "between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: str = option(help="hub id or directory of the model to compress")
+    output: str = option("runs/dynakv", help="directory of the run: checkpoints, TensorBoard files, final checkpoint")
+    dtype: str = option("float32", help="of the model; the compressor trains in float32", choices=DTYPES)
+    seed: int = option(0, help="of data order and mixture")
+    straight_through_from: float = option(
+        0.5, help="with `compressor.gap: straight_through`, share of the run after which the hard mask is trained on"
+    )
+    gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
+    checkpoint_every: int = option(200, help="steps between resumable checkpoints; 0 writes none", unit="steps")
+    keep_checkpoints: int = option(2, help="resumable checkpoints kept", unit="checkpoints")
+    log_every: int = option(1, help="steps between TensorBoard rows", unit="steps")
+    heldout_blocks: int = option(4, help="held-out sequences measured at the end", unit="sequences")
+    full_checkpoint: bool = option(False, help="also write backbone and compressor together, for from_pretrained")
+    dataset: DatasetConfig = section(DatasetConfig)
+    calibration: CalibrationConfig = section(CalibrationConfig)
+    compressor: DynaKVConfig = section(DynaKVConfig)
+    rate: RateConfig = section(RateConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+
+    def __post_init__(self):
+        for key in ("checkpoint_every", "keep_checkpoints", "heldout_blocks"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
+        require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
