@@ -76,7 +76,9 @@ class Projection(nn.Module):
             raise self._ill_conditioned("holds NaN or infinite entries")
         condition = float(torch.linalg.cond(self.weight.double()))
         if not condition <= MAX_CONDITION:
-            raise self._ill_conditioned(f"has condition number {condition:.3g} (at most {MAX_CONDITION:.0e} is allowed)")
+            raise self._ill_conditioned(
+                f"has condition number {condition:.3g} (at most {MAX_CONDITION:.0e} is allowed)"
+            )
         return condition
 
     def _ill_conditioned(self, what: str) -> UserError:

@@ -113,7 +113,9 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
         for method in config.static:
             for label, text in texts.items():
                 for rate in (learned[0][label].rate, *config.rates):
-                    measured = score(model, text, static_cache(model, moments, method, min(rate, 1)), description=method)
+                    measured = score(
+                        model, text, static_cache(model, moments, method, min(rate, 1)), description=method
+                    )
                     rows.append(_row(method, label, measured, full[label]))
     order = {label: i for i, label in enumerate(texts)}
     return name, sorted(rows, key=lambda row: order[row.dataset])
@@ -122,7 +124,10 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
 def write_comparison(directory: str | Path, model: str, rows: list[Row]) -> None:
     """Write `comparison.json`, `comparison.md` and `pareto.png`, each whole or not at all."""
     directory = Path(directory)
-    values = {"model": Path(model).name if Path(model).is_dir() else model, "rows": [dataclasses.asdict(r) for r in rows]}
+    values = {
+        "model": Path(model).name if Path(model).is_dir() else model,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
     write_text(directory / "comparison.json", json.dumps(values, indent=2) + "\n")
     write_text(directory / "comparison.md", markdown(values["model"], rows))
     plot(directory / "pareto.png", rows)
@@ -132,7 +137,12 @@ def markdown(model: str, rows: list[Row]) -> str:
     """The rows as a table, one section for each text."""
     lines = [f"# KV-cache methods on {model}", ""]
     for label in dict.fromkeys(row.dataset for row in rows):
-        lines += [f"## {label}", "", "| method | rate | cache MiB | perplexity | ratio to full |", "|---|--:|--:|--:|--:|"]
+        lines += [
+            f"## {label}",
+            "",
+            "| method | rate | cache MiB | perplexity | ratio to full |",
+            "|---|--:|--:|--:|--:|",
+        ]
         for row in (row for row in rows if row.dataset == label):
             lines.append(
                 f"| {row.method} | {row.rate:.3f} | {row.cache_bytes / 2**20:.2f} | {row.perplexity:.2f} "
@@ -190,5 +200,3 @@ def _row(method: str, dataset: str, measured: Score, full: Score) -> Row:
         perplexity=measured.perplexity,
         perplexity_ratio=measured.perplexity / full.perplexity,
     )
-
-

@@ -67,7 +67,9 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = 
             kwargs[name] = _coerce(values[name], hints[name], f"{prefix}{name}", source)
             choices = field.metadata.get("choices")
             if choices and kwargs[name] not in choices:
-                raise UserError(f"`{prefix}{name}` must be one of {', '.join(choices)}; got {kwargs[name]!r} in {source}")
+                raise UserError(
+                    f"`{prefix}{name}` must be one of {', '.join(choices)}; got {kwargs[name]!r} in {source}"
+                )
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
     return cls(**kwargs)
@@ -180,10 +182,18 @@ def _type_name(hint: Any) -> str:
 
 
 def _parse_scalar(text: str, hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text.lower() in ("null", "none"):
+            return None
+        [hint] = [a for a in typing.get_args(hint) if a is not type(None)]
     if typing.get_origin(hint) is list:
         [item] = typing.get_args(hint)
         # Lists of sections are written as YAML, lists of values separated by commas.
-        return yaml.safe_load(text) if dataclasses.is_dataclass(item) else [_parse_scalar(p, item) for p in text.split(",")]
+        return (
+            yaml.safe_load(text)
+            if dataclasses.is_dataclass(item)
+            else [_parse_scalar(p, item) for p in text.split(",")]
+        )
     # A string key keeps its text as typed: `--model 7` names a directory, not a number.
     return text if hint is str else yaml.safe_load(text)
 

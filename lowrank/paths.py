@@ -25,7 +25,9 @@ def expand(text: str) -> str:
         if name == HOME_VARIABLE:
             return str(home())
         if name not in os.environ:
-            raise UserError(f"`{text}` uses the environment variable {name}, which is not set; set it or write the path")
+            raise UserError(
+                f"`{text}` uses the environment variable {name}, which is not set; set it or write the path"
+            )
         return os.environ[name]
 
     return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value_of, text))

@@ -54,7 +54,9 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     return rows.rename_column(text_field, "text") if text_field != "text" else rows
 
 
-def token_stream(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, order: list[int] | None = None) -> Iterator[int]:
+def token_stream(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, order: list[int] | None = None
+) -> Iterator[int]:
     """The tokens of all documents in turn, each ended by the tokenizer's end-of-text token."""
     end = tokenizer.eos_token_id
     for index in range(len(rows)) if order is None else order:

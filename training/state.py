@@ -61,7 +61,9 @@ def load_latest(root: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     try:
         progress = json.loads((latest / PROGRESS).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{latest / PROGRESS} is damaged ({error}); remove {latest} to resume from the one before") from error
+        raise UserError(
+            f"{latest / PROGRESS} is damaged ({error}); remove {latest} to resume from the one before"
+        ) from error
     tensors = read_state(latest / OPTIMIZER)
     load_state(model, read_state(latest / WEIGHTS), str(latest))
     entries: dict[int, dict[str, torch.Tensor]] = {}

@@ -96,7 +96,9 @@ def adaptive_attention(
     context: AttentionContext | None = getattr(module, CONTEXT, None)
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if context is None:
-        raise UserError(f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)")
+        raise UserError(
+            f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)"
+        )
     layer, rope = context.take()
     if layer is not None:
         return layer.attend(module, query, attention_mask, sdpa, **kwargs)

@@ -59,7 +59,10 @@ def calibrate(
     try:
         for index in geometry.layers:
             getattr(modules[index], CONTEXT).observer = observer_of(index)
-        with torch.no_grad(), tqdm(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar:
+        with (
+            torch.no_grad(),
+            tqdm(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
+        ):
             for block_T in blocks_NT:
                 # The language-model head is most of a small model's work, and calibration never looks at it.
                 model.base_model(input_ids=block_T[None].to(model.device), use_cache=False)

@@ -78,7 +78,9 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
         if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
     }
     if not found:
-        raise UserError(f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported")
+        raise UserError(
+            f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported"
+        )
     return dict(sorted(found.items()))
 
 

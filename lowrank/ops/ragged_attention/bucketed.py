@@ -69,7 +69,9 @@ def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, ro
     groups, rows, head_dim = query_GMD.shape
     score_GMT = query_GMD.new_empty(groups, rows, keys.length)
     for rank, coef_NR, position_N in keys.buckets():
-        for coef_tile_NR, position_tile_N in zip(coef_NR.split(TILE_TOKENS), position_N.split(TILE_TOKENS), strict=True):
+        for coef_tile_NR, position_tile_N in zip(
+            coef_NR.split(TILE_TOKENS), position_N.split(TILE_TOKENS), strict=True
+        ):
             key_NC = coef_tile_NR @ decoder_CC[:rank]
             key_GND = rotate(key_NC.view(-1, groups, head_dim).transpose(0, 1), position_tile_N)
             score_GMT[:, :, position_tile_N] = query_GMD @ key_GND.transpose(1, 2)

@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install test lint format demo assets clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+install: $(INSTALLED) ## make .venv with everything the demo and the tests need
+
+test: $(INSTALLED) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
+	$(BIN)/python scripts/fetch_demo_assets.py
+
+demo: assets ## train on the demo model, compare at equal bytes, generate
+	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
+	$(BIN)/python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
+	$(BIN)/python scripts/generate.py --checkpoint runs/demo/checkpoint --max-new-tokens 48 \
+		--prompt "Mr. Speaker, Mr. President, my fellow citizens: the state of our economy"
+
+clean: ## remove runs and build leftovers
+	rm -rf runs build *.egg-info

@@ -1,0 +1,99 @@
+"""Shared fixtures: a tiny model directory with a byte tokenizer, and the demo model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lowrank import paths
+
+ROOT = Path(__file__).parent.parent
+
+# The tiny models' operations are far too small to be worth a second thread.
+torch.set_num_threads(1)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory) -> Path:
+    """A two-layer Llama with random weights, saved with a byte tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=0,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """A few kilobytes of text as .jsonl."""
+    import json
+
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    words = [
+        "the",
+        "cache",
+        "keeps",
+        "what",
+        "later",
+        "tokens",
+        "will",
+        "ask",
+        "for",
+        "and",
+        "lets",
+        "the",
+        "rest",
+        "go",
+    ]
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 60)) for i in range(1, 30)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    """The demo model, fetched on first use."""
+    directory = paths.home() / "SmolLM2-135M-Instruct"
+    if not directory.is_dir():
+        subprocess.run([sys.executable, str(ROOT / "scripts/fetch_demo_assets.py")], check=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run():
+    """Run a command of the project as a user would; returns the finished process with its text output."""
+
+    def call(*command: str, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs
+        )
+        if check:
+            assert done.returncode == 0, done.stderr[-3000:]
+        return done
+
+    return call

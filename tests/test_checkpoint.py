@@ -1,0 +1,124 @@
+"""Checkpoints: what is written is what is loaded, and nothing damaged is loaded or half-written."""
+
+import json
+
+import pytest
+import torch
+from methods import dynakv_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+import dynakv
+from dynakv.checkpoint import CONFIG, WEIGHTS
+from lowrank.errors import UserError
+
+
+@pytest.fixture
+def trained():
+    model = tiny_model()
+    dynakv_model(model, 0.4, granularity=4)
+    return model
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_compressor_round_trip(trained, ids, tmp_path):
+    dynakv.save_compressor(trained, tmp_path / "c", summary={"steps": 3})
+    loaded = dynakv.attach(tiny_model(), tmp_path / "c")
+    assert torch.equal(loaded(ids).logits, trained(ids).logits)
+    assert json.loads((tmp_path / "c" / CONFIG).read_text())["summary"] == {"steps": 3}
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [WEIGHTS, CONFIG]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inverse", ["exact", "orthogonal"])
+def test_full_checkpoint_loads_with_stock_from_pretrained(ids, tmp_path, inverse):
+    trained = tiny_model()
+    dynakv_model(trained, 0.4, inverse=inverse)
+    dynakv.save_full(trained, tmp_path / "full")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
+    assert type(loaded) is type(trained)
+    assert torch.equal(loaded(ids).logits, trained(ids).logits)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    output = loaded.generate(ids, return_dict_in_generate=True, **options)
+    assert isinstance(output.past_key_values, dynakv.DynaKVCache)
+    assert torch.equal(output.sequences, trained.generate(ids, **options))
+    # A loaded model saves itself again as a full checkpoint.
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(ids).logits, trained(ids).logits)
+
+
+@torch.no_grad()
+def test_full_checkpoint_loads_in_bfloat16(trained, ids, tmp_path):
+    dynakv.save_full(trained, tmp_path / "full")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.bfloat16).eval()
+    output = loaded.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.past_key_values.layers[0].key_stores[0].dtype == torch.bfloat16
+
+
+def test_saving_leaves_the_model_s_config_as_it_was(trained, tmp_path):
+    dynakv.save_full(trained, tmp_path / "full")
+    assert getattr(trained.config, "quantization_config", None) is None
+
+
+def test_a_checkpoint_for_another_shape_is_refused(trained, tmp_path):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    other = tiny_model(num_hidden_layers=2)
+    with pytest.raises(UserError, match="3 compressed layers.*this model has 2 compressed layers"):
+        dynakv.attach(other, tmp_path / "c")
+    with pytest.raises(UserError, match="no DynaKV compressor"):
+        dynakv.compressors(other)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -40])
+def test_a_truncated_file_is_refused(trained, tmp_path, keep):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    weights = tmp_path / "c" / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:keep])
+    model = tiny_model()
+    with pytest.raises(UserError, match="truncated"):
+        dynakv.attach(model, tmp_path / "c")
+    with pytest.raises(UserError, match="no DynaKV compressor"):
+        dynakv.compressors(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "damaged"),
+        ("{}", "no DynaKV compressor checkpoint"),
+        ('{"method": "dynakv"}', "missing or wrong entry"),
+    ],
+)
+def test_a_damaged_config_is_refused(trained, tmp_path, text, message):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    (tmp_path / "c" / CONFIG).write_text(text)
+    with pytest.raises(UserError, match=message):
+        dynakv.attach(tiny_model(), tmp_path / "c")
+
+
+def test_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no DynaKV checkpoint"):
+        dynakv.attach(tiny_model(), tmp_path / "nowhere")
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(trained, tmp_path):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    before = (tmp_path / "c" / WEIGHTS).read_bytes()
+    dynakv.compressors(trained)[1].value.projection.weight.data.zero_()
+    with pytest.raises(UserError, match="layer 1 values"):
+        dynakv.save_compressor(trained, tmp_path / "c")
+    assert (tmp_path / "c" / WEIGHTS).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_attaching_twice_is_refused(trained, tmp_path):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    with pytest.raises(UserError, match="already has a compressor"):
+        dynakv.attach(trained, tmp_path / "c")

@@ -1,0 +1,223 @@
+"""Gate, projection, objective and rate control."""
+
+import copy
+
+import pytest
+import torch
+from methods import dynakv_model, spread_gates, tiny_model
+
+import dynakv
+from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.objective import RateController, objective, retain_rates
+from dynakv.projection import Projection
+from lowrank.errors import UserError
+
+
+def test_gate_follows_equations_5_and_6():
+    generator = torch.Generator().manual_seed(0)
+    gate = Gate(6).double()
+    gate.weight.data = torch.randn(6, 6, generator=generator).double()
+    gate.bias.data = torch.randn(6, generator=generator).double()
+    gate.input_scale = torch.rand(6, generator=generator).double() + 0.5
+    coef = torch.randn(2, 3, 6, generator=generator).double()
+    mask = soft_mask(gate(coef))
+    for b in range(2):
+        for t in range(3):
+            logits = (coef[b, t] * gate.input_scale) @ gate.weight + gate.bias
+            p = (logits.exp() / logits.exp().sum()).tolist()
+            expected = [sum(p[: 6 - i]) for i in range(6)]
+            torch.testing.assert_close(mask[b, t].tolist(), expected, atol=1e-6, rtol=0)
+    assert (mask.diff(dim=-1) <= 0).all()
+
+
+def test_hard_rank_counts_what_exceeds_the_threshold():
+    cumulative = torch.rand(4, 50, 24, generator=torch.Generator().manual_seed(0)).softmax(-1).cumsum(-1)
+    rank = hard_rank(cumulative, 0.1, 1)
+    assert torch.equal(rank, (soft_mask(cumulative) > 0.1).sum(-1).clamp(min=1))
+    # Equation 8 keeps a prefix.
+    kept = soft_mask(cumulative) > 0.1
+    assert torch.equal(kept, torch.arange(24) < rank[..., None])
+
+
+@pytest.mark.parametrize(("rank", "rounded"), [(1, 8), (3, 8), (4, 8), (11, 8), (12, 16), (20, 20), (19, 16)])
+def test_ranks_round_to_the_nearest_multiple_and_never_to_nothing(rank, rounded):
+    cumulative = torch.zeros(1, 1, 20)
+    cumulative[..., 20 - rank :] = 1.0
+    assert int(hard_rank(cumulative, 0.1, 8)) == rounded
+
+
+def test_the_gate_starts_nearly_open():
+    gate = Gate(192)
+    gate.initialise(torch.logspace(4, -4, 192), decay=dynakv.DynaKVConfig().gate_decay)
+    rank = hard_rank(gate(torch.randn(1, 100, 192)), 0.1, 1)
+    assert rank.float().mean() / 192 > 0.97
+
+
+@pytest.mark.parametrize("inverse", ["exact", "orthogonal"])
+def test_projection_inverts(inverse):
+    projection = Projection(32, inverse=inverse, name="layer 0 keys")
+    start = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
+    projection.initialise(start)
+    projection.weight.data += 0.02 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    for basis, decoder in (projection.matrices(), projection.fixed_matrices(torch.float32, torch.device("cpu"))):
+        torch.testing.assert_close(basis @ decoder, torch.eye(32), atol=1e-5, rtol=0)
+    if inverse == "orthogonal":
+        torch.testing.assert_close(basis.T @ basis, torch.eye(32), atol=1e-5, rtol=0)
+
+
+def test_fixed_matrices_follow_the_parameters():
+    projection = Projection(4, inverse="exact", name="layer 0 keys")
+    before = projection.fixed_matrices(torch.float32, torch.device("cpu"))[1]
+    with torch.no_grad():
+        projection.weight.mul_(2)
+    after = projection.fixed_matrices(torch.float32, torch.device("cpu"))[1]
+    torch.testing.assert_close(after, before / 2)
+
+
+@pytest.mark.parametrize(("value", "what"), [(0.0, "condition number"), (float("nan"), "NaN")])
+def test_a_projection_that_cannot_be_inverted_names_the_layer(value, what):
+    projection = Projection(4, inverse="exact", name="layer 7 values")
+    projection.weight.data[0] = value
+    with pytest.raises(UserError, match=f"layer 7 values.*{what}"):
+        projection.fixed_matrices(torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("gap", ["hard", "soft_prefix", "straight_through"])
+def test_gradients_reach_every_parameter(gap):
+    model = tiny_model()
+    dynakv_model(model, 0.4, gap=gap, granularity=4)
+    model.train()
+    for layer in dynakv.compressors(model).values():
+        layer.key.train_on_hard_mask = layer.value.train_on_hard_mask = gap == "straight_through"
+    ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    loss = model(ids, labels=ids).loss
+    objective(loss, retain_rates(model), 4.0).backward()
+    for layer in dynakv.compressors(model).values():
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().sum() > 0, name
+
+
+def test_gradients_are_the_same_with_checkpointing():
+    def gradients(checkpointing: bool):
+        model = tiny_model()
+        dynakv_model(model, 0.4)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+        objective(model(ids, labels=ids).loss, retain_rates(model), 4.0).backward()
+        return [p.grad for layer in dynakv.compressors(model).values() for p in layer.parameters()]
+
+    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(recomputed, plain)
+
+
+def test_frozen_open_training_loss_is_the_base_model_s():
+    model = tiny_model()
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    base = model(ids, labels=ids, use_cache=False).loss
+    dynakv_model(model, 1.0)
+    model.train()
+    torch.testing.assert_close(model(ids, labels=ids).loss, base, atol=1e-5, rtol=0)
+
+
+def test_reported_rates_are_those_of_the_masks():
+    model = tiny_model()
+    make_cache = dynakv_model(model, 0.4)
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        cache = make_cache()
+        model(ids, past_key_values=cache)
+    hard = retain_rates(model).hard
+    stored = [s.ranks().float().mean() / 32 for layer in cache.layers for s in (*layer.key_stores, *layer.value_stores)]
+    assert hard == pytest.approx(float(torch.stack(stored).mean()), abs=1e-6)
+
+
+def test_objective_is_equation_9():
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    model.train()
+    ids = torch.randint(1, 97, (1, 20), generator=torch.Generator().manual_seed(0))
+    cross_entropy = model(ids, labels=ids).loss
+    rates = retain_rates(model)
+    soft = torch.stack([s.rate.soft for la in dynakv.compressors(model).values() for s in (la.key, la.value)]).mean()
+    torch.testing.assert_close(objective(cross_entropy, rates, 3.0), cross_entropy + 3.0 * soft**2)
+
+
+def test_controller_settles_at_the_target():
+    # A plant whose rate falls as the price of keeping rises, and follows it with a lag.
+    controller, rate = RateController(1.0, target=0.3, gain=1.0, ramp=0.5), 1.0
+    for step in range(400):
+        rate += 0.2 * (1 / (1 + controller.alpha) - rate)
+        controller.update(rate, step / 400)
+    assert rate == pytest.approx(0.3, abs=0.01)
+
+
+def test_without_a_target_alpha_is_fixed():
+    controller = RateController(4.0, target=None, gain=1.0, ramp=0.5)
+    controller.update(0.9, 1.0)
+    assert controller.alpha == 4.0
+
+
+@torch.no_grad()
+def test_attached_models_survive_a_deep_copy():
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    before = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    twin = copy.deepcopy(model)
+    spread_gates(model, seed=9)
+    after = twin.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(after.sequences, before)
+    assert isinstance(after.past_key_values, dynakv.DynaKVCache)
+
+
+@torch.no_grad()
+def test_detaching_restores_the_stock_model():
+    model = tiny_model()
+    ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+    dense = model(ids).logits
+    dynakv_model(model, 0.4)
+    assert not torch.equal(model(ids).logits, dense)
+    dynakv.detach(model)
+    output = model(ids)
+    assert torch.equal(output.logits, dense)
+    assert type(output.past_key_values).__name__ == "DynamicCache"
+
+
+def test_what_would_bypass_the_compressor_is_refused():
+    from transformers import DynamicCache
+
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    ids = torch.randint(1, 97, (1, 8))
+    with pytest.raises(UserError, match="DynamicCache.*bypass.*DynaKVCache.from_model"):
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(UserError, match="cache_implementation='static'"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="set_attn_implementation"):
+        model(ids)
+
+
+def test_a_cache_made_for_one_model_is_refused_by_another():
+    model = tiny_model()
+    cache = dynakv_model(model, 0.4)()
+    with pytest.raises(UserError, match="not prepared"):
+        tiny_model()(torch.randint(1, 97, (1, 8)), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_bfloat16_decodes_as_it_prefills():
+    model = tiny_model().to(torch.bfloat16)
+    make_cache = dynakv_model(model, 0.4)
+    ids = torch.randint(1, 97, (1, 24), generator=torch.Generator().manual_seed(0))
+    whole = model(ids, past_key_values=make_cache()).logits.float()
+    cache = make_cache()
+    steps = [model(step, past_key_values=cache).logits for step in (ids[:, :9], *ids[:, 9:].split(1, dim=1))]
+    assert cache.layers[0].key_stores[0].dtype == torch.bfloat16
+    difference = (torch.cat(steps, dim=1).float() - whole).abs()
+    assert difference.mean() < 0.02 * whole.std()

@@ -1,0 +1,98 @@
+"""Moments, bases, metrics and rank allocation."""
+
+import pytest
+import torch
+
+from lowrank.allocation import check_rank, energy_rank, uniform_ranks, waterfill_ranks
+from lowrank.basis import pca_basis
+from lowrank.errors import UserError
+from lowrank.metrics import relative_error, subspace_overlap
+from lowrank.moments import SecondMoment
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(12, 12, generator=generator) * torch.logspace(0, -3, 12)
+    return torch.randn(4000, 12, generator=generator) @ mixing.T
+
+
+def test_streamed_moment_equals_the_whole(rows):
+    moment = SecondMoment(12)
+    for block in rows.view(4, 10, 100, 12):
+        moment.update(block)
+    assert moment.count == 4000
+    torch.testing.assert_close(moment.mean(), rows.double().T @ rows.double() / 4000)
+
+
+def test_moment_keeps_precision_over_many_rows():
+    # In fp32 the sum would stop growing at 2²⁴.
+    moment = SecondMoment(1)
+    for _ in range(20):
+        moment.update(torch.ones(2**20, 1))
+    assert float(moment.sum_CC) == 20 * 2**20
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_moment_refuses_what_is_not_finite(bad):
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        SecondMoment(2).update(torch.tensor([[1.0, bad]]))
+
+
+def test_moment_refuses_to_average_nothing():
+    with pytest.raises(ValueError, match="empty"):
+        SecondMoment(2).mean()
+
+
+def test_joint_basis_is_the_best_for_every_rank(rows):
+    basis = pca_basis(rows.T @ rows, layout="joint", num_heads=3)
+    singular = torch.linalg.svdvals(rows.double()).square()
+    for rank in (1, 5, 12):
+        best = float(singular[rank:].sum() / singular.sum())
+        assert relative_error(rows, basis.vectors_CC[:, :rank]) == pytest.approx(best, abs=1e-6)
+    assert torch.equal(basis.energy_C, basis.energy_C.sort(descending=True).values)
+
+
+def test_per_head_basis_stays_within_heads(rows):
+    basis = pca_basis(rows.T @ rows, layout="per_head", num_heads=3)
+    torch.testing.assert_close(basis.vectors_CC.T @ basis.vectors_CC, torch.eye(12), atol=1e-5, rtol=0)
+    for column in range(12):
+        head = column % 3
+        outside = torch.cat([basis.vectors_CC[: head * 4, column], basis.vectors_CC[(head + 1) * 4 :, column]])
+        assert outside.abs().max() == 0
+    # A prefix of 3·r columns is the best rank-r basis of each head.
+    head_rows = rows[:, 4:8]
+    singular = torch.linalg.svdvals(head_rows.double()).square()
+    own = basis.vectors_CC[4:8, 1::3][:, :2]
+    assert relative_error(head_rows, own) == pytest.approx(float(singular[2:].sum() / singular.sum()), abs=1e-6)
+
+
+def test_subspace_overlap_of_known_planes():
+    eye = torch.eye(4)
+    assert subspace_overlap(eye[:, :2], eye[:, :2]) == pytest.approx(1)
+    assert subspace_overlap(eye[:, :2], eye[:, 2:]) == pytest.approx(0)
+    assert subspace_overlap(eye[:, :2], eye[:, 1:3]) == pytest.approx(0.5)
+
+
+def test_uniform_ranks_meet_the_budget():
+    ranks = uniform_ranks([192] * 60, 0.2731)
+    assert abs(sum(ranks) - 0.2731 * 192 * 60) <= 1
+    assert max(ranks) - min(ranks) <= 1
+
+
+def test_waterfilling_loses_least_energy():
+    energies = [torch.tensor([8.0, 1.0, 0.5, 0.5]), torch.tensor([4.0, 3.0, 2.0, 1.0])]
+    assert waterfill_ranks(energies, 0.5) == [1, 3]
+    assert waterfill_ranks(energies, 1.0) == [4, 4]
+    assert waterfill_ranks([torch.tensor([1.0, 0.0]), torch.tensor([0.6, 0.4])], 0.01) == [1, 1]
+
+
+def test_energy_rank():
+    energy = torch.tensor([6.0, 3.0, 1.0])
+    assert [energy_rank(energy, share) for share in (0.5, 0.6, 0.61, 0.9, 0.95, 1.0)] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 200])
+def test_rank_out_of_range_names_the_range(rank):
+    with pytest.raises(UserError, match=rf"1\.\.192 for this model, got {rank}"):
+        check_rank(rank, 192)

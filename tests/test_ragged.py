@@ -1,0 +1,96 @@
+"""The ragged store against a plain list of rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank.ragged import GROWTH, RaggedStore
+
+WIDTH = 24
+
+
+def new_store(**options) -> RaggedStore:
+    return RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"), **options)
+
+
+def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
+    dense = torch.zeros(len(rows), WIDTH)
+    for i, row in enumerate(rows):
+        dense[i, : len(row)] = row
+    assert store.length == len(rows)
+    assert torch.equal(store.dense(), dense)
+    assert store.ranks().tolist() == [len(row) for row in rows]
+    seen = [position for _, _, positions in store.buckets() for position in positions.tolist()]
+    assert sorted(seen) == list(range(len(rows)))
+    assert store.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.lists(st.integers(0, WIDTH), min_size=1, max_size=9)),
+        st.tuples(st.just("crop"), st.integers(0, 12)),
+        st.tuples(st.just("clone"), st.just(0)),
+        st.tuples(st.just("trim"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(operations)
+def test_any_sequence_of_operations_matches_a_list(steps):
+    store, rows = new_store(), []
+    generator = torch.Generator().manual_seed(0)
+    for name, argument in steps:
+        if name == "append":
+            coef = torch.randn(len(argument), WIDTH, generator=generator)
+            store.append(coef, torch.tensor(argument))
+            rows += [coef[i, :rank].clone() for i, rank in enumerate(argument)]
+        elif name == "crop":
+            length = max(0, len(rows) - argument)
+            store.crop(length)
+            rows = rows[:length]
+        elif name == "clone":
+            store = store.clone()
+        else:
+            store.trim()
+        check_against(store, rows)
+
+
+def test_a_prompt_is_stored_without_slack():
+    ranks = torch.randint(1, WIDTH + 1, (500,), generator=torch.Generator().manual_seed(0))
+    store = new_store()
+    store.append(torch.randn(500, WIDTH), ranks, exact=True)
+    assert store.nbytes == int(ranks.sum()) * 4 + 500 * 2
+
+
+def test_growth_is_amortised_and_bounded():
+    store, copies = new_store(), 0
+    for _ in range(3000):
+        before = [tensor.data_ptr() for tensor in store.tensors()]
+        store.append(torch.randn(1, WIDTH), torch.tensor([8]))
+        copies += before != [tensor.data_ptr() for tensor in store.tensors()]
+    used = 3000 * (8 * 4 + 2)
+    assert copies < 80
+    assert store.nbytes <= used * (1 + GROWTH) + 64
+
+
+def test_the_index_widens_past_int16():
+    length = torch.iinfo(torch.int16).max
+    store = new_store()
+    store.append(torch.ones(length, WIDTH), torch.full((length,), 2))
+    store.append(torch.full((2, WIDTH), 3.0), torch.tensor([2, 5]))
+    assert store.dense()[length - 1 :, 0].tolist() == [1.0, 3.0, 3.0]
+    assert store.ranks()[-1] == 5
+
+
+def test_one_rank_for_all_needs_no_index():
+    store = new_store(constant_rank=6)
+    store.append(torch.randn(100, WIDTH), torch.full((100,), 6), exact=True)
+    assert store.nbytes == 100 * 6 * 4
+
+
+def test_crop_refuses_lengths_it_does_not_have():
+    with pytest.raises(ValueError, match="0..0, got 3"):
+        new_store().crop(3)

@@ -1,0 +1,85 @@
+"""Rotation and its inverse with each family's own function, for every rotary kind."""
+
+import pytest
+import torch
+from methods import dynakv_model, tiny_model
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from lowrank.hf.geometry import attention_modules, rotary_function, rotary_module
+from lowrank.hf.rope import Rope, RopeHistory
+
+KINDS = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "rope_theta": 10000.0,
+    },
+}
+
+
+def model_of(kind: str):
+    return tiny_model(rope_parameters=KINDS[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+
+
+def rope_of(model, positions: torch.Tensor) -> Rope:
+    apply = rotary_function(next(iter(attention_modules(model).values())))
+    return Rope(apply, *rotary_module(model)(torch.empty(0), positions), position_BT=positions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrotate_inverts_rotate(kind):
+    rope = rope_of(model_of(kind), torch.arange(100)[None])
+    key = torch.randn(2, 2, 100, 16)
+    torch.testing.assert_close(rope.unrotate(rope.rotate(key)), key, atol=2e-6, rtol=0)
+    torch.testing.assert_close(rope.rotate(rope.unrotate(key)), key, atol=2e-6, rtol=0)
+
+
+def test_partial_rotary_leaves_the_rest_alone():
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=50))
+    rope = rope_of(model, torch.arange(30)[None])
+    key = torch.randn(1, 4, 30, 16)
+    torch.testing.assert_close(rope.unrotate(rope.rotate(key)), key, atol=2e-6, rtol=0)
+    assert torch.equal(rope.rotate(key)[..., 8:], key[..., 8:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_history_gives_back_each_token_s_rotation(kind):
+    model = model_of(kind)
+    apply = rotary_function(next(iter(attention_modules(model).values())))
+    history = RopeHistory(rotary_module(model), apply)
+    cos = []
+    for start, end in [(0, 50), (50, 51), (51, 100)]:
+        rope = rope_of(model, torch.arange(start, end)[None])
+        history.extend(rope, end)
+        history.extend(rope, end)  # every layer reports the same tokens; only the first counts
+        cos.append(rope.cos_BTE)
+    assert torch.equal(history.rope().cos_BTE, torch.cat(cos, dim=1))
+    history.crop(60)
+    assert history.rope().cos_BTE.shape[1] == 60
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_gates_equal_the_dense_model_past_the_original_length(kind):
+    model = model_of(kind)
+    ids = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    dense = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    dynakv_model(model, 1.0)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False), dense)

@@ -1,0 +1,128 @@
+"""The other commands, run as a user runs them, on a tiny model."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+import dynakv
+from lowrank.hf.calibration import calibrate
+from lowrank.hf.loading import load_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_dir, tmp_path_factory):
+    """A compressor whose ranks differ from token to token, without the time it takes to train one."""
+    from methods import spread_gates
+
+    model = load_model(str(tiny_dir))
+    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+    dynakv.initialise_from_moments(model, moments)
+    spread_gates(model)
+    directory = tmp_path_factory.mktemp("trained") / "checkpoint"
+    dynakv.save_compressor(model, directory)
+    return directory
+
+
+@pytest.fixture
+def compare_config(checkpoint, text_file, tmp_path):
+    text = tmp_path / "other.txt"
+    text.write_text("another kind of text, read only to be measured on. " * 40)
+    values = {
+        "checkpoint": str(checkpoint),
+        "texts": [
+            {"label": "same", "name": str(text_file)},
+            {"label": "other", "name": str(text)},
+            {"label": "missing", "name": str(tmp_path / "missing.txt"), "optional": True},
+        ],
+        "calibration": {"name": str(text_file), "tokens": 256},
+        "rates": [0.5],
+        "block_length": 64,
+        "blocks": 2,
+    }
+    path = tmp_path / "compare.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
+    done = run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
+    assert "leaving out `missing`" in done.stdout
+    results = json.loads((tmp_path / "out/comparison.json").read_text())
+    rows = results["rows"]
+    keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
+    assert all(set(row) == keys for row in rows)
+    for label in ("same", "other"):
+        of = {(row["method"], i): row for i, row in enumerate(rows) if row["dataset"] == label}
+        [full] = [row for (method, _), row in of.items() if method == "full"]
+        [learned] = [row for (method, _), row in of.items() if method == "dynakv"]
+        assert full["perplexity_ratio"] == 1
+        assert full["cache_bytes"] == full["full_bytes"] == 2 * 64 * 2 * 2 * 32 * 4
+        static = [row for (method, _), row in of.items() if method.startswith("static")]
+        assert len(static) == 6
+        # Static methods get the bytes of the learned one, to within one coefficient in each store.
+        equal = static[::2]
+        for row in equal:
+            assert row["cache_bytes"] == pytest.approx(learned["cache_bytes"], rel=0.05)
+            assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
+    assert (tmp_path / "out/pareto.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "out/comparison.md").read_text()
+    assert table.count("| dynakv |") == 2
+    assert table in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--block_length", "4096"), "`block_length` is 4096 tokens, but this model has 512"),
+        (("--checkpoint", "nowhere"), "no DynaKV checkpoint"),
+        (("--static", "magic"), "`static` must be among"),
+        (("--rates", "1.2"), "`rates` must be numbers in (0, 1]"),
+    ],
+)
+def test_compare_mistakes_end_in_one_paragraph(run, compare_config, tmp_path, arguments, message):
+    done = run(
+        *("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments), check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the cache keeps")
+    done = run(
+        "scripts/generate.py", "--checkpoint", checkpoint, "--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample"
+    )
+    assert done.stdout.startswith("the cache keeps")
+    report = done.stdout.splitlines()[-1]
+    # 15 prompt tokens and 4 new ones, of which the last is never cached.
+    assert "for 18 tokens" in report
+    assert f"(uncompressed: {18 * 2 * 2 * 32 * 4:,} bytes)" in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--checkpoint", "nowhere", "--prompt", "x"), "checkpoint directory `nowhere` does not exist"),
+        (("--prompt", "@nowhere.txt"), "cannot read the prompt file `nowhere.txt`"),
+        (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
+    ],
+)
+def test_generate_mistakes_end_in_one_paragraph(run, checkpoint, arguments, message):
+    if "--checkpoint" not in arguments:
+        arguments = ("--checkpoint", checkpoint, *arguments)
+    done = run("scripts/generate.py", *arguments, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_stock_model_directory_is_no_checkpoint(run, tiny_dir):
+    done = run("scripts/generate.py", "--checkpoint", tiny_dir, "--prompt", "x", check=False)
+    assert done.returncode == 2
+    assert "no DynaKV compressor" in done.stderr

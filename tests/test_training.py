@@ -1,0 +1,175 @@
+"""The training command, run as a user runs it, on a tiny model."""
+
+import json
+import os
+
+import pytest
+import torch
+import yaml
+
+from training.data import TrainingBlocks
+from training.schedule import learning_rate_factor
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/single.yaml")
+
+
+@pytest.fixture
+def config_file(tiny_dir, text_file, tmp_path):
+    """A configuration of eight short steps."""
+    values = {
+        "model": str(tiny_dir),
+        "output": str(tmp_path / "run"),
+        "checkpoint_every": 4,
+        "heldout_blocks": 1,
+        "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
+        "calibration": {"tokens": 256},
+        "compressor": {"granularity": 4},
+        "optimizer": {"steps": 8, "batch_size": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def metrics(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in metrics(directory)}
+
+
+def test_a_run_leaves_what_it_promises(run, config_file, tmp_path):
+    done = run(*LAUNCH, "train_dynakv.py", "--config", config_file, "--full_checkpoint", "true")
+    output = tmp_path / "run"
+    assert f"checkpoint: {output}/checkpoint" in done.stdout
+    rows = metrics(output)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[0]["hard_rate"] > 0.9
+    assert rows[-1]["soft_rate"] < rows[0]["soft_rate"]
+    for name in ("loss", "cross_entropy", "alpha", "tokens_per_second"):
+        assert rows[0][name] > 0
+    for shown in ("loss", "CE", "soft", "hard", "α", "tok/s"):
+        assert shown in done.stderr
+    assert sorted(p.name for p in (output / "states").iterdir()) == ["step-000004", "step-000008"]
+    summary = json.loads((output / "checkpoint/config.json").read_text())["summary"]
+    assert summary["tokens"] == 8 * 2 * 64
+    assert 0 < summary["heldout"]["text.jsonl"]["hard_rate"] <= 1
+    # Both checkpoints generate, and count their bytes.
+    for directory in ("checkpoint", "full"):
+        text = run(
+            "scripts/generate.py", "--checkpoint", output / directory, "--prompt", "the cache", "--max-new-tokens", 5
+        )
+        assert "rate" in text.stdout
+        assert "uncompressed:" in text.stdout
+
+
+def test_tensorboard_holds_scalars_and_the_heat_map(run, config_file, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run("train_dynakv.py", "--config", config_file, "--optimizer.steps", "2")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/hard_rate", "train/alpha", "rate/keys", "rate/values"} <= set(tags["scalars"])
+    assert tags["images"] == ["rate/layers_by_keys_values"]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(run, config_file, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    arguments = ("train_dynakv.py", "--config", config_file, "--rate.target_retain_rate", "0.5")
+    run(*arguments, "--output", whole)
+    run(*arguments, "--output", parts)
+    # As if the run had been killed right after step 4.
+    import shutil
+
+    shutil.rmtree(parts / "states/step-000008")
+    shutil.rmtree(parts / "checkpoint")
+    (parts / "metrics.jsonl").unlink()
+    run(*arguments, "--output", parts, "--resume")
+    expected = {step: loss for step, loss in losses(whole).items() if step > 4}
+    assert losses(parts) == expected
+    assert (parts / "checkpoint/compressor.safetensors").read_bytes() == (
+        whole / "checkpoint/compressor.safetensors"
+    ).read_bytes()
+
+
+def test_two_processes_see_the_same_global_batch(run, config_file, tmp_path):
+    run("train_dynakv.py", "--config", config_file, "--output", tmp_path / "one", "--optimizer.steps", "3")
+    done = run(
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "train_dynakv.py",
+        "--config",
+        config_file,
+        *("--output", tmp_path / "two", "--optimizer.steps", "3", "--optimizer.batch_size", "1"),
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.count("checkpoint:") == 2, "both processes finish"
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys() == {1, 2, 3}
+    for step in one:
+        assert two[step] == pytest.approx(one[step], rel=1e-5)
+
+
+def test_straight_through_switches_masks_midway(run, config_file, tmp_path):
+    run("train_dynakv.py", "--config", config_file, "--compressor.gap", "straight_through")
+    config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
+    assert config["compressor"]["gap"] == "straight_through"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--optimizer.stpes", "3"), "unknown argument `--optimizer.stpes`; did you mean `optimizer.steps`?"),
+        (("--dataset.sequence_length", "513"), "`dataset.sequence_length` is 513 tokens, but this model has 512"),
+        (("--dataset.name", "EMPTY"), "is empty"),
+        (("--dataset.name", "nowhere.jsonl"), "`nowhere.jsonl` does not exist"),
+        (("--dataset.text_field", "body"), "no column `body`, only text"),
+        (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
+        (("--resume",), "nothing to resume"),
+        (("--compressor.threshold", "2"), "`threshold` must be between 0 and 1"),
+    ],
+)
+def test_mistakes_end_in_one_paragraph(run, config_file, tmp_path, arguments, message):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"text": ""}\n')
+    arguments = [str(empty) if word == "EMPTY" else word for word in arguments]
+    done = run("train_dynakv.py", "--config", config_file, *arguments, check=False)
+    assert done.returncode == 2
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in error
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_blocks_depend_on_the_seed_alone_and_split_over_processes(tiny_dir, text_file):
+    from itertools import islice
+
+    from lowrank.hf.loading import load_tokenizer
+    from lowrank.text import load_documents
+
+    tokenizer = load_tokenizer(str(tiny_dir))
+    rows = load_documents(str(text_file), subset=None, split="train", text_field="text")
+
+    def take(count, **options):
+        return torch.stack(list(islice(TrainingBlocks([rows, rows], [1, 2], tokenizer, 32, seed=3, **options), count)))
+
+    whole = take(12)
+    assert torch.equal(take(6, rank=0, world=2), whole[0::2])
+    assert torch.equal(take(6, rank=1, world=2), whole[1::2])
+    assert torch.equal(take(4, skip=8), whole[8:])
+
+
+def test_schedule_rises_then_falls():
+    factors = [learning_rate_factor(step, 100, warmup=0.1, final=0.2) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[10] == 1.0
+    assert factors[9] == 1.0
+    assert factors[-1] == pytest.approx(0.2, abs=0.01)
+    assert factors[10:] == sorted(factors[10:], reverse=True)
