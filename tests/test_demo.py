@@ -21,7 +21,7 @@ def all_threads():
 
 @pytest.fixture(scope="module")
 def tokens(demo_dir):
-    with open(demo_dir.parent / "sotu/heldout.jsonl") as file:
+    with open(demo_dir.parent / "text/addresses-heldout.jsonl") as file:
         texts = [json.loads(line)["text"] for line in file]
     return load_tokenizer(str(demo_dir))(max(texts, key=len), return_tensors="pt")["input_ids"][:, :2000]
 

@@ -149,16 +149,16 @@ def test_mistakes_end_in_one_paragraph(run, config_file, tmp_path, arguments, me
 
 
 def test_blocks_depend_on_the_seed_alone_and_split_over_processes(tiny_dir, text_file):
-    from itertools import islice
-
     from lowrank.hf.loading import load_tokenizer
     from lowrank.text import load_documents
 
     tokenizer = load_tokenizer(str(tiny_dir))
     rows = load_documents(str(text_file), subset=None, split="train", text_field="text")
 
+    stream = TrainingBlocks([rows, rows], [1, 2], tokenizer, 32, seed=3)
+
     def take(count, **options):
-        return torch.stack(list(islice(TrainingBlocks([rows, rows], [1, 2], tokenizer, 32, seed=3, **options), count)))
+        return stream.part(**options).first(count)
 
     whole = take(12)
     assert torch.equal(take(6, rank=0, world=2), whole[0::2])

@@ -51,7 +51,10 @@ class RateConfig:
         None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
     )
     gain: float = option(1.0, help="of the dual update of log α", unit="per step and unit of rate")
-    ramp: float = option(0.6, help="share of the run over which the goal falls from 1 to the target")
+    ramp: float = option(0.4, help="share of the run over which the goal falls from 1 to the target")
+    settle: bool = option(
+        True, help="after training, move the threshold τ so that unseen training text has just the target rate"
+    )
 
     def __post_init__(self):
         require(self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")

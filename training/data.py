@@ -3,6 +3,7 @@
 Shapes: T tokens of a block.
 """
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -19,16 +20,14 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
     """An endless, deterministic stream of packed blocks, mixed from several data sets.
 
     Every data set is read document by document in a shuffled order, anew each epoch, and cut into blocks; which data set
-    gives the next block is drawn by weight. The order depends on the seed alone: process `rank` of `world` takes every
-    `world`-th block, so that the same global batch is seen whatever the number of processes.
+    gives the next block is drawn by weight. The order depends on the seed alone; :meth:`part` gives process `rank` of
+    `world` every `world`-th block, so that the same global batch is seen whatever the number of processes.
 
     Args:
         sources: documents of each data set.
         weights: how often each is drawn, any positive numbers.
         tokenizer, length: blocks of `length` tokens.
         seed: of order and mixture.
-        rank, world: this process among all.
-        skip: blocks of the global stream to pass over, to resume.
     """
 
     def __init__(
@@ -39,12 +38,19 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         length: int,
         *,
         seed: int,
-        rank: int = 0,
-        world: int = 1,
-        skip: int = 0,
     ):
         self.sources, self.weights, self.tokenizer, self.length = sources, weights, tokenizer, length
-        self.seed, self.rank, self.world, self.skip = seed, rank, world, skip
+        self.seed, self.rank, self.world, self.skip = seed, 0, 1, 0
+
+    def part(self, *, rank: int = 0, world: int = 1, skip: int = 0) -> "TrainingBlocks":
+        """The same global stream seen by one process, or from a later block on."""
+        twin = copy.copy(self)
+        twin.rank, twin.world, twin.skip = rank, world, skip
+        return twin
+
+    def first(self, count: int) -> Tensor:
+        """The first `count` blocks, (count, T) int64."""
+        return torch.stack(list(itertools.islice(self, count)))
 
     def __iter__(self) -> Iterator[Tensor]:
         picker = random.Random(self.seed)

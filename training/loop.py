@@ -3,14 +3,15 @@
 Shapes: B batch, T tokens.
 """
 
-import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -19,17 +20,18 @@ from dynakv.objective import RateController, objective, retain_rates
 from lowrank.atomic import write_text
 from lowrank.config import to_dict
 from lowrank.errors import UserError
-from lowrank.hf.calibration import calibrate
 from lowrank.hf.loading import check_length, load_model, load_tokenizer
-from lowrank.text import blocks, load_documents
 from training.config import TrainConfig
 from training.data import TrainingBlocks
 from training.heldout import measure
 from training.reporting import Reporter
 from training.schedule import learning_rate_factor
+from training.setup import attach_calibrated, build_optimizer, heldout_blocks, training_stream
 from training.state import load_latest, save_state
+from training.threshold import settle_threshold
 
-CHECKPOINT, STATES = "checkpoint", "states"
+CHECKPOINT, STATES, FULL = "checkpoint", "states", "full"
+SETTLING_BLOCKS = 4  # sequences the final threshold is read from
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Path:
@@ -40,132 +42,70 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         resume: continue from the newest state under ``config.output`` instead of calibrating.
     """
     accelerator = Accelerator(gradient_accumulation_steps=config.optimizer.accumulate)
-    output = Path(config.output)
+    output, settings = Path(config.output), config.optimizer
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, dtype=config.dtype)
+    model = load_model(config.model, dtype=config.dtype, device=accelerator.device)
     check_length(model, config.dataset.sequence_length, "dataset.sequence_length")
-    dataset = config.dataset
-    sources = [
-        load_documents(name, subset=dataset.subset, split=dataset.split, text_field=dataset.text_field)
-        for name in dataset.name
-    ]
-    heldout = {
-        name: blocks(
-            load_documents(name, subset=dataset.subset, split=dataset.heldout_split, text_field=dataset.text_field),
-            tokenizer,
-            dataset.sequence_length,
-            config.heldout_blocks,
-        )
-        for name in (dataset.heldout or [])
-        if config.heldout_blocks
-    }
-    weights = dataset.weights or [1.0] * len(sources)
-    stream = TrainingBlocks(sources, weights, tokenizer, dataset.sequence_length, seed=config.seed)
+    stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
 
-    model.to(accelerator.device)
     if resume:
         dynakv.add_compressors(model, config.compressor)
     else:
-        _calibrate_and_attach(model, config, stream, show=accelerator.is_main_process)
+        attach_calibrated(model, config, stream, progress=accelerator.is_main_process)
     dynakv.use_ragged_cache(model)
-    optimizer = _optimizer(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
+    optimizer = build_optimizer(model, config)
     rate = config.rate
     controller = RateController(rate.alpha, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
     start = 0
     if resume:
         progress = load_latest(output / STATES, model, optimizer)
         start, controller.alpha = progress["step"], progress["alpha"]
-    per_step = config.optimizer.batch_size * config.optimizer.accumulate
-    stream.rank, stream.world = accelerator.process_index, accelerator.num_processes
-    stream.skip = start * per_step * stream.world
-    loader = DataLoader(stream, batch_size=config.optimizer.batch_size)
+
+    world = accelerator.num_processes
+    blocks_per_step = settings.batch_size * settings.accumulate * world
+    tokens_per_step = blocks_per_step * config.dataset.sequence_length
+    part = stream.part(rank=accelerator.process_index, world=world, skip=start * blocks_per_step)
+    batches = iter(DataLoader(part, batch_size=settings.batch_size))
     trained, optimizer = accelerator.prepare(model, optimizer)
     model = accelerator.unwrap_model(trained)
-
-    if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
     reporter = Reporter(
         output,
-        steps=config.optimizer.steps,
+        steps=settings.steps,
         start=start,
-        tokens_per_step=per_step * stream.world * dataset.sequence_length,
+        tokens_per_step=tokens_per_step,
         every=config.log_every,
         enabled=accelerator.is_main_process,
     )
     trained.train()
-    batches = iter(loader)
-    for step in range(start, config.optimizer.steps):
-        _set_rates_and_mask(model, optimizer, config, step)
+    for step in range(start, settings.steps):
+        _schedule(model, optimizer, config, step)
         values = _step(accelerator, trained, model, optimizer, batches, config, controller.alpha, step)
-        rates = retain_rates(model)
-        controller.update(values["hard_rate"], (step + 1) / config.optimizer.steps)
-        reporter.step(step + 1, values, rates)
+        controller.update(values["hard_rate"], (step + 1) / settings.steps)
+        reporter.step(step + 1, values, retain_rates(model))
         every = config.checkpoint_every
         if every and (step + 1) % every == 0 and accelerator.is_main_process:
             progress = {"alpha": controller.alpha, "config": to_dict(config)}
             save_state(output / STATES, step + 1, model, optimizer, progress, config.keep_checkpoints)
 
-    summary = {
-        "steps": config.optimizer.steps,
-        "tokens": config.optimizer.steps * per_step * stream.world * dataset.sequence_length,
-        "alpha": controller.alpha,
-        "heldout": {},
-    }
+    summary = {"steps": settings.steps, "tokens": settings.steps * tokens_per_step, "alpha": controller.alpha}
     model.eval()
-    for name, blocks_NT in heldout.items():
-        summary["heldout"][Path(name).name] = measured = measure(model, blocks_NT)
-        reporter.note(f"held out, {Path(name).name}", measured, config.optimizer.steps)
+    summary |= _settle_and_measure(model, config, stream.part(skip=settings.steps * blocks_per_step), heldout, reporter)
     reporter.close()
     if accelerator.is_main_process:
         dynakv.save_compressor(model, output / CHECKPOINT, summary=summary)
         if config.full_checkpoint:
-            dynakv.save_full(model, output / "full")
-            tokenizer.save_pretrained(output / "full")
-
+            dynakv.save_full(model, output / FULL)
+            tokenizer.save_pretrained(output / FULL)
         write_text(output / "config.yaml", yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False))
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / CHECKPOINT
 
 
-def _calibrate_and_attach(model: PreTrainedModel, config: TrainConfig, stream: TrainingBlocks, *, show: bool) -> None:
-    """PCA of the leading training blocks; every process computes the same one."""
-    length = min(config.dataset.sequence_length, config.calibration.tokens)
-    count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
-    blocks_NT = torch.stack([block[:length] for block in itertools.islice(stream, count)])
-    moments = calibrate(model, blocks_NT, progress=show)
-    dynakv.add_compressors(model, config.compressor)
-    dynakv.initialise_from_moments(model, moments)
-
-
-def _optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the compressors; the backbone is frozen."""
-    model.requires_grad_(False)
-    groups: dict[str, list[torch.nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
-    for layer in dynakv.compressors(model).values():
-        layer.requires_grad_(True)
-        for compressor in (layer.key, layer.value):
-            groups["projection"] += compressor.projection.parameters()
-            groups["gate"].append(compressor.gate.weight)
-            groups["gate_bias"].append(compressor.gate.bias)
-    peaks = {
-        "projection": config.optimizer.lr_projection,
-        "gate": config.optimizer.lr_gate,
-        "gate_bias": config.optimizer.lr_gate_bias,
-    }
-    return torch.optim.AdamW(
-        [{"params": params, "lr": peaks[name], "peak": peaks[name]} for name, params in groups.items()],
-        weight_decay=config.optimizer.weight_decay,
-        betas=(0.9, 0.95),
-    )
-
-
-def _set_rates_and_mask(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int
-) -> None:
+def _schedule(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
+    """Set this step's learning rates and, for a straight-through run, its mask."""
     settings = config.optimizer
     factor = learning_rate_factor(step, settings.steps, warmup=settings.warmup, final=settings.final_lr)
     for group in optimizer.param_groups:
@@ -177,7 +117,14 @@ def _set_rates_and_mask(
 
 
 def _step(
-    accelerator, trained, model, optimizer, batches, config: TrainConfig, alpha: float, step: int
+    accelerator: Accelerator,
+    trained: torch.nn.Module,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Tensor],
+    config: TrainConfig,
+    alpha: float,
+    step: int,
 ) -> dict[str, float]:
     """One optimizer step over ``accumulate`` passes; returns means over passes and processes."""
     sums = torch.zeros(4, device=accelerator.device)
@@ -201,5 +148,20 @@ def _step(
             f"the loss of step {step + 1} is {values['loss']}; lower `optimizer.lr_projection` and `optimizer.lr_gate`, "
             f"and resume from the last checkpoint"
         )
-    values["alpha"] = alpha
-    return values
+    return {**values, "alpha": alpha}
+
+
+def _settle_and_measure(
+    model: PreTrainedModel, config: TrainConfig, unseen: TrainingBlocks, heldout: dict[str, Tensor], reporter: Reporter
+) -> dict:
+    """Settle τ on training text that was not trained on, then measure every held-out text."""
+    summary = {"heldout": {}}
+    target = config.rate.target_retain_rate
+    if target is not None and config.rate.settle:
+        summary["threshold"] = settle_threshold(model, unseen.first(SETTLING_BLOCKS), target)
+        reporter.note("settled", {"threshold": summary["threshold"]}, config.optimizer.steps)
+    for name, blocks_NT in heldout.items():
+        measured = measure(model, blocks_NT)
+        summary["heldout"][Path(name).name] = measured
+        reporter.note(f"held out, {Path(name).name}", measured, config.optimizer.steps)
+    return summary
