@@ -19,7 +19,7 @@ class DynaKVConfig:
         "unattenuated (paper), `soft_prefix` stores them times the mask, `straight_through` trains on the hard mask",
         choices=GAPS,
     )
-    granularity: int = option(16, help="ranks are rounded to the nearest multiple; 1 is the paper", unit="coefficients")
+    granularity: int = option(8, help="ranks are rounded to the nearest multiple; 1 is the paper", unit="coefficients")
     inverse: str = option(
         "exact",
         help="how keys and values are rebuilt: `exact` learns any U and inverts it (paper), `orthogonal` keeps U "
@@ -27,7 +27,7 @@ class DynaKVConfig:
         choices=INVERSES,
     )
     gate_decay: float = option(
-        8.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
+        4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
 
     def __post_init__(self):

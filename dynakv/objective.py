@@ -1,6 +1,7 @@
 """What DynaKV training minimises, and how a target retain rate is held (section 3.3)."""
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -48,25 +49,35 @@ def objective(cross_entropy: Tensor, rates: RetainRates, alpha: float) -> Tensor
 class RateController:
     """Holds a target hard retain rate by a dual update of α.
 
-    α is the price of the constraint "hard rate ≤ target", so it rises while the rate is above the target and falls while
-    it is below: log α ← log α + `gain` · (rate − goal). The goal comes down linearly from 1 to the target over the first
-    `ramp` of the run; without the ramp α would climb during all the time the gates need to close, and overshoot.
+    α is the price of the constraint "hard rate ≤ goal", so it rises while the rate is above the goal and falls while it is
+    below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from 1 to the target over
+    the first `ramp` of the run. Gates answer a change of price only after many steps, so a pure integral (P = 0, plain
+    dual ascent) swings by orders of magnitude; the proportional term answers at once and lets the integral be slow.
     Without a target α stays what it was (the paper).
 
     Args:
-        alpha: starting α.
+        alpha: α₀.
         target: hard retain rate to end at, in (0, 1], or None.
-        gain: of the update, per step and unit of rate.
+        gain: P; the integral's gain I is a fortieth of it, per step.
         ramp: share of the run after which the goal is the target.
     """
 
     def __init__(self, alpha: float, *, target: float | None, gain: float, ramp: float):
-        self.alpha, self.target, self.gain, self.ramp = alpha, target, gain, ramp
+        self.start, self.alpha, self.target, self.gain, self.ramp = alpha, alpha, target, gain, ramp
+        self.sum = 0.0
 
     def update(self, hard_rate: float, progress: float) -> None:
         """One step, `progress` in [0, 1] through the run."""
         if self.target is None:
             return
         goal = 1 - (1 - self.target) * min(1.0, progress / self.ramp) if self.ramp else self.target
-        factor = torch.tensor(self.gain * (hard_rate - goal)).clamp(-0.5, 0.5).exp()
-        self.alpha *= float(factor)
+        error = hard_rate - goal
+        self.sum += error / 40
+        self.alpha = self.start * math.exp(self.gain * (error + self.sum))
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs to go on exactly."""
+        return {"alpha": self.alpha, "sum": self.sum}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.alpha, self.sum = state["alpha"], state["sum"]

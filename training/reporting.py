@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from dynakv.objective import RetainRates
+from lowrank.atomic import write_text
 
 HEAT_MAP_EVERY = 20
 _CELL = 12  # pixels of a heat-map cell
@@ -33,6 +34,7 @@ class Reporter:
         self.metrics = directory / "metrics.jsonl"
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
+            _forget_rows_after(self.metrics, start)
             self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", dynamic_ncols=True)
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start)
 
@@ -71,6 +73,13 @@ class Reporter:
         if self.enabled:
             self.bar.close()
             self.writer.close()
+
+
+def _forget_rows_after(path: Path, step: int) -> None:
+    """Drop rows of steps that a resumed run is about to repeat."""
+    if path.exists():
+        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text(path, "".join(row for row in rows if json.loads(row)["step"] <= step))
 
 
 def heat_map(rate_L2: Tensor) -> Tensor:

@@ -59,5 +59,5 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
     return torch.optim.AdamW(
         [{"params": parameters, "lr": peaks[name], "peak": peaks[name]} for name, parameters in groups.items()],
         weight_decay=settings.weight_decay,
-        betas=(0.9, 0.95),
+        betas=(0.9, 0.99),
     )
