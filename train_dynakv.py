@@ -6,6 +6,8 @@
 Every key of the YAML file can be given on the command line as ``--section.key value``.
 """
 
+from accelerate import PartialState
+
 from lowrank import cli
 from lowrank.config import parse_config
 from training.config import TrainConfig
@@ -16,7 +18,8 @@ def main(argv: list[str]) -> None:
     resume = {"flag": "--resume", "action": "store_true", "help": "continue from the newest state under `output`"}
     config, arguments = parse_config(TrainConfig, argv, description=__doc__, extra=[resume])
     checkpoint = train(config, resume=arguments.resume)
-    print(f"checkpoint: {checkpoint}")
+    if PartialState().is_main_process:
+        print(f"checkpoint: {checkpoint}")
 
 
 if __name__ == "__main__":

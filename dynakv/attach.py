@@ -5,10 +5,11 @@ from transformers import PreTrainedModel
 
 from dynakv.cache import DynaKVCache, compressors
 from dynakv.compressor import LayerCompressor
-from dynakv.config import DynaKVConfig
+from dynakv.config import METHOD, DynaKVConfig
+from lowrank.allocation import check_rank
 from lowrank.basis import pca_basis
 from lowrank.errors import UserError
-from lowrank.hf.attention import TRANSFORM
+from lowrank.hf.attention import TRANSFORM, restore
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.serving import serve_compressed, stop_serving
 from lowrank.moments import SecondMoment
@@ -20,6 +21,7 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     The caller fills them: from moments, from a checkpoint, or by weight loading.
     """
     geometry = geometry_of(model)
+    check_rank(config.granularity, geometry.width, "compressor.granularity")
     modules = attention_modules(model)
     for index in geometry.layers:
         if TRANSFORM in modules[index]._modules:
@@ -57,8 +59,12 @@ def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the compressors off; the model computes what it did before."""
+    """Take the compressors off; the model is, and saves itself as, the stock one it was before."""
     for module in attention_modules(model).values():
         module._modules.pop(TRANSFORM, None)
     stop_serving(model)
+    restore(model)
+    settings = getattr(model.config, "quantization_config", None)
+    if getattr(settings, "quant_method", None) == METHOD:
+        del model.config.quantization_config
     return model

@@ -1,7 +1,7 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
-A compressor checkpoint is a directory of `compressor.safetensors` and `config.json`, a few megabytes; it says what model
-shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank.hf.full_checkpoint`).
+A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer) and `config.json`, which says what
+model shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank.hf.full_checkpoint`).
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, use_ragged_cache
 from dynakv.cache import compressors
-from dynakv.config import DynaKVConfig
+from dynakv.config import METHOD, DynaKVConfig
 from lowrank.atomic import new_directory
 from lowrank.config import build, to_dict
 from lowrank.errors import UserError
 from lowrank.hf import full_checkpoint
+from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.geometry import KVGeometry, geometry_of
 
-METHOD = "dynakv"
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 
 
@@ -162,6 +162,8 @@ def save_full(model: PreTrainedModel, directory: str | Path) -> None:
 
 def _before_loading(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     add_compressors(model, build(DynaKVConfig, settings, source="`quantization_config` of the checkpoint"))
+    # Whatever dtype the backbone is loaded in, U, W and b stay as they were trained.
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), TRANSFORM}
 
 
 full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=use_ragged_cache)

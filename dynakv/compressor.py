@@ -45,6 +45,11 @@ class TokenCompressor(nn.Module):
         self.projection.initialise(basis.vectors_CC)
         self.gate.initialise(basis.energy_C, self.config.gate_decay)
 
+    def train(self, mode: bool = True) -> "TokenCompressor":
+        # A rate that carries a graph would forbid copying the model once training is over.
+        self.rate = None
+        return super().train(mode)
+
     def forward(self, states_BTC: Tensor) -> Tensor:
         """Compressed and rebuilt states, same shape and dtype: soft mask in training, hard mask otherwise.
 

@@ -4,6 +4,7 @@ import dataclasses
 
 from lowrank.config import option, require
 
+METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 GAPS = ("hard", "soft_prefix", "straight_through")
 INVERSES = ("exact", "orthogonal")
 

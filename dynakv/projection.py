@@ -59,7 +59,9 @@ class Projection(nn.Module):
         key = (dtype, device, self.weight.data_ptr(), self.weight._version)
         if self._fixed is None or self._fixed[0] != key:
             if self.inverse == "orthogonal":
-                basis_CC, decoder_CC = (matrix.double() for matrix in self.matrices())
+                weight_CC = self.weight.double()
+                basis_CC = self.start.double() @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)
+                decoder_CC = basis_CC.T
             else:
                 basis_CC = self.weight.double()
                 self.check_condition()

@@ -1,6 +1,7 @@
 """Which method is best at equal bytes: DynaKV, static bases and the full cache on the same text."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -82,6 +83,8 @@ class Row:
 
 def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     """(model name, rows): the full cache, every checkpoint, and every static method at the first checkpoint's bytes."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the comparison's plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'")
     settings = [read_config(directory) for directory in config.checkpoint]
     name = config.model or settings[0].base_model
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
@@ -98,7 +101,7 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     learned: list[dict[str, Score]] = []
     for directory in config.checkpoint:
         dynakv.attach(model, directory)
-        label_of = "dynakv" if len(config.checkpoint) == 1 else f"dynakv:{Path(directory).name}"
+        label_of = "dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}"
         learned.append({label: _score_learned(model, text, label_of) for label, text in texts.items()})
         rows += [_row(label_of, label, learned[-1][label], full[label]) for label in texts]
         dynakv.detach(model)
@@ -112,19 +115,19 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
                     )
                     rows.append(_row(method, label, measured, full[label]))
     order = {label: i for i, label in enumerate(texts)}
+    # A directory is a place on this machine; its last part names the model.
+    name = Path(name).name if Path(name).is_dir() else name
     return name, sorted(rows, key=lambda row: order[row.dataset])
 
 
 def write_comparison(directory: str | Path, model: str, rows: list[Row]) -> None:
-    """Write `comparison.json`, `comparison.md` and `pareto.png`, each whole or not at all."""
+    """Write `comparison.json`, `comparison.md` and `pareto.png` into `directory`."""
     directory = Path(directory)
-    values = {
-        "model": Path(model).name if Path(model).is_dir() else model,
-        "rows": [dataclasses.asdict(r) for r in rows],
-    }
+    figure = plot(rows)
+    values = {"model": model, "rows": [dataclasses.asdict(row) for row in rows]}
     write_text(directory / "comparison.json", json.dumps(values, indent=2) + "\n")
-    write_text(directory / "comparison.md", markdown(values["model"], rows))
-    plot(directory / "pareto.png", rows)
+    write_text(directory / "comparison.md", markdown(model, rows))
+    figure.savefig(directory / "pareto.png", dpi=120)
 
 
 def markdown(model: str, rows: list[Row]) -> str:
@@ -146,17 +149,13 @@ def markdown(model: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, rows: list[Row]) -> None:
-    """Perplexity ratio against the share of bytes, a panel for each text."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("the plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def plot(rows: list[Row]):
+    """A figure of perplexity ratio against the share of bytes, a panel for each text."""
+    from matplotlib.figure import Figure
 
     labels = list(dict.fromkeys(row.dataset for row in rows))
-    figure, axes = pyplot.subplots(1, len(labels), figsize=(5 * len(labels), 4), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5 * len(labels), 4), layout="constrained")
+    axes = figure.subplots(1, len(labels), squeeze=False)
     for axis, label in zip(axes[0], labels, strict=True):
         for method in dict.fromkeys(row.method for row in rows):
             points = sorted((r.rate, r.perplexity_ratio) for r in rows if (r.method, r.dataset) == (method, label))
@@ -164,9 +163,7 @@ def plot(path: Path, rows: list[Row]) -> None:
         axis.set(title=label, xlabel="bytes of the cache / full cache", ylabel="perplexity / full cache", yscale="log")
         axis.grid(alpha=0.3, which="both")
     axes[0][0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def _score_learned(model: PreTrainedModel, text: Tensor, description: str) -> Score:

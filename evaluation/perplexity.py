@@ -5,7 +5,7 @@ Shapes: N blocks, T tokens of a block.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,11 @@ class Score:
         return self.cache_bytes / self.full_bytes
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of the tensors a cache holds for its tokens, compressed or not."""
+def cache_bytes(cache: Cache, layers: Sequence[int]) -> int:
+    """Bytes of the tensors a cache holds for its tokens in the layers that can be compressed."""
     if isinstance(cache, LowRankCache):
         return cache.nbytes
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+    return sum(tensor.nbytes for index in layers for tensor in (cache.layers[index].keys, cache.layers[index].values))
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def score(
             cache = make_cache()
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             losses.append(float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])))
-            held += cache_bytes(cache)
+            held += cache_bytes(cache, geometry.layers)
             full += geometry.full_nbytes(ids.shape[1], model.dtype.itemsize)
             bar.update(ids.shape[1])
     return Score(perplexity=math.exp(sum(losses) / len(losses)), cache_bytes=held, full_bytes=full)

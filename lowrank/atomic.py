@@ -12,7 +12,7 @@ from pathlib import Path
 def new_directory(target: str | Path) -> Iterator[Path]:
     """Yield an empty directory that takes the name `target` only if the block ends without an exception.
 
-    An existing `target` is replaced: it is moved aside first, so that a reader sees the old directory or the new one.
+    An existing `target` is moved aside until the new one has its name, and moved back if that fails; it is deleted last.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -24,9 +24,14 @@ def new_directory(target: str | Path) -> Iterator[Path]:
     try:
         yield partial
         if target.exists():
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-old-") as old:
-                os.replace(target, Path(old) / target.name)
+            aside = partial.with_name(partial.name.replace("-partial-", "-old-"))
+            os.replace(target, aside)
+            try:
                 os.replace(partial, target)
+            except OSError:
+                os.replace(aside, target)
+                raise
+            shutil.rmtree(aside)
         else:
             os.replace(partial, target)
     finally:
@@ -37,12 +42,10 @@ def write_text(target: str | Path, text: str) -> None:
     """Write a whole text file under its final name in one step."""
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}-", delete=False
-    ) as file:
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", delete=False) as file:
         partial = Path(file.name)
-        file.write(text)
     try:
+        partial.write_text(text, encoding="utf-8")
         umask = os.umask(0)
         os.umask(umask)
         partial.chmod(0o666 & ~umask)

@@ -195,7 +195,12 @@ def _parse_scalar(text: str, hint: Any) -> Any:
             else [_parse_scalar(p, item) for p in text.split(",")]
         )
     # A string key keeps its text as typed: `--model 7` names a directory, not a number.
-    return text if hint is str else yaml.safe_load(text)
+    if hint is str:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"`{text}` on the command line is not a value: {' '.join(str(error).split())}") from error
 
 
 def _set(values: dict, path: list[str], value: Any) -> None:

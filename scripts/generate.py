@@ -34,6 +34,10 @@ def main(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv)
 
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
+    if arguments.temperature <= 0:
+        raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
     model, tokenizer = load(arguments)
     inputs = encode(tokenizer, arguments).to(model.device)
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")

@@ -1,6 +1,7 @@
 """Checkpoints: what is written is what is loaded, and nothing damaged is loaded or half-written."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -56,6 +57,9 @@ def test_full_checkpoint_loads_with_stock_from_pretrained(ids, tmp_path, inverse
 def test_full_checkpoint_loads_in_bfloat16(trained, ids, tmp_path):
     dynakv.save_full(trained, tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.bfloat16).eval()
+    dynakv.save_compressor(trained, tmp_path / "c")
+    attached = dynakv.attach(tiny_model().to(torch.bfloat16), tmp_path / "c")
+    assert torch.equal(loaded(ids).logits, attached(ids).logits), "U, W and b keep their precision"
     output = loaded.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True
     )
@@ -116,6 +120,33 @@ def test_a_failed_save_leaves_the_old_checkpoint(trained, tmp_path):
         dynakv.save_compressor(trained, tmp_path / "c")
     assert (tmp_path / "c" / WEIGHTS).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_an_interrupted_replacement_brings_the_old_checkpoint_back(trained, tmp_path, monkeypatch):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    before = (tmp_path / "c" / WEIGHTS).read_bytes()
+    replace = os.replace
+
+    def fail_on_the_new_one(source, target):
+        if "-partial-" in str(source):
+            raise OSError("disk full")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_on_the_new_one)
+    with pytest.raises(OSError, match="disk full"):
+        dynakv.save_compressor(trained, tmp_path / "c")
+    assert (tmp_path / "c" / WEIGHTS).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@torch.no_grad()
+def test_detaching_a_full_checkpoint_leaves_a_stock_model(trained, ids, tmp_path):
+    dynakv.save_full(trained, tmp_path / "full")
+    loaded = dynakv.detach(AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval())
+    assert loaded.config._attn_implementation == "sdpa"
+    loaded.save_pretrained(tmp_path / "stock")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
+    assert torch.equal(stock(ids).logits, tiny_model()(ids).logits)
 
 
 def test_attaching_twice_is_refused(trained, tmp_path):

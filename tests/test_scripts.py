@@ -1,6 +1,7 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -73,6 +74,15 @@ def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
     assert table in done.stdout
 
 
+def test_two_checkpoints_keep_their_rows_apart(run, compare_config, checkpoint, tmp_path):
+    twin = tmp_path / "second/checkpoint"
+    shutil.copytree(checkpoint, twin)
+    arguments = ("--checkpoint", f"{checkpoint},{twin}", "--static", "static-pca-joint")
+    run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
+    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    assert {row["method"] for row in rows} >= {f"dynakv:{checkpoint}", f"dynakv:{twin}"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,6 +120,7 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     [
         (("--checkpoint", "nowhere", "--prompt", "x"), "checkpoint directory `nowhere` does not exist"),
         (("--prompt", "@nowhere.txt"), "cannot read the prompt file `nowhere.txt`"),
+        (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )

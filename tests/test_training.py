@@ -111,7 +111,10 @@ def test_two_processes_see_the_same_global_batch(run, config_file, tmp_path):
         *("--output", tmp_path / "two", "--optimizer.steps", "3", "--optimizer.batch_size", "1"),
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
     )
-    assert done.stdout.count("checkpoint:") == 2, "both processes finish"
+    assert done.stdout.count("checkpoint:") == 1
+    summary = json.loads((tmp_path / "two/checkpoint/config.json").read_text())["summary"]
+    assert summary["processes"] == 2, "not silently one process"
+    assert summary["tokens"] == 3 * 2 * 64
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert one.keys() == two.keys() == {1, 2, 3}
     for step in one:
@@ -119,9 +122,28 @@ def test_two_processes_see_the_same_global_batch(run, config_file, tmp_path):
 
 
 def test_straight_through_switches_masks_midway(run, config_file, tmp_path):
-    run("train_dynakv.py", "--config", config_file, "--compressor.gap", "straight_through")
-    config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
-    assert config["compressor"]["gap"] == "straight_through"
+    late, never = tmp_path / "late", tmp_path / "never"
+    arguments = ("train_dynakv.py", "--config", config_file, "--compressor.gap", "straight_through")
+    run(*arguments, "--output", late, "--straight_through_from", "0.5")
+    run(*arguments, "--output", never, "--straight_through_from", "1")
+    switched, soft = losses(late), losses(never)
+    assert [step for step in soft if switched[step] == soft[step]] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_must_be_the_same_run(run, config_file):
+    run("train_dynakv.py", "--config", config_file, "--optimizer.steps", "4")
+    done = run("train_dynakv.py", "--config", config_file, "--resume", "--seed", "5", check=False)
+    assert done.returncode == 2
+    assert "--resume cannot change `seed`: the run was started with 0, and now it is 5" in done.stderr
+
+
+def test_the_settled_threshold_gives_the_target_rate(run, config_file, tmp_path):
+    arguments = ("--rate.target_retain_rate", "0.7", "--compressor.granularity", "1", "--rate.alpha", "0.01")
+    run("train_dynakv.py", "--config", config_file, *arguments)
+    summary = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
+    settled = summary["summary"]["settled"]
+    assert summary["compressor"]["threshold"] == settled["threshold"] != 0.1
+    assert settled["hard_rate"] == pytest.approx(0.7, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +156,7 @@ def test_straight_through_switches_masks_midway(run, config_file, tmp_path):
         (("--dataset.text_field", "body"), "no column `body`, only text"),
         (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
         (("--resume",), "nothing to resume"),
+        (("--compressor.granularity", "33"), "`compressor.granularity` must be in 1..32 for this model, got 33"),
         (("--compressor.threshold", "2"), "`threshold` must be between 0 and 1"),
     ],
 )

@@ -58,6 +58,7 @@ class RateConfig:
 
     def __post_init__(self):
         require(self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
+        require(0 <= self.gain <= 100, "rate.gain", self.gain, "between 0 and 100")
         if self.target_retain_rate is not None:
             require(0 < self.target_retain_rate <= 1, "rate.target_retain_rate", self.target_retain_rate, "in (0, 1]")
             require(self.alpha > 0, "rate.alpha", self.alpha, "positive when there is a target")
@@ -115,7 +116,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig)
 
     def __post_init__(self):
-        for key in ("checkpoint_every", "keep_checkpoints", "heldout_blocks"):
+        require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
+        for key in ("checkpoint_every", "heldout_blocks"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")

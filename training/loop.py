@@ -20,14 +20,14 @@ from dynakv.objective import RateController, objective, retain_rates
 from lowrank.atomic import write_text
 from lowrank.config import to_dict
 from lowrank.errors import UserError
-from lowrank.hf.loading import check_length, load_model, load_tokenizer
+from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from training.config import TrainConfig
 from training.data import TrainingBlocks
 from training.heldout import measure
 from training.reporting import Reporter
 from training.schedule import learning_rate_factor
 from training.setup import attach_calibrated, build_optimizer, heldout_blocks, training_stream
-from training.state import load_latest, save_state, saved_states
+from training.state import check_same_run, load_latest, save_state, saved_states
 from training.threshold import settle_threshold
 
 CHECKPOINT, STATES, FULL = "checkpoint", "states", "full"
@@ -43,7 +43,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     """
     accelerator = Accelerator(gradient_accumulation_steps=config.optimizer.accumulate)
     output, settings = Path(config.output), config.optimizer
-    if not resume and saved_states(output / STATES):
+    if not resume and (saved_states(output / STATES) or (output / CHECKPOINT).exists()):
         raise UserError(
             f"`output` is {output}, which holds an earlier run; pass --resume to continue it, choose another `output`, or "
             f"remove it"
@@ -59,13 +59,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         attach_calibrated(model, config, stream, progress=accelerator.is_main_process)
     dynakv.use_ragged_cache(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     optimizer = build_optimizer(model, config)
     rate = config.rate
     controller = RateController(rate.alpha, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
     start = 0
     if resume:
         progress = load_latest(output / STATES, model, optimizer)
+        check_same_run(progress["config"], to_dict(config))
         start = progress["step"]
         controller.load(progress["controller"])
 
@@ -95,7 +96,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             progress = {"controller": controller.state(), "config": to_dict(config)}
             save_state(output / STATES, step + 1, model, optimizer, progress, config.keep_checkpoints)
 
-    summary = {"steps": settings.steps, "tokens": settings.steps * tokens_per_step, "alpha": controller.alpha}
+    summary = {
+        "steps": settings.steps,
+        "tokens": settings.steps * tokens_per_step,
+        "processes": world,
+        "alpha": controller.alpha,
+    }
     model.eval()
     summary |= _settle_and_measure(model, config, stream.part(skip=settings.steps * blocks_per_step), heldout, reporter)
     reporter.close()
@@ -164,8 +170,8 @@ def _settle_and_measure(
     summary = {"heldout": {}}
     target = config.rate.target_retain_rate
     if target is not None and config.rate.settle:
-        summary["threshold"] = settle_threshold(model, unseen.first(SETTLING_BLOCKS), target)
-        reporter.note("settled", {"threshold": summary["threshold"]}, config.optimizer.steps)
+        summary["settled"] = settle_threshold(model, unseen.first(SETTLING_BLOCKS), target)
+        reporter.note("settled", summary["settled"], config.optimizer.steps)
     for name, blocks_NT in heldout.items():
         measured = measure(model, blocks_NT)
         summary["heldout"][Path(name).name] = measured

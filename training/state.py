@@ -48,6 +48,22 @@ def saved_states(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name))
 
 
+# What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
+_SAME = ("model", "seed", "dtype", "dataset", "compressor", "optimizer.batch_size", "optimizer.accumulate")
+
+
+def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise :class:`UserError` naming the first key in which a resumed run would not continue the saved one."""
+    for key in _SAME:
+        before, now = saved, current
+        for name in key.split("."):
+            before, now = before[name], now[name]
+        if before != now:
+            raise UserError(
+                f"--resume cannot change `{key}`: the run was started with {before!r}, and now it is {now!r}"
+            )
+
+
 def load_latest(root: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill an attached model and its optimizer from the newest state; returns its progress entries.
 

@@ -17,8 +17,8 @@ LOWEST, HIGHEST = 0.02, 0.5
 
 
 @torch.no_grad()
-def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -> float:
-    """Set the τ of all compressors to where the mean hard rate over the blocks is nearest to `target`; returns τ.
+def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -> dict[str, float]:
+    """Set the τ of all compressors to the least one whose mean hard rate over the blocks is at most `target`.
 
     The dual update of α brings the rate near the target while the learning rates fade; what is left is a point or two,
     which τ takes up without touching a weight. τ is searched in [0.02, 0.5], on the gates' output of one pass.
@@ -27,6 +27,9 @@ def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -
         model: attached; its uncached hard-mask path is run.
         blocks_NT: token ids of the training distribution that were not trained on.
         target: hard retain rate.
+
+    Returns:
+        ``threshold`` and the ``hard_rate`` it gives on the blocks; at a bound of the search that is not the target.
     """
     sides = [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
     outputs: list[Tensor] = []
@@ -53,4 +56,4 @@ def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -
         low, high = (middle, high) if rate(middle) > target else (low, middle)
     for side in sides:
         side.config = dataclasses.replace(settings, threshold=round(high, 4))
-    return round(high, 4)
+    return {"threshold": round(high, 4), "hard_rate": rate(round(high, 4))}

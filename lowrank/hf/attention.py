@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,6 +43,8 @@ class AttentionContext:
     """What one attention module's current call needs besides q, k and v."""
 
     apply_rotary: Callable | None
+    hook: RemovableHandle
+    previous: str  # the model's attention before it was prepared
     observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
     rope: Rope | None = None
     layer: CacheLayer | None = None
@@ -56,15 +59,34 @@ class AttentionContext:
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
 
-    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs sdpa underneath.
+    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs sdpa underneath;
+    :func:`restore` switches it back.
     """
+    previous = model.config._attn_implementation
     for module in attention_modules(model).values():
         if CONTEXT not in module.__dict__:
-            setattr(module, CONTEXT, AttentionContext(rotary_function(module)))
-            module.register_forward_pre_hook(_arm, with_kwargs=True)
-    if model.config._attn_implementation != ATTENTION_NAME:
+            hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
+            setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, previous))
+    if previous != ATTENTION_NAME:
         model.set_attn_implementation(ATTENTION_NAME)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise UserError(
+                f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
+            )
     return model
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Undo :func:`prepare`; a no-op on a model that was never prepared."""
+    previous = None
+    for module in attention_modules(model).values():
+        context: AttentionContext | None = module.__dict__.pop(CONTEXT, None)
+        if context is not None:
+            context.hook.remove()
+            previous = context.previous
+    if previous is not None:
+        # A model loaded from a full checkpoint may never have had another; sdpa is what ran underneath.
+        model.set_attn_implementation("sdpa" if previous == ATTENTION_NAME else previous)
 
 
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:

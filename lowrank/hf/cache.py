@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from lowrank.codec import LayerCodec, prefix_mask
 from lowrank.errors import UserError
@@ -102,8 +102,8 @@ class LowRankLayer(CacheLayerMixin):
         coef_BTC, rank_BT = codec.encode(join_heads(states_BGTD))
         coef_BTC = coef_BTC.to(self.dtype)
         for store, coef_TC, rank_T in zip(stores, coef_BTC, rank_BT, strict=True):
-            # Several tokens at once are a prompt: room to grow is left to the tokens that follow.
-            store.append(coef_TC, rank_T, exact=rank_T.shape[0] > 1)
+            # A prompt leaves room to grow to the tokens that follow.
+            store.append(coef_TC, rank_T, exact=rank_T.shape[0] > MAX_DECODE_QUERIES)
         return coef_BTC * prefix_mask(rank_BT, codec.width) if keep else None
 
     # -- attending ------------------------------------------------------------------------------------------------
@@ -178,8 +178,9 @@ class LowRankLayer(CacheLayerMixin):
         """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
-        for store in (*self.key_stores, *self.value_stores):
-            store.crop(store.length + tokens_to_remove)
+        if tokens_to_remove:
+            for store in (*self.key_stores, *self.value_stores):
+                store.crop(store.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -288,7 +289,7 @@ class LowRankCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        if self.history is not None:
+        if self.history is not None and tokens_to_remove:
             self.history.crop(self.get_seq_length(self.geometry.layers[0]))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -305,6 +306,11 @@ class LowRankCache(Cache):
         self._select_history(indices)
 
     def reset(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # Up to 5.17 a native layer's own reset keeps its length, filled with zeros.
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         super().reset()
         if self.history is not None:
             self.history.clear()

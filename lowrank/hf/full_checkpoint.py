@@ -16,7 +16,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowrank.atomic import new_directory
 from lowrank.errors import UserError
-from lowrank.hf.attention import ATTENTION_NAME
 
 
 def register_method(
@@ -50,10 +49,6 @@ def register_method(
             model.config._is_quantized = False
             after_loading(model)
             return model
-
-        def update_attn_implementation(self, config: Any) -> Any:
-            config._attn_implementation = ATTENTION_NAME
-            return config
 
         def is_serializable(self) -> bool:
             return True

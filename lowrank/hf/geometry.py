@@ -58,6 +58,10 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
             f"{config.model_type} caps attention scores (attn_logit_softcapping={softcap}), which the compressed "
             f"attention does not do; use a model without the cap"
         )
+    if not model._supports_sdpa:
+        raise UserError(
+            f"{config.model_type} does not run on sdpa attention, which the compressed attention is built on"
+        )
     layers = tuple(i for i, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer)
     if not layers:
         # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
@@ -94,4 +98,9 @@ def rotary_module(model: PreTrainedModel) -> Any | None:
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(found) > 1:
         raise UserError(f"{type(model).__name__} has {len(found)} rotary modules; models with one are supported")
+    if found and isinstance(getattr(found[0], "rope_type", None), dict):
+        raise UserError(
+            f"{type(model).__name__} rotates its layer types differently ({', '.join(found[0].rope_type)}); models with one "
+            f"rotation for all layers are supported"
+        )
     return found[0] if found else None

@@ -38,6 +38,16 @@ def check_length(model: PreTrainedModel, length: int, key: str) -> None:
         raise UserError(f"`{key}` is {length} tokens, but this model has {limit} positions; use at most {limit}")
 
 
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Only the non-reentrant form keeps the graph of what a compressor leaves aside in its forward pass (its retain rate).
+    """
+    # Renamed between 5.17 and 5.23; the old name warns in the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
     looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
@@ -47,5 +57,7 @@ def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
         )
     try:
         return factory.from_pretrained(name, **kwargs)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"cannot load `{name}`: {' '.join(str(error).split())}") from error

@@ -112,6 +112,7 @@ class RopeHistory:
         cos_TE, sin_TE = table.cos_BTE[row], table.sin_BTE[row]
 
         def rotate(key_GND: Tensor, position_N: Tensor) -> Tensor:
+            position_N = position_N.to(cos_TE.device)
             picked = Rope(self.apply, cos_TE[position_N][None], sin_TE[position_N][None])
             return picked.rotate(key_GND[None])[0]
 

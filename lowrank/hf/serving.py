@@ -48,7 +48,9 @@ def _prepare_cache_for_generation(
     if cache is not None:
         _check_cache(cache, cache_class)
     elif generation_config.use_cache is not False:
-        model_kwargs["past_key_values"] = cache_class.from_model(self)
+        model_kwargs["past_key_values"] = cache = cache_class.from_model(self)
+    if cache is not None and generation_config.is_assistant:
+        cache.activate_past_recording()
 
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
