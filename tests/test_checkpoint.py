@@ -58,7 +58,9 @@ def test_full_checkpoint_loads_in_bfloat16(trained, ids, tmp_path):
     dynakv.save_full(trained, tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.bfloat16).eval()
     dynakv.save_compressor(trained, tmp_path / "c")
-    attached = dynakv.attach(tiny_model().to(torch.bfloat16), tmp_path / "c")
+    tiny_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).eval()
+    attached = dynakv.attach(base, tmp_path / "c")
     assert torch.equal(loaded(ids).logits, attached(ids).logits), "U, W and b keep their precision"
     output = loaded.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True

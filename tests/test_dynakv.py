@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from methods import dynakv_model, spread_gates, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import dynakv
 from dynakv.gate import Gate, hard_rank, soft_mask
@@ -191,8 +192,6 @@ def test_detaching_restores_the_stock_model():
 
 
 def test_what_would_bypass_the_compressor_is_refused():
-    from transformers import DynamicCache
-
     model = tiny_model()
     dynakv_model(model, 0.4)
     ids = torch.randint(1, 97, (1, 8))
@@ -213,8 +212,9 @@ def test_a_cache_made_for_one_model_is_refused_by_another():
 
 
 @torch.no_grad()
-def test_bfloat16_decodes_as_it_prefills():
-    model = tiny_model().to(torch.bfloat16)
+def test_bfloat16_decodes_as_it_prefills(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     make_cache = dynakv_model(model, 0.4)
     ids = torch.randint(1, 97, (1, 24), generator=torch.Generator().manual_seed(0))
     whole = model(ids, past_key_values=make_cache()).logits.float()

@@ -67,6 +67,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         if CONTEXT not in module.__dict__:
             hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
             setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, previous))
+        else:
+            _check_not_switched(module)
     if previous != ATTENTION_NAME:
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config._attn_implementation != ATTENTION_NAME:
@@ -90,11 +92,7 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    if module.config._attn_implementation != ATTENTION_NAME:
-        raise UserError(
-            f"the model's attention was switched to `{module.config._attn_implementation}` after a compressor was "
-            f"attached, which would bypass it; call model.set_attn_implementation('{ATTENTION_NAME}')"
-        )
+    _check_not_switched(module)
     context: AttentionContext = getattr(module, CONTEXT)
     embeddings = kwargs.get("position_embeddings")
     context.rope = None
@@ -105,6 +103,14 @@ def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     context.layer = layer if hasattr(layer, "arm") else None
     if context.layer is not None:
         context.layer.arm(context.rope)
+
+
+def _check_not_switched(module: nn.Module) -> None:
+    if module.config._attn_implementation != ATTENTION_NAME:
+        raise UserError(
+            f"the model's attention was switched to `{module.config._attn_implementation}` after it was prepared for "
+            f"compression, which would bypass it; call model.set_attn_implementation('{ATTENTION_NAME}')"
+        )
 
 
 def adaptive_attention(
