@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dynakv
+from lowrank.hf.calibration import calibrate
 from lowrank.hf.loading import load_model, load_tokenizer
 
 pytestmark = pytest.mark.demo
@@ -49,14 +50,15 @@ def test_open_gates_equal_the_uncompressed_model(demo_dir, tokens):
 
 
 @pytest.fixture(scope="module")
-def compressed(demo_dir):
-    """Gates at about the rate of a trained compressor, their ranks different from token to token."""
+def compressed(demo_dir, tokens):
+    """PCA bases, and gates at about the rate of a trained compressor, their ranks different from token to token."""
     torch.manual_seed(0)
     model = load_model(str(demo_dir))
+    moments = calibrate(model, tokens[:, :512], progress=False)
     dynakv.add_compressors(model, dynakv.DynaKVConfig())
+    dynakv.initialise_from_moments(model, moments)
     for layer in dynakv.compressors(model).values():
         for compressor in (layer.key, layer.value):
-            torch.nn.init.orthogonal_(compressor.projection.weight)
             gate = compressor.gate
             gate.weight.data.normal_(std=0.05)
             index = torch.arange(192)

@@ -138,12 +138,12 @@ def test_a_resumed_run_must_be_the_same_run(run, config_file):
 
 
 def test_the_settled_threshold_gives_the_target_rate(run, config_file, tmp_path):
-    arguments = ("--rate.target_retain_rate", "0.7", "--compressor.granularity", "1", "--rate.alpha", "0.01")
+    arguments = ("--rate.target_retain_rate", "0.9", "--compressor.granularity", "1", "--rate.alpha", "0.01")
     run("train_dynakv.py", "--config", config_file, *arguments)
     summary = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
     settled = summary["summary"]["settled"]
     assert summary["compressor"]["threshold"] == settled["threshold"] != 0.1
-    assert settled["hard_rate"] == pytest.approx(0.7, abs=0.02)
+    assert settled["hard_rate"] == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.parametrize(
