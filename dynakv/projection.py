@@ -41,7 +41,7 @@ class Projection(nn.Module):
     def matrices(self) -> tuple[Tensor, Tensor]:
         """(U, U⁻¹), differentiable, in the parameters' dtype. Raises :class:`UserError` for a singular U."""
         if self.inverse == "orthogonal":
-            basis_CC = self.start @ torch.linalg.matrix_exp(self.weight - self.weight.T)
+            basis_CC = _turned(self.start, self.weight)
             return basis_CC, basis_CC.T
         weight_CC = self.weight.float()
         try:
@@ -59,8 +59,7 @@ class Projection(nn.Module):
         key = (dtype, device, self.weight.data_ptr(), self.weight._version)
         if self._fixed is None or self._fixed[0] != key:
             if self.inverse == "orthogonal":
-                weight_CC = self.weight.double()
-                basis_CC = self.start.double() @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)
+                basis_CC = _turned(self.start.double(), self.weight.double())
                 decoder_CC = basis_CC.T
             else:
                 basis_CC = self.weight.double()
@@ -88,3 +87,8 @@ class Projection(nn.Module):
             f"the projection U of {self.name} {what}; go back to an earlier checkpoint and train with a smaller "
             f"learning rate for U, or with `compressor.inverse: orthogonal`"
         )
+
+
+def _turned(start_CC: Tensor, weight_CC: Tensor) -> Tensor:
+    """U₀ · exp(A − Aᵀ)."""
+    return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)

@@ -17,10 +17,7 @@ def new_directory(target: str | Path) -> Iterator[Path]:
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
-    # mkdtemp makes the directory private; a checkpoint is as readable as any other file of the user.
-    umask = os.umask(0)
-    os.umask(umask)
-    partial.chmod(0o777 & ~umask)
+    _make_readable(partial, 0o777)
     try:
         yield partial
         if target.exists():
@@ -46,9 +43,14 @@ def write_text(target: str | Path, text: str) -> None:
         partial = Path(file.name)
     try:
         partial.write_text(text, encoding="utf-8")
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o666 & ~umask)
+        _make_readable(partial, 0o666)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _make_readable(path: Path, mode: int) -> None:
+    # tempfile makes what it creates private; a checkpoint is as readable as any other file of the user.
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(mode & ~umask)
