@@ -39,10 +39,9 @@ def initialise_from_moments(model: PreTrainedModel, moments: dict[int, dict[str,
     Args:
         moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
     """
-    heads = geometry_of(model).num_kv_heads
     for index, layer in compressors(model).items():
         for side, compressor in (("key", layer.key), ("value", layer.value)):
-            compressor.initialise(pca_basis(moments[index][side].mean(), layout="joint", num_heads=heads))
+            compressor.initialise(pca_basis(moments[index][side].mean()[None]))
 
 
 def open_gates(model: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import attention_modules
+from lowrank.hf.ragged_layer import RaggedLayer
 
 
 def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
@@ -29,4 +30,4 @@ class DynaKVCache(LowRankCache):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "DynaKVCache":
-        return cls(model, {index: layer.codec() for index, layer in compressors(model).items()})
+        return cls(model, {index: RaggedLayer(layer.codec()) for index, layer in compressors(model).items()})

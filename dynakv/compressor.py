@@ -13,7 +13,7 @@ from dynakv.gate import Gate, hard_rank, soft_mask
 from dynakv.projection import Projection
 from lowrank.basis import Basis
 from lowrank.codec import LayerCodec, prefix_mask
-from lowrank.hf.cache import join_heads, split_heads
+from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
 
 
@@ -29,8 +29,6 @@ class RetainRate:
 class TokenCompressor(nn.Module):
     """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
 
-    constant_rank = None
-
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
         self.width, self.config, self.name = width, config, name
@@ -41,9 +39,10 @@ class TokenCompressor(nn.Module):
         self.rate: RetainRate | None = None
 
     def initialise(self, basis: Basis) -> None:
-        """Start from a PCA basis with a gate that keeps nearly everything."""
-        self.projection.initialise(basis.vectors_CC)
-        self.gate.initialise(basis.energy_C, self.config.gate_decay)
+        """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
+        [vectors_CC], [energy_C] = basis.vectors_PWW, basis.energy_PW
+        self.projection.initialise(vectors_CC)
+        self.gate.initialise(energy_C, self.config.gate_decay)
 
     def train(self, mode: bool = True) -> "TokenCompressor":
         # A rate that carries a graph would forbid copying the model once training is over.
@@ -105,4 +104,4 @@ class LayerCompressor(nn.Module):
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache; it reads the current parameters."""
-        return LayerCodec(key=self.key, value=self.value, rope="pre")
+        return LayerCodec(key=self.key, value=self.value)

@@ -1,24 +1,24 @@
-"""Which method is best at equal bytes: DynaKV, static bases and the full cache on the same text."""
+"""Which method is best at equal bytes: DynaKV, OjaKV and its fixed relatives, and the full cache on the same text."""
 
 import dataclasses
 import importlib.util
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache
 
 import dynakv
 from dynakv.checkpoint import read_config
 from evaluation.perplexity import Score, full_cache, score
-from evaluation.static import STATIC_METHODS, static_cache
 from lowrank.atomic import write_text
 from lowrank.config import option, require, section
 from lowrank.errors import UserError
-from lowrank.hf.calibration import KEY, ROTATED_KEY, VALUE, calibrate
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
-from lowrank.text import blocks, load_documents
+from lowrank.text import CalibrationText, blocks, load_documents
+from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig
+from ojakv.budget import plan_for_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,38 +34,47 @@ class TextConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrationText:
-    """What the static bases are computed on."""
-
-    name: list[str] = option(["Salesforce/wikitext"], help="hub ids or local files, equal shares of each")
-    subset: str | None = option(None, help="configuration name of a hub data set")
-    split: str = option("train", help="split of a hub data set")
-    text_field: str = option("text", help="column that holds the text")
-    tokens: int = option(8192, help="how much of it", unit="tokens")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """One comparison."""
 
-    checkpoint: list[str] = option(help="DynaKV compressor checkpoints; the first sets the bytes of the static methods")
+    checkpoint: list[str] = option([], help="DynaKV compressor checkpoints; the first sets the bytes of the presets")
     texts: list[TextConfig] = option(help="texts to measure on")
     model: str | None = option(None, help="hub id or directory; by default what the checkpoint was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
-    static: list[str] = option(list(STATIC_METHODS), help="static methods beside it")
-    rates: list[float] = option([], help="further rates for the static methods, e.g. 0.2,0.4,0.6")
+    presets: list[str] = option(list(PRESETS), help="OjaKV presets beside it")
+    byte_rates: list[float] = option([], help="further shares of the full cache's bytes for the presets, e.g. 0.4,0.6")
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
+    prefix: int = option(
+        0,
+        help="score only what follows this many tokens, read as generation reads it; 0 scores one pass",
+        unit="tokens",
+    )
     blocks: int = option(4, help="blocks of each text", unit="blocks")
+    bases: str | None = option(None, help="directory written by scripts/calibrate.py; by default `calibration` is run")
     calibration: CalibrationText = section(CalibrationText)
 
     def __post_init__(self):
-        require(bool(self.checkpoint), "checkpoint", self.checkpoint, "at least one directory")
+        require(bool(self.checkpoint or self.model), "model", self.model, "given where there is no checkpoint")
+        require(
+            bool(self.checkpoint or self.byte_rates),
+            "byte_rates",
+            self.byte_rates,
+            "given where there is no checkpoint",
+        )
         require(bool(self.texts), "texts", self.texts, "at least one text")
         require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
+        require(0 <= self.prefix < self.block_length, "prefix", self.prefix, "below `block_length`")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
-        require(all(0 < rate <= 1 for rate in self.rates), "rates", self.rates, "numbers in (0, 1]")
-        unknown = set(self.static) - set(STATIC_METHODS)
-        require(not unknown, "static", sorted(unknown), f"among {', '.join(STATIC_METHODS)}")
+        require(all(0 < rate <= 1 for rate in self.byte_rates), "byte_rates", self.byte_rates, "numbers in (0, 1]")
+        unknown = set(self.presets) - set(PRESETS)
+        require(not unknown, "presets", sorted(unknown), f"among {', '.join(PRESETS)}")
+        exact = [name for name in self.presets if OjaKVConfig.preset(name).prefill == "exact"]
+        require(
+            self.prefix > 0 or not exact,
+            "presets",
+            exact,
+            "without exact prefill where `prefix` is 0: in one pass nothing they compress is ever read",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,11 @@ class Row:
 
 
 def compare(config: CompareConfig) -> tuple[str, list[Row]]:
-    """(model name, rows): the full cache, every checkpoint, and every static method at the first checkpoint's bytes."""
+    """(model name, rows): the full cache, every checkpoint, and every preset at equal bytes.
+
+    A preset's rate is set, for each text, so that its cache takes the bytes the first checkpoint's took there; further
+    rows follow for `byte_rates`.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("the comparison's plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'")
     settings = [read_config(directory) for directory in config.checkpoint]
@@ -90,30 +103,45 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
     texts = {
-        text.label: blocks(_documents(text, text.name), tokenizer, config.block_length, config.blocks)
+        text.label: blocks(_documents(text), tokenizer, config.block_length, config.blocks)
         for text in config.texts
         if _is_there(text)
     }
     if not texts:
         raise UserError(f"none of the texts is there: {', '.join(text.name for text in config.texts)}")
-    full = {label: score(model, text, lambda: full_cache(model), description="full") for label, text in texts.items()}
+
+    def measure(method: str, label: str, make_cache: Callable[[], Cache]) -> Score:
+        return score(model, texts[label], make_cache, prefix=config.prefix, description=method)
+
+    full = {label: measure("full", label, lambda: full_cache(model)) for label in texts}
     rows = [_row("full", label, full[label], full[label]) for label in texts]
-    learned: list[dict[str, Score]] = []
+    targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
     for directory in config.checkpoint:
         dynakv.attach(model, directory)
-        label_of = "dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}"
-        learned.append({label: _score_learned(model, text, label_of) for label, text in texts.items()})
-        rows += [_row(label_of, label, learned[-1][label], full[label]) for label in texts]
+        method = "dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}"
+        for label in texts:
+            measured = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
+            rows.append(_row(method, label, measured, full[label]))
+            if directory == config.checkpoint[0]:
+                targets[label].insert(0, measured.rate)
         dynakv.detach(model)
-    if config.static:
-        moments = calibrate(model, calibration_blocks(config, tokenizer), sides=(KEY, ROTATED_KEY, VALUE))
-        for method in config.static:
-            for label, text in texts.items():
-                for rate in (learned[0][label].rate, *config.rates):
-                    measured = score(
-                        model, text, static_cache(model, moments, method, min(rate, 1)), description=method
-                    )
-                    rows.append(_row(method, label, measured, full[label]))
+    if config.presets:
+        if config.bases:
+            calibration = Calibration.load(config.bases).for_model(model)
+        else:
+            calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
+        for method, label in itertools.product(config.presets, texts):
+            for share in targets[label]:
+                plan = plan_for_bytes(
+                    calibration,
+                    OjaKVConfig.preset(method),
+                    min(share, 1.0),
+                    prompt=config.prefix or config.block_length,
+                    tokens=config.block_length,
+                    itemsize=model.dtype.itemsize,
+                )
+                measured = measure(method, label, lambda plan=plan: OjaKVCache(model, plan))
+                rows.append(_row(method, label, measured, full[label]))
     order = {label: i for i, label in enumerate(texts)}
     # A directory is a place on this machine; its last part names the model.
     name = Path(name).name if Path(name).is_dir() else name
@@ -166,20 +194,8 @@ def plot(rows: list[Row]):
     return figure
 
 
-def _score_learned(model: PreTrainedModel, text: Tensor, description: str) -> Score:
-    return score(model, text, lambda: dynakv.DynaKVCache.from_model(model), description=description)
-
-
-def calibration_blocks(config: CompareConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """What the static bases are computed on, (count, T) int64."""
-    text = config.calibration
-    length = min(config.block_length, text.tokens)
-    count = max(1, text.tokens // (length * len(text.name)))
-    return torch.cat([blocks(_documents(text, name), tokenizer, length, count) for name in text.name])
-
-
-def _documents(text: TextConfig | CalibrationText, name: str):
-    return load_documents(name, subset=text.subset, split=text.split, text_field=text.text_field)
+def _documents(text: TextConfig):
+    return load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
 
 
 def _is_there(text: TextConfig) -> bool:

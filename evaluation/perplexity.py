@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import geometry_of
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,21 +45,46 @@ def cache_bytes(cache: Cache, layers: Sequence[int]) -> int:
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, blocks_NT: Tensor, make_cache: Callable[[], Cache], *, description: str = "scoring"
+    model: PreTrainedModel,
+    blocks_NT: Tensor,
+    make_cache: Callable[[], Cache],
+    *,
+    prefix: int = 0,
+    step: int = MAX_DECODE_QUERIES,
+    description: str = "scoring",
 ) -> Score:
-    """Read every block in one pass into a fresh cache; attention sees keys and values as the cache gives them back."""
+    """Read every block into a fresh cache; attention sees keys and values as the cache gives them back.
+
+    Without a prefix a block is read, and every prediction scored, in one pass. With one, that many tokens are the prompt,
+    and only the predictions of what follows are scored, read `step` tokens at a time as generation reads them: this is
+    what a cache that compresses after the prompt, or between steps, must be judged by.
+
+    Args:
+        blocks_NT: token ids.
+        make_cache: makes a fresh cache.
+        prefix: length of the prompt, below T.
+        step: tokens read at a time after it; at most 16 are attended as decoding attends them.
+    """
     geometry = geometry_of(model)
     losses, held, full = [], 0, 0
+    sizes = [blocks_NT.shape[1]] if not prefix else [prefix, *_sizes(blocks_NT.shape[1] - prefix, step)]
     with tqdm(total=blocks_NT.numel(), unit="tok", desc=description, leave=False) as bar:
         for block_T in blocks_NT:
             ids = block_T[None].to(model.device)
-            cache = make_cache()
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-            losses.append(float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])))
+            cache, logits = make_cache(), []
+            for part in ids.split(sizes, dim=1):
+                keep = 1 if prefix and not logits else 0  # of a prompt only the last prediction is scored
+                logits.append(model(input_ids=part, past_key_values=cache, logits_to_keep=keep).logits[0].float())
+                bar.update(part.shape[1])
+            scored = torch.cat(logits)[:-1]
+            losses.append(float(F.cross_entropy(scored, ids[0, -len(scored) :])))
             held += cache_bytes(cache, geometry.layers)
             full += geometry.full_nbytes(ids.shape[1], model.dtype.itemsize)
-            bar.update(ids.shape[1])
     return Score(perplexity=math.exp(sum(losses) / len(losses)), cache_bytes=held, full_bytes=full)
+
+
+def _sizes(total: int, step: int) -> list[int]:
+    return [min(step, total - start) for start in range(0, total, step)]
 
 
 def full_cache(model: PreTrainedModel) -> Cache:

@@ -29,13 +29,14 @@ def uniform_ranks(widths: list[int], rate: float) -> list[int]:
 
 
 def waterfill_ranks(energies_C: list[Tensor], rate: float) -> list[int]:
-    """Spread a budget of ``rate · Σ C`` coefficients so that the total relative energy lost is least.
+    """Spread a budget of ``rate · Σ C`` coefficients so that the total energy lost is least.
 
-    Each spectrum is scaled to unit total energy, and the largest entries over all bases are kept: the level at which
-    the budget is spent is common to all (water-filling). Spectra must fall, so that what is kept is a prefix.
+    The largest entries over all spectra are kept: the level at which the budget is spent is common to all
+    (water-filling). Spectra must fall, so that what is kept is a prefix; scale each to unit sum where relative energies
+    are to be compared.
     """
     _check_rate(rate)
-    shares = torch.cat([energy_C.double() / energy_C.double().sum() for energy_C in energies_C])
+    shares = torch.cat([energy_C.double() for energy_C in energies_C])
     owner = torch.cat([torch.full((len(energy_C),), i) for i, energy_C in enumerate(energies_C)])
     # One coefficient each is given first, so that no layer is left without any.
     floor = len(energies_C)

@@ -3,6 +3,7 @@
 Shapes: T tokens of a block.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowrank.config import option, require
 from lowrank.errors import UserError
 
 _LOCAL_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".gz": "json", ".parquet": "parquet"}
@@ -51,6 +53,34 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     if not len(rows):
         raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
     return rows.rename_column(text_field, "text") if text_field != "text" else rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationText:
+    """What bases are calibrated on."""
+
+    name: list[str] = option(["Salesforce/wikitext"], help="hub ids or local files, equal shares of each")
+    subset: str | None = option(None, help="configuration name of a hub data set")
+    split: str = option("train", help="split of a hub data set")
+    text_field: str = option("text", help="column that holds the text")
+    tokens: int = option(8192, help="how much of it", unit="tokens")
+    length: int = option(1024, help="length of a block", unit="tokens")
+
+    def __post_init__(self):
+        require(bool(self.name), "name", self.name, "at least one text")
+        require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
+        require(self.length >= 1, "length", self.length, "at least 1")
+
+    def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """The token ids, (count, T) int64."""
+        length = min(self.length, self.tokens)
+        count = max(1, self.tokens // (length * len(self.name)))
+
+        def of(name: str) -> Tensor:
+            rows = load_documents(name, subset=self.subset, split=self.split, text_field=self.text_field)
+            return blocks(rows, tokenizer, length, count)
+
+        return torch.cat([of(name) for name in self.name])
 
 
 def token_stream(

@@ -1,5 +1,8 @@
-"""OjaKV: online low-rank bases for the key–value cache. The configuration lives here; the method is being built."""
+"""OjaKV: online low-rank bases for the key–value cache, and every fixed or sketched basis it is compared with."""
 
-from ojakv.config import OjaKVConfig
+from lowrank.hf.calibration_store import Calibration
+from ojakv.cache import OjaKVCache
+from ojakv.config import PRESETS, OjaKVConfig
+from ojakv.plan import Plan, make_plan
 
-__all__ = ["OjaKVConfig"]
+__all__ = ["PRESETS", "Calibration", "OjaKVCache", "OjaKVConfig", "Plan", "make_plan"]

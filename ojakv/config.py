@@ -1,24 +1,122 @@
-"""Settings of an OjaKV cache (OjaKV, Algorithm 1)."""
+"""Settings of an OjaKV cache, and the named presets of it (OjaKV, Algorithm 1; SubSpace-G and SubSpace-A)."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import option, require
+from lowrank.config import build, nearest, option, read_yaml, require
+from lowrank.errors import UserError
+
+TRACKERS = ("fixed", "oja", "frequent_directions")
+UPDATES = ("periodic", "triggered")
+RANKS = ("fraction", "energy", "budget")
+COMPRESSED = ("both", "keys", "values")
+PREFILLS = ("exact", "reconstructed")
+ATTENTION = ("low_rank", "reconstruct")
+
+_PRESETS = Path(__file__).parent / "presets"
+PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OjaKVConfig:
-    """Where the bases live, how large they are and how fast they follow the text."""
+    """Where the bases live, how large they are, how they follow the text, and which tokens stay whole."""
 
-    layout: str = option("per_head", help="one basis for each KV head, or one for all of a layer", choices=LAYOUTS)
-    rope: str = option("post", help="compress keys before or after rotation", choices=ROPE_SIDES)
+    # where the bases live
+    layout: str = option("joint", help="one basis for each KV head, or one for all of a layer", choices=LAYOUTS)
+    rope: str = option("pre", help="compress keys before or after rotation", choices=ROPE_SIDES)
+    query_key: bool = option(
+        False,
+        help="find the keys' basis from queries and keys together (appendix A.3); layout per_head, rope post only",
+    )
+    compress: str = option("both", help="what is compressed; the other side is stored as it is", choices=COMPRESSED)
+
+    # how large they are
+    ranks: str = option(
+        "budget",
+        help="`rate` of every width; or as many as hold `energy`, the most over a layer's heads; or `rate` of all widths, "
+        "spread over layers, keys and values by water-filling",
+        choices=RANKS,
+    )
     rate: float = option(0.6, help="share of coefficients kept of each compressed token")
-    learning_rate: float = option(0.1, help="η of the Oja step")
-    update_period: int = option(32, help="T, how often the bases are updated while decoding", unit="tokens")
+    energy: float = option(0.95, help="share of the calibration energy kept, where `ranks` is energy")
+    key_weight: float = option(
+        4.0,
+        help="how much more a lost share of the keys' energy counts than one of the values', where `ranks` is budget",
+    )
+
+    # how they follow the text
+    tracker: str = option("oja", help="how the bases move", choices=TRACKERS)
+    learning_rate: float = option(1.0, help="η of the prompt's steps")
+    decode_learning_rate: float = option(1.0, help="η of the steps while decoding")
+    prompt_steps: int = option(2, help="steps repeated on the prompt's states", unit="steps")
+    preconditioned: bool = option(
+        True, help="divide each direction's Oja step by its energy; η = 1 is then one orthogonal iteration"
+    )
+    prior_tokens: float = option(
+        32.0, help="how much the calibration counts for in preconditioned steps and sketches", unit="tokens"
+    )
+    pool: int = option(1, help="states averaged together before a step", unit="tokens")
+    update: str = option("periodic", help="step at every T tokens, or only when needed", choices=UPDATES)
+    update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
+    trigger: float = option(1.1, help="a triggered update takes a residual this many times the prompt's", unit="times")
+    max_loss: float = option(
+        0.01, help="most energy of stored coefficients one update may lose; the step is halved until it does not"
+    )
+
+    # which tokens stay whole
+    sinks: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
+    recent: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
+    keep: float = option(
+        0.0, help="share of a prompt kept at full rank: its tokens of largest query-weighted residual (v2 of the paper)"
+    )
     observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
+    score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
+    keep_prompt_full_rank: bool = option(False, help="keep the whole prompt, compress only what is generated")
+    min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
+
+    # how attention reads them
+    prefill: str = option(
+        "exact",
+        help="the prompt's own attention sees exact keys and values (OjaKV-PF), or rebuilt ones",
+        choices=PREFILLS,
+    )
+    attention: str = option(
+        "low_rank", help="decode on coefficients, or rebuild keys and values for the model's backend", choices=ATTENTION
+    )
 
     def __post_init__(self):
-        require(0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.6 keeps 60 % of the coefficients")
-        require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "zero or positive")
-        require(self.update_period >= 1, "update_period", self.update_period, "at least 1")
-        require(self.observation_window >= 1, "observation_window", self.observation_window, "at least 1")
+        share = "in (0, 1]"
+        require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
+        require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
+        require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
+        for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "max_loss"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        for key in ("prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
+        for key in ("sinks", "recent", "min_length"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]; 0.05 keeps 5 % of a prompt")
+        require(
+            self.trigger >= 1, "trigger", self.trigger, "at least 1; 1.1 updates when the residual grows by a tenth"
+        )
+        require(
+            not self.query_key or (self.layout, self.rope) == ("per_head", "post"),
+            "query_key",
+            self.query_key,
+            f"false with layout {self.layout} and rope {self.rope}: queries and keys share a head and a rotation only in "
+            f"layout per_head with rope post",
+        )
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "OjaKVConfig":
+        """A named preset (see :data:`PRESETS`) with some of its keys replaced.
+
+        Raises:
+            UserError: unknown preset or key, or a value out of range.
+        """
+        if name not in PRESETS:
+            raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS)}")
+        return build(cls, {**read_yaml(_PRESETS / f"{name}.yaml"), **overrides}, source=f"preset {name}")

@@ -10,18 +10,23 @@ import torch
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
-from evaluation.static import STATIC_METHODS, static_cache
-from lowrank.hf.calibration import KEY, ROTATED_KEY, VALUE, calibrate
+from lowrank.hf.calibration import KEY, VALUE, calibrate
+from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 MakeCache = Callable[[], Cache]
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One row. `build(model, rate)` prepares the model and returns a maker of caches; rate 1 truncates nothing."""
+    """One row. `build(model, rate)` prepares the model and returns a maker of caches; rate 1 truncates nothing.
+
+    With `follows_text` what a token is stored as depends on the tokens around it, so that a text read in pieces is not
+    compressed as one read at once.
+    """
 
     name: str
     build: Callable[[PreTrainedModel, float], MakeCache]
+    follows_text: bool = False
 
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
@@ -43,7 +48,12 @@ def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
 
 def calibration_moments(model: PreTrainedModel):
     ids = torch.randint(1, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
-    return calibrate(model, ids, sides=(KEY, ROTATED_KEY, VALUE), progress=False)
+    return calibrate(model, ids, sides=(KEY, VALUE), progress=False)
+
+
+def calibration_of(model: PreTrainedModel) -> Calibration:
+    ids = torch.randint(1, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+    return Calibration.from_text(model, ids, progress=False)
 
 
 def spread_gates(model: PreTrainedModel, seed: int = 2) -> None:
@@ -68,12 +78,25 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
     return lambda: dynakv.DynaKVCache.from_model(model)
 
 
-def _static(name: str) -> Callable[[PreTrainedModel, float], MakeCache]:
-    return lambda model, rate: static_cache(model, calibration_moments(model), name, rate)
+def _preset(name: str, **overrides) -> Method:
+    def build(model: PreTrainedModel, rate: float) -> MakeCache:
+        # Short periods, so that a few dozen tokens see updates.
+        period = {} if settings.update_period == 1 else {"update_period": 4}
+        config = OjaKVConfig.preset(name, **{"rate": rate, **period, **overrides})
+        plan = make_plan(calibration_of(model), config)
+        return lambda: OjaKVCache(model, plan)
+
+    settings = OjaKVConfig.preset(name, **overrides)
+    follows = bool(settings.tracker != "fixed" or settings.keep or settings.prefill == "exact")
+    label = "-".join([name, *(str(value) for value in overrides.values())])
+    return Method(label, build, follows_text=follows)
 
 
 METHODS = [
-    *(Method(name, _static(name)) for name in STATIC_METHODS),
+    *(_preset(name) for name in PRESETS),
+    _preset("ojakv-joint", prefill="reconstructed"),
+    _preset("ojakv-pf", keep=0.1, sinks=2, recent=3),
+    _preset("ojakv-pf", attention="reconstruct"),
     Method("dynakv", dynakv_model),
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, gap="soft_prefix")),

@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank.ragged import GROWTH, RaggedStore
+from lowrank.growing import GROWTH
+from lowrank.ragged import RaggedStore
 
 WIDTH = 24
 
 
-def new_store(**options) -> RaggedStore:
-    return RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"), **options)
+def new_store() -> RaggedStore:
+    return RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
@@ -83,12 +84,6 @@ def test_the_index_widens_past_int16():
     store.append(torch.full((2, WIDTH), 3.0), torch.tensor([2, 5]))
     assert store.dense()[length - 1 :, 0].tolist() == [1.0, 3.0, 3.0]
     assert store.ranks()[-1] == 5
-
-
-def test_one_rank_for_all_needs_no_index():
-    store = new_store(constant_rank=6)
-    store.append(torch.randn(100, WIDTH), torch.full((100,), 6), exact=True)
-    assert store.nbytes == 100 * 6 * 4
 
 
 def test_crop_refuses_lengths_it_does_not_have():

@@ -3,7 +3,7 @@
 Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from lowrank.errors import UserError
 from lowrank.hf.attention import CONTEXT, prepare
-from lowrank.hf.cache import join_heads
 from lowrank.hf.geometry import attention_modules, geometry_of
+from lowrank.hf.layer import join_heads
 from lowrank.hf.rope import Rope
 from lowrank.moments import SecondMoment
 
-KEY, ROTATED_KEY, VALUE = "key", "rotated_key", "value"
+KEY, ROTATED_KEY, VALUE, QUERY = "key", "rotated_key", "value", "query"
+SIDES = (KEY, ROTATED_KEY, VALUE, QUERY)
 
 
 def calibrate(
@@ -30,31 +31,57 @@ def calibrate(
     Args:
         model: an uncompressed model.
         blocks_NT: token ids.
-        sides: which of ``key`` (before rotation), ``rotated_key`` and ``value``.
+        sides: which of ``key`` (before rotation), ``rotated_key``, ``value`` and ``query`` (rotated; the queries of a KV
+            head's group are its rows, so that only the head's own D×D block means anything).
     """
     geometry = geometry_of(model)
     modules = attention_modules(model)
-    prepare(model)
     moments = {
         index: {side: SecondMoment(geometry.width, device=next(modules[index].parameters()).device) for side in sides}
         for index in geometry.layers
     }
 
+    def fold(index: int, side: str, rows_NC: Tensor) -> None:
+        try:
+            moments[index][side].update(rows_NC)
+        except ValueError as error:
+            raise UserError(f"layer {index}, {side}: {error}") from error
+
+    observe(model, blocks_NT, fold, sides=sides, progress=progress)
+    return moments
+
+
+def observe(
+    model: PreTrainedModel,
+    blocks_NT: Tensor,
+    visit: Callable[[int, str, Tensor], None],
+    *,
+    sides: Sequence[str],
+    progress: bool = True,
+) -> None:
+    """Run the model over blocks and call ``visit(layer index, side, rows_NC)`` with each layer's joint states.
+
+    Arguments as for :func:`calibrate`.
+    """
+    geometry = geometry_of(model)
+    modules = attention_modules(model)
+    prepare(model)
+
     def observer_of(index: int):
-        def observe(query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> None:
-            for side, moment in moments[index].items():
-                if side == VALUE:
+        def observer(query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> None:
+            for side in sides:
+                if side == QUERY:
+                    # Query heads of one group are further rows of its KV head: (B, G·J, T, D) → (B, G, J·T, D).
+                    states = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+                elif side == VALUE:
                     states = value
                 elif side == ROTATED_KEY or rope is None:
                     states = key
                 else:
                     states = rope.unrotate(key)
-                try:
-                    moment.update(join_heads(states))
-                except ValueError as error:
-                    raise UserError(f"layer {index}, {side}: {error}") from error
+                visit(index, side, join_heads(states).flatten(0, 1))
 
-        return observe
+        return observer
 
     try:
         for index in geometry.layers:
@@ -70,4 +97,3 @@ def calibrate(
     finally:
         for index in geometry.layers:
             getattr(modules[index], CONTEXT).observer = None
-    return moments

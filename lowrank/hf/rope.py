@@ -105,18 +105,20 @@ class RopeHistory:
             self._table = Rope(self.apply, cos, sin)
         return self._table
 
-    def rotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function (key_GND, position_N) → rotated keys for one sequence of the batch."""
+    def picked(self, sequence: int, position_N: Tensor) -> Rope:
+        """The rotation of the tokens at some places in one sequence of the batch, for states (1, G, N, D)."""
         table = self.rope()
         row = sequence if table.cos_BTE.shape[0] > 1 else 0
-        cos_TE, sin_TE = table.cos_BTE[row], table.sin_BTE[row]
+        position_N = position_N.to(table.cos_BTE.device)
+        return Rope(self.apply, table.cos_BTE[row, position_N][None], table.sin_BTE[row, position_N][None])
 
-        def rotate(key_GND: Tensor, position_N: Tensor) -> Tensor:
-            position_N = position_N.to(cos_TE.device)
-            picked = Rope(self.apply, cos_TE[position_N][None], sin_TE[position_N][None])
-            return picked.rotate(key_GND[None])[0]
+    def rotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function (key_GND, position_N) → rotated keys for one sequence of the batch."""
+        return lambda key_GND, position_N: self.picked(sequence, position_N).rotate(key_GND[None])[0]
 
-        return rotate
+    def unrotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """The inverse of :meth:`rotate_rows`."""
+        return lambda key_GND, position_N: self.picked(sequence, position_N).unrotate(key_GND[None])[0]
 
     def release(self) -> None:
         """Drop this step's table of cos and sin."""

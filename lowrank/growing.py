@@ -1,0 +1,71 @@
+"""A tensor that grows along one dimension with bounded room to spare."""
+
+import torch
+from torch import Tensor
+
+# A full tensor grows by this share of its length: appends stay amortised O(1) and slack stays bounded.
+GROWTH = 1 / 8
+
+
+class GrowingTensor:
+    """Rows appended along `dim` of an otherwise fixed shape.
+
+    Args:
+        start: the first rows; the tensor is taken over, not copied.
+        dim: the dimension that grows.
+    """
+
+    def __init__(self, start: Tensor, dim: int = 0):
+        self.dim, self.length = dim, start.shape[dim]
+        self.buffer = start
+
+    @property
+    def rows(self) -> Tensor:
+        """What has been appended, without the room to grow; a view."""
+        return self.buffer.narrow(self.dim, 0, self.length)
+
+    @property
+    def capacity(self) -> int:
+        return self.buffer.shape[self.dim]
+
+    def append(self, rows: Tensor, *, exact: bool = False) -> None:
+        """Add rows at the end, converted to the tensor's dtype.
+
+        Args:
+            rows: any number along `dim`.
+            exact: allocate exactly what is used, not room to grow.
+        """
+        count = rows.shape[self.dim]
+        end = self.length + count
+        if end > self.capacity or (exact and end < self.capacity):
+            self.reserve(end if exact else grown(self.capacity, end))
+        self.buffer.narrow(self.dim, self.length, count).copy_(rows)
+        self.length = end
+
+    def reserve(self, capacity: int) -> None:
+        """Move to a buffer of exactly `capacity` rows, at least those in use."""
+        if capacity != self.capacity:
+            shape = list(self.buffer.shape)
+            shape[self.dim] = max(capacity, self.length)
+            buffer = self.buffer.new_empty(shape)
+            buffer.narrow(self.dim, 0, self.length).copy_(self.rows)
+            self.buffer = buffer
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` rows; the buffer stays, so that a rolled-back draft costs no copy."""
+        self.length = min(self.length, length)
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Convert what is held."""
+        self.buffer = self.buffer.to(dtype)
+
+    def clone(self) -> "GrowingTensor":
+        """An independent copy without room to grow."""
+        return GrowingTensor(self.rows.clone(memory_format=torch.contiguous_format), self.dim)
+
+
+def grown(capacity: int, needed: int) -> int:
+    """The capacity after a full tensor of `capacity` rows has grown, a few rows at a time, to hold `needed`."""
+    while capacity < needed:
+        capacity = capacity + max(1, int(capacity * GROWTH)) if capacity else needed
+    return capacity

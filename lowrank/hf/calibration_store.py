@@ -1,0 +1,106 @@
+"""Calibration on disk: the second moments that every basis of every layout and rank is computed from.
+
+A calibration is a directory of `moments.safetensors` (4·C² numbers a layer) and `config.json`, which says what model shape
+it is for, what text it saw, and the SHA-256 of the moments.
+
+Shapes: C = G·D joint width.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowrank.atomic import new_directory
+from lowrank.errors import UserError
+from lowrank.hf.calibration import SIDES, calibrate
+from lowrank.hf.geometry import KVGeometry, geometry_of
+
+MOMENTS, CONFIG = "moments.safetensors", "config.json"
+FORMAT = "adaptive-kv calibration"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Second moments of a model's states over calibration text.
+
+    Attributes:
+        geometry: of the model.
+        moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query``) → mean second moment (C, C), fp32.
+        origin: where it came from, for errors.
+    """
+
+    geometry: KVGeometry
+    moments: dict[int, dict[str, Tensor]]
+    origin: str = "the calibration"
+
+    @classmethod
+    def from_text(cls, model: PreTrainedModel, blocks_NT: Tensor, *, progress: bool = True) -> "Calibration":
+        """Run the uncompressed `model` over blocks of token ids (see :func:`lowrank.hf.calibration.calibrate`)."""
+        found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
+        moments = {i: {side: m.mean().float() for side, m in sides.items()} for i, sides in found.items()}
+        return cls(geometry=geometry_of(model), moments=moments)
+
+    def save(self, directory: str | Path, *, model: str, text: list[str], tokens: int) -> str:
+        """Write the directory, whole or not at all, and return the hash; an existing `directory` is replaced.
+
+        Args:
+            model, text, tokens: the model's name, the names of the texts and how much of them was read, for the record.
+        """
+        flat = {
+            f"layers.{i}.{side}": moment.cpu().contiguous()
+            for i, sides in self.moments.items()
+            for side, moment in sides.items()
+        }
+        data = save(flat)
+        config = {
+            "format": FORMAT,
+            "model": model,
+            "geometry": dataclasses.asdict(self.geometry),
+            "text": text,
+            "tokens": tokens,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        with new_directory(directory) as partial:
+            (partial / MOMENTS).write_bytes(data)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return config["sha256"]
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Calibration":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UserError: the directory is no calibration, or its moments are damaged.
+        """
+        path = Path(directory) / CONFIG
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            data = (Path(directory) / MOMENTS).read_bytes()
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"`{directory}` is no calibration ({error}); make one with python scripts/calibrate.py"
+            ) from error
+        if not isinstance(config, dict) or config.get("format") != FORMAT:
+            raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
+        if hashlib.sha256(data).hexdigest() != config["sha256"]:
+            raise UserError(
+                f"{Path(directory) / MOMENTS} is damaged: its SHA-256 is not the recorded one; calibrate again"
+            )
+        try:
+            flat = load_file(Path(directory) / MOMENTS)
+        except SafetensorError as error:
+            raise UserError(f"{Path(directory) / MOMENTS} cannot be read ({error}); calibrate again") from error
+        geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
+        moments = {i: {side: flat[f"layers.{i}.{side}"] for side in SIDES} for i in geometry.layers}
+        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`")
+
+    def for_model(self, model: PreTrainedModel) -> "Calibration":
+        """This calibration, once it is known to fit `model`. Raises :class:`UserError` when it does not."""
+        geometry_of(model).check_equal(self.geometry, self.origin)
+        return self

@@ -1,0 +1,187 @@
+"""What every compressed cache layer shares: a state of its own for each sequence, and what `generate()` does to it.
+
+Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+import abc
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from lowrank.errors import UserError
+from lowrank.hf.rope import Rope, RopeHistory
+
+# Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
+MAX_DECODE_QUERIES = 16
+
+
+def join_heads(states_BGTD: Tensor) -> Tensor:
+    """(B, G, T, D) → (B, T, C)."""
+    return states_BGTD.transpose(1, 2).flatten(2)
+
+
+def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
+    """(B, T, C) → (B, G, T, D)."""
+    return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+class SequenceState(Protocol):
+    """One sequence's compressed keys and values in one layer."""
+
+    length: int
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+
+    def clone(self) -> "SequenceState":
+        """An independent copy."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of per-token or per-sequence state held between steps."""
+
+
+class CompressedLayer(CacheLayerMixin, abc.ABC):
+    """One layer of a compressed cache.
+
+    transformers calls :meth:`update` and then the attention function, which calls :meth:`attend`; what `update` returns
+    is only the new tokens, so a model that does not run the compressed attention is refused.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self):
+        super().__init__()
+        self.sequences: list[SequenceState] = []
+        self.history: RopeHistory | None = None
+        self._releases_history = False
+        self._rope: Rope | None = None
+        self._armed = False
+
+    def bind(self, history: RopeHistory | None, *, is_last: bool) -> None:
+        """Take the cache's record of rotations; the last layer of a step drops its table of cos and sin."""
+        self.history, self._releases_history = history, is_last
+
+    @property
+    @abc.abstractmethod
+    def rotates(self) -> bool:
+        """Whether keys are stored before rotation and the rotation of each token must be remembered."""
+
+    @abc.abstractmethod
+    def new_sequence(self) -> SequenceState:
+        """An empty state for one sequence, once :attr:`dtype`, :attr:`device` and :attr:`head_dim` are known."""
+
+    @abc.abstractmethod
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        """New tokens: rotated keys, values and, where the family has one, the rotation of these keys."""
+
+    @abc.abstractmethod
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of (B, H, Q, D) queries over all tokens, the newest included → ((B, Q, H, D), None)."""
+
+    # -- what the attention function calls ------------------------------------------------------------------------
+
+    def arm(self, rope: Rope | None) -> None:
+        self._rope, self._armed = rope, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.head_dim = key_states.shape[0], key_states.shape[3]
+        self.sequences = [self.new_sequence() for _ in range(self.batch_size)]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore."""
+        if not self._armed:
+            raise UserError(
+                "a compressed cache was given to a model that is not prepared for it; make the cache with "
+                "`from_model(model)` or attach the compressor to this very model first"
+            )
+        rope, self._rope, self._armed = self._rope, None, False
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise UserError(
+                f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
+            )
+        if self.rotates and rope is not None:
+            self.history.extend(rope, self.get_seq_length() + key_states.shape[2])
+        self.take(key_states, value_states, rope)
+        return key_states, value_states
+
+    def attend(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """See :meth:`attend_cached`."""
+        output = self.attend_cached(module, query, mask, inner, **kwargs)
+        if self._releases_history and self.history is not None:
+            self.history.release()
+        return output
+
+    # -- what generate() does to a cache --------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.sequences[0].length if self.sequences else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
+        if tokens_to_remove:
+            for sequence in self.sequences:
+                sequence.crop(sequence.length + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([b for b in range(len(self.sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        # A boolean index keeps its True places, as with tensors.
+        rows = torch.nonzero(indices).flatten() if indices.dtype == torch.bool else indices
+        self._select(rows.tolist())
+
+    def reset(self) -> None:
+        self.sequences, self.is_initialized = [], False
+
+    def offload(self) -> None:
+        raise UserError("a compressed cache cannot be offloaded; leave `cache_implementation` unset")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of per-token or per-sequence state held between steps."""
+        for sequence in self.sequences:
+            yield from sequence.tensors()
+
+    def _select(self, rows: list[int]) -> None:
+        if not self.is_initialized:
+            return
+        # The first beam to follow a sequence takes its state over; only further ones cost a copy.
+        taken: set[int] = set()
+        picked = []
+        for row in rows:
+            picked.append(self.sequences[row].clone() if row in taken else self.sequences[row])
+            taken.add(row)
+        self.sequences = picked
+        self.batch_size = len(rows)
+
+    def __deepcopy__(self, memo: dict) -> "CompressedLayer":
+        # Codecs and calibrated bases belong to the model, not to the tokens: they are shared.
+        twin = copy.copy(self)
+        twin.history = copy.deepcopy(self.history, memo)
+        twin.sequences = [sequence.clone() for sequence in self.sequences]
+        memo[id(self)] = twin
+        return twin

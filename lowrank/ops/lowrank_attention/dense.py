@@ -1,0 +1,105 @@
+"""Decode attention over low-rank and full-rank tokens in plain torch.
+
+Keys compressed after rotation are never rebuilt: q·(U c) = (Uᵀq)·c (OjaKV, section 3.2). Keys compressed before rotation
+are rebuilt and rotated in tiles. Values are never rebuilt: out = U (softmax · c).
+
+Shapes: H query heads, G KV heads, J = H/G query heads of a KV head, Q queries, D head dim, P parts (G of width D or one of
+width C = G·D), W width of a part, N low-rank tokens, F full-rank tokens, R rank.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Rebuilt keys of one tile stay within a core's cache: 1,024 tokens × 192 × 4 bytes is 0.75 MiB.
+TILE_TOKENS = 1024
+
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One sequence's keys, or values, of one layer.
+
+    Attributes:
+        coef_PNR: of the low-rank tokens.
+        basis_PWR: orthonormal; token n of part p is ``basis[p] @ coef[p, n]``.
+        full_GFD: tokens at full rank; keys are rotated.
+    """
+
+    coef_PNR: Tensor
+    basis_PWR: Tensor
+    full_GFD: Tensor
+
+    def head_basis(self) -> Tensor:
+        """The basis as one block of rows for each KV head, (G, D, R)."""
+        groups, _, head_dim = self.full_GFD.shape
+        return self.basis_PWR.reshape(groups, head_dim, -1)
+
+    def rebuilt(self, part: slice = slice(None)) -> Tensor:
+        """Low-rank tokens at full width, (G, N, D)."""
+        groups, _, head_dim = self.full_GFD.shape
+        rows_PNW = self.coef_PNR[:, part] @ self.basis_PWR.mT
+        if rows_PNW.shape[0] == groups:
+            return rows_PNW
+        return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)
+
+
+def lowrank_attention(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    *,
+    scaling: float,
+    rotate: Rotate | None = None,
+    position_N: Tensor | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """Attention of Q queries of one sequence over its N low-rank and F full-rank tokens.
+
+    Args:
+        query_HQD: rotated queries.
+        keys, values: of the same tokens.
+        scaling: the model's own score scale, usually 1/√D (not 1/√R).
+        rotate: ``rotate(key_GND, position_N)`` for keys compressed before rotation, with `position_N` the places of the
+            low-rank tokens; None when they were compressed after it.
+        position_N: see `rotate`.
+        mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
+
+    Returns:
+        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
+    """
+    heads, queries, head_dim = query_HQD.shape
+    groups, low = keys.full_GFD.shape[0], keys.coef_PNR.shape[1]
+    query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
+    score_GMT = torch.cat(
+        [_scores(query_GMD, keys, rotate, position_N), query_GMD @ keys.full_GFD.mT],
+        dim=2,
+    )
+    score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
+    if mask_QT is not None:
+        score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
+    weight_GMT = score_HQT.softmax(dim=-1).to(query_HQD.dtype).view(score_GMT.shape)
+    parts, _, rank = values.coef_PNR.shape
+    weight_PMN = weight_GMT[:, :, :low].reshape(parts, heads * queries // parts, low)
+    latent_PMR = weight_PMN @ values.coef_PNR
+    output_GMD = weight_GMT[:, :, low:] @ values.full_GFD
+    output_GMD += latent_PMR.view(groups, -1, rank) @ values.head_basis().mT
+    return output_GMD.view(heads, queries, head_dim)
+
+
+def _scores(query_GMD: Tensor, keys: Operands, rotate: Rotate | None, position_N: Tensor | None) -> Tensor:
+    """Scores of the low-rank tokens, (G, M, N)."""
+    groups, rows, _ = query_GMD.shape
+    parts, low, rank = keys.coef_PNR.shape
+    if rotate is None:
+        latent_GMR = query_GMD @ keys.head_basis()
+        return (latent_GMR.view(parts, -1, rank) @ keys.coef_PNR.mT).view(groups, rows, low)
+    score_GMN = query_GMD.new_empty(groups, rows, low)
+    for start in range(0, low, TILE_TOKENS):
+        tile = slice(start, start + TILE_TOKENS)
+        key_GND = rotate(keys.rebuilt(tile), position_N[tile])
+        score_GMN[:, :, tile] = query_GMD @ key_GND.mT
+    return score_GMN

@@ -1,0 +1,42 @@
+"""Plain form of decode attention over low-rank and full-rank tokens: rebuild everything, then attend, in fp64.
+
+Shapes: H query heads, Q queries, D head dim, N low-rank tokens, T all tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.ops.lowrank_attention.dense import Operands
+
+
+def lowrank_attention(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    *,
+    scaling: float,
+    rotate=None,
+    position_N: Tensor | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
+
+    Arguments and result as in :func:`lowrank.ops.lowrank_attention.dense.lowrank_attention`.
+    """
+
+    def rebuild(operands: Operands) -> Tensor:
+        groups, _, head_dim = operands.full_GFD.shape
+        joint = operands.basis_PWR.shape[0] == 1
+        per_part = [c.double() @ u.double().T for c, u in zip(operands.coef_PNR, operands.basis_PWR, strict=True)]
+        return torch.stack(per_part[0].split(head_dim, dim=1)) if joint else torch.stack(per_part)
+
+    low_key = rebuild(keys)
+    if rotate is not None:
+        low_key = rotate(low_key, position_N).double()
+    repeats = query_HQD.shape[0] // low_key.shape[0]
+    key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
+    value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
+    score_HQT = query_HQD.double() @ key_HTD.mT * scaling
+    if mask_QT is not None:
+        score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
+    return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)

@@ -1,0 +1,202 @@
+"""Low-rank bases that stay, or follow the rows they are shown.
+
+A tracker holds one orthonormal fp32 basis for each part of a state: each KV head in the ``per_head`` layout, all of them
+together in the ``joint`` one.
+
+Shapes: P parts, N rows, M rows of a sketch, W width of a part (D or C), R rank.
+"""
+
+import abc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank.errors import UserError
+
+# Energies below this share of the largest count as this much, so that directions never seen do not divide by zero.
+ENERGY_FLOOR = 1e-6
+
+
+class Tracker(abc.ABC):
+    """A basis and the rule by which it moves."""
+
+    def __init__(self, vectors_PWR: Tensor, name: str):
+        """
+        Args:
+            vectors_PWR: orthonormal columns to start from; shared, never written to.
+            name: what the basis is of, such as ``layer 3 keys``, for errors.
+        """
+        self.vectors_PWR, self.name = vectors_PWR.float(), name
+
+    @abc.abstractmethod
+    def observe(self, rows_PNW: Tensor) -> None:
+        """Take in rows (fp32), each time exactly once, before :meth:`propose` is asked about them."""
+
+    @abc.abstractmethod
+    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+        """An orthonormal basis that represents the rows better, (P, W, R); None to stay.
+
+        Args:
+            rows_PNW: the newest rows, fp32.
+            stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
+            rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
+        """
+
+    def move_to(self, vectors_PWR: Tensor) -> None:
+        """Make a proposed basis the present one."""
+        self.vectors_PWR = vectors_PWR
+
+    @abc.abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """What this tracker holds for its sequence alone."""
+
+    @abc.abstractmethod
+    def clone(self) -> "Tracker":
+        """An independent copy."""
+
+
+class FixedTracker(Tracker):
+    """A basis that stays as it was calibrated (StaticPCA, SubSpace-G, Eigen): it costs a sequence nothing."""
+
+    def observe(self, rows_PNW: Tensor) -> None:
+        pass
+
+    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> None:
+        return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def clone(self) -> "FixedTracker":
+        return FixedTracker(self.vectors_PWR, self.name)
+
+
+class OjaTracker(Tracker):
+    """Oja's rule on batches, then QR (OjaKV, section 5.2 and Algorithm 1):
+    U ← orth(U + η (I − U Uᵀ) XᵀX U / N).
+
+    Preconditioned (beyond the paper), each direction's step is divided by the energy known of it: with S the second
+    moment of what is stored, U ← orth(U + η (I − U Uᵀ) XᵀX U · (S + UᵀXᵀX U)⁻¹). At η = 1 this spans what one orthogonal
+    iteration on the moment of stored and new rows together spans, whatever the scale of the states; the more is
+    stored, the less new rows turn the basis.
+    """
+
+    def __init__(self, vectors_PWR: Tensor, name: str, *, preconditioned: bool):
+        super().__init__(vectors_PWR, name)
+        self.preconditioned = preconditioned
+        self._shared = True
+
+    def observe(self, rows_PNW: Tensor) -> None:
+        pass
+
+    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+        if not rate:
+            return None
+        basis_PWR = self.vectors_PWR
+        coef_PNR = rows_PNW @ basis_PWR
+        seen_PRR = coef_PNR.mT @ coef_PNR
+        outside_PWR = rows_PNW.mT @ coef_PNR - basis_PWR @ seen_PRR
+        if self.preconditioned:
+            step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), outside_PWR, left=False)
+        else:
+            step_PWR = outside_PWR / rows_PNW.shape[1]
+        return orthonormal(basis_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
+
+    def move_to(self, vectors_PWR: Tensor) -> None:
+        super().move_to(vectors_PWR)
+        self._shared = False
+
+    def tensors(self) -> Iterator[Tensor]:
+        # Until its first step the basis is the calibration's, which all sequences share.
+        if not self._shared:
+            yield self.vectors_PWR
+
+    def clone(self) -> "OjaTracker":
+        twin = OjaTracker(self.vectors_PWR, self.name, preconditioned=self.preconditioned)
+        if not self._shared:
+            twin.move_to(self.vectors_PWR.clone())
+        return twin
+
+
+class FrequentDirections(Tracker):
+    """The leading directions of a Frequent Directions sketch of 2R rows (SubSpace-A).
+
+    A full sketch B is rotated to its singular directions and every squared singular value lowered by the (R+1)-th, which
+    frees at least R rows. With A all rows seen and k ≤ R, ‖A − π_k(A)‖²_F ≤ (1 + k / (R + 1 − k)) ‖A − A_k‖²_F, where
+    π_k projects on the k leading directions of the sketch.
+
+    Args:
+        energy_PR: energies of the starting directions.
+        prior_rows: how many rows the starting basis counts for.
+    """
+
+    def __init__(self, vectors_PWR: Tensor, name: str, *, energy_PR: Tensor, prior_rows: float):
+        super().__init__(vectors_PWR, name)
+        parts, width, rank = vectors_PWR.shape
+        self.sketch_PMW = torch.zeros(parts, 2 * rank, width, device=vectors_PWR.device)
+        self.used = 0
+        self._shared = True
+        if prior_rows:
+            start_PRW = (energy_PR * prior_rows).sqrt()[:, :, None] * self.vectors_PWR.mT
+            self.sketch_PMW[:, :rank] = start_PRW
+            self.used = rank
+
+    def observe(self, rows_PNW: Tensor) -> None:
+        while rows_PNW.shape[1]:
+            if self.used == self.sketch_PMW.shape[1]:
+                self._shrink()
+            taken_PNW, rows_PNW = rows_PNW.tensor_split([self.sketch_PMW.shape[1] - self.used], dim=1)
+            self.sketch_PMW[:, self.used : self.used + taken_PNW.shape[1]] = taken_PNW
+            self.used += taken_PNW.shape[1]
+
+    def _shrink(self) -> None:
+        rank = self.vectors_PWR.shape[2]
+        _, values_PM, directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False)
+        # A sketch of at most R distinct directions loses nothing.
+        lowest_P = values_PM[:, rank] if values_PM.shape[1] > rank else torch.zeros_like(values_PM[:, 0])
+        left_PR = (values_PM.square() - lowest_P.square()[:, None]).clamp(min=0).sqrt()[:, :rank]
+        self.sketch_PMW.zero_()
+        self.sketch_PMW[:, : left_PR.shape[1]] = left_PR[:, :, None] * directions_PMW[:, :rank]
+        self.used = rank
+
+    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+        rank = self.vectors_PWR.shape[2]
+        directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
+        return orthonormal(directions_PMW[:, :rank].mT, f"{self.name}: the sketch's directions")
+
+    def move_to(self, vectors_PWR: Tensor) -> None:
+        super().move_to(vectors_PWR)
+        self._shared = False
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.sketch_PMW
+        if not self._shared:
+            yield self.vectors_PWR
+
+    def clone(self) -> "FrequentDirections":
+        twin = FrequentDirections(self.vectors_PWR, self.name, energy_PR=None, prior_rows=0)
+        twin.sketch_PMW, twin.used = self.sketch_PMW.clone(), self.used
+        if not self._shared:
+            twin.move_to(self.vectors_PWR.clone())
+        return twin
+
+
+def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:
+    """The Q factor of each part, its columns pointing as the given ones did.
+
+    Raises:
+        UserError: `what`, when the matrix is not finite or its columns are dependent.
+    """
+    if torch.isfinite(matrix_PWR).all():
+        q_PWR, r_PRR = torch.linalg.qr(matrix_PWR)
+        diagonal_PR = r_PRR.diagonal(dim1=1, dim2=2)
+        if (diagonal_PR.abs() > 1e-6 * diagonal_PR.abs().amax(dim=1, keepdim=True)).all():
+            return q_PWR * diagonal_PR.sign()[:, None, :]
+    raise UserError(f"{what} left no orthonormal basis; use a smaller learning rate")
+
+
+def _lifted(moment_PRR: Tensor) -> Tensor:
+    """The moment with its smallest eigenvalues lifted, so that it can be inverted."""
+    floor_P = ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return moment_PRR + floor_P[:, None, None] * torch.eye(moment_PRR.shape[1], device=moment_PRR.device)

@@ -1,0 +1,86 @@
+"""How many bytes a cache will hold, and the rate at which it holds a given share."""
+
+import dataclasses
+
+from lowrank.errors import UserError
+from lowrank.growing import grown
+from lowrank.hf.calibration_store import Calibration
+from ojakv.config import OjaKVConfig
+from ojakv.plan import Plan, SideBasis, make_plan
+
+# Halvings of the range of rates.
+_STEPS = 12
+
+
+def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
+    """Bytes over those of an uncompressed cache, for one unpadded sequence.
+
+    Args:
+        plan: bases, ranks and settings.
+        prompt: tokens read at once at the start.
+        tokens: all tokens, `prompt` included.
+        itemsize: bytes of a number in the model's dtype.
+    """
+    config = plan.config
+    if tokens < config.min_length:
+        return 1.0
+    staying = min(config.sinks, prompt)
+    candidates = max(0, prompt - staying - config.recent)
+    staying += candidates if config.keep_prompt_full_rank else round(config.keep * candidates)
+    waiting = (tokens - prompt) % config.update_period if candidates else tokens - staying - config.recent
+    whole = staying + config.recent + waiting
+    # When a period's tokens leave, room is made for as many again.
+    room = staying + config.recent + config.update_period
+    low = tokens - whole
+    if config.update_period == 1:
+        low = grown(prompt, low)
+    positions = 4 * room
+    held = sum(
+        _side_bytes(side, config, low=low, whole=room, itemsize=itemsize, width=plan.geometry.width)
+        for pair in plan.layers.values()
+        for side in pair
+    )
+    held += len(plan.layers) * positions
+    if config.rope == "pre" and config.compress != "values":
+        held += 4 * tokens
+    return held / plan.geometry.full_nbytes(tokens, itemsize)
+
+
+def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
+    parts, part_width, rank = side.vectors_PWR.shape
+    held = (low * parts * rank + whole * width) * itemsize
+    if side.moves and config.tracker != "fixed":
+        bases = 1 if config.tracker == "oja" else 3  # a sketch has two bases' worth of rows
+        held += bases * parts * part_width * rank * 4
+    return held
+
+
+def plan_for_bytes(
+    calibration: Calibration, config: OjaKVConfig, share: float, *, prompt: int, tokens: int, itemsize: int
+) -> Plan:
+    """`config` at the highest rate whose cache takes at most `share` of the uncompressed bytes.
+
+    Raises:
+        UserError: what does not depend on the rate (tokens at full rank) already takes more.
+    """
+    config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
+
+    def planned(rate: float) -> tuple[Plan, float]:
+        plan = make_plan(calibration, dataclasses.replace(config, rate=rate))
+        return plan, planned_rate(plan, prompt=prompt, tokens=tokens, itemsize=itemsize)
+
+    low, high = 1 / calibration.geometry.width, 1.0
+    best, least = planned(low)
+    if least > share:
+        raise UserError(
+            f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
+            f"full rank, or compare at a longer context"
+        )
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        plan, taken = planned(middle)
+        if taken <= share:
+            best, low = plan, middle
+        else:
+            high = middle
+    return best

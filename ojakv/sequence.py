@@ -1,0 +1,210 @@
+"""One sequence of one layer: which tokens are low rank, which are whole, and when they change sides.
+
+Shapes: H query heads, G KV heads, J = H/G, D head dim, N tokens, F tokens at full rank, Q queries, P parts, W width of a
+part, T all tokens seen.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank.growing import GrowingTensor
+from ojakv.config import OjaKVConfig
+from ojakv.plan import SideBasis
+from ojakv.side import OnlineSide
+
+# (rows_GND, position_N) → rows_GND
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+
+class OnlineSequence:
+    """Tokens arrive at full rank and wait; :meth:`settle` compresses those whose time has come.
+
+    Tokens at full rank lie in one block for keys and one for values: first those that stay, then, in order, those that
+    wait. Keys there are rotated. Padding is never stored.
+    """
+
+    def __init__(
+        self, start: tuple[SideBasis, SideBasis], config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, layer: int
+    ):
+        self.config = config
+        self.key = OnlineSide(start[0], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} keys")
+        self.value = OnlineSide(start[1], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} values")
+        device = start[0].vectors_PWR.device
+        self.length = 0
+        self.staying = 0  # how many of the full-rank tokens stay
+        self.full_position = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
+        self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
+        self.has_settled = False
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are compressed before rotation; keys that are stored whole are always rotated."""
+        return self.config.rope == "pre" and self.config.compress != "values"
+
+    # -- filling --------------------------------------------------------------------------------------------------
+
+    def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
+        """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
+        count = key_GQD.shape[1]
+        position_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=key_GQD.device)
+        if present_Q is not None and not bool(present_Q.all()):
+            self.absent_position = torch.cat([self.absent_position, position_N[~present_Q]])
+            key_GQD, value_GQD, position_N = key_GQD[:, present_Q], value_GQD[:, present_Q], position_N[present_Q]
+        # A prompt is compressed at once; a step leaves room for those that follow.
+        exact = count > self.config.update_period
+        self.key.full.append(key_GQD, exact=exact)
+        self.value.full.append(value_GQD, exact=exact)
+        self.full_position.append(position_N, exact=exact)
+        self.length += count
+
+    def settle(self, query_HQD: Tensor, scaling: float, rotate: Rotate | None, unrotate: Rotate | None) -> None:
+        """Compress every token whose time has come.
+
+        Args:
+            query_HQD: the step's queries, which weigh the residuals of a prompt.
+            scaling: the model's score scale.
+            rotate, unrotate: of keys at given places; used where keys are compressed before rotation.
+        """
+        config = self.config
+        waiting = self.full_position.length - self.staying
+        if self.length - self.absent_position.shape[0] < config.min_length:
+            return
+        if self.has_settled:
+            due = max(0, waiting - config.recent) // config.update_period * config.update_period
+            if due:
+                self._compress(due, None, unrotate=unrotate)
+            return
+        self.staying = min(config.sinks, waiting)
+        waiting -= self.staying
+        due = max(0, waiting - config.recent)
+        if not due:
+            return
+        self.has_settled = True
+
+        def choose(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
+            if config.keep_prompt_full_rank:
+                return torch.ones_like(position_N, dtype=torch.bool)
+            rebuilt_GND = self.key.rebuilt(rows_PNW)
+            if self.rotates and rotate is not None:
+                rebuilt_GND = rotate(rebuilt_GND, position_N)
+            residual_GND = key_GND.float() - rebuilt_GND
+            return _worst(residual_GND, position_N, query_HQD, scaling, self._query_position(query_HQD), config)
+
+        chosen = choose if config.keep_prompt_full_rank or config.keep else None
+        self._compress(due, chosen, unrotate=unrotate)
+
+    def _query_position(self, query_HQD: Tensor) -> Tensor:
+        return torch.arange(self.length - query_HQD.shape[1], self.length, device=query_HQD.device)
+
+    def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None) -> None:
+        """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
+        is_prompt = choose is not None or not self.key.coef.length
+        moving = slice(self.staying, self.staying + due)
+        position_N = self.full_position.rows[moving].long()
+        key_GND, value_GND = self.key.full.rows[:, moving], self.value.full.rows[:, moving]
+        plain_GND = unrotate(key_GND, position_N) if self.rotates and unrotate is not None else key_GND
+        key_PNW, value_PNW = self.key.parts(plain_GND), self.value.parts(value_GND)
+        self.key.follow(key_PNW, is_prompt=is_prompt)
+        self.value.follow(value_PNW, is_prompt=is_prompt)
+        none_N = torch.zeros_like(position_N, dtype=torch.bool)
+        picked_N = none_N if choose is None else choose(key_PNW, key_GND, position_N)
+        self.key.compress(key_PNW[:, ~picked_N])
+        self.value.compress(value_PNW[:, ~picked_N])
+        stays = torch.ones(self.full_position.length, dtype=torch.bool, device=position_N.device)
+        stays[moving] = picked_N
+        self.staying += int(picked_N.sum())
+        self._keep_full(stays)
+
+    def _keep_full(self, stays_F: Tensor) -> None:
+        """Drop full-rank tokens and leave room for those that will wait until the next update."""
+        room = self.config.update_period
+        for side in (self.key, self.value):
+            side.full = GrowingTensor(side.full.rows[:, stays_F], dim=1)
+            side.full.reserve(side.full.length + room)
+        self.full_position = GrowingTensor(self.full_position.rows[stays_F])
+        self.full_position.reserve(self.full_position.length + room)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def low_position(self) -> Tensor:
+        """Places of the low-rank tokens, rising, (N,) int64."""
+        is_low = torch.ones(self.length, dtype=torch.bool, device=self.full_position.buffer.device)
+        is_low[self.full_position.rows.long()] = False
+        is_low[self.absent_position.long()] = False
+        return torch.nonzero(is_low).flatten()
+
+    def dense(self, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of all tokens in their places, (G, T, D) each; zero where there was padding."""
+        low, full = self.low_position(), self.full_position.rows.long()
+
+        def placed(side: OnlineSide, rows_GND: Tensor) -> Tensor:
+            states_GTD = rows_GND.new_zeros(rows_GND.shape[0], self.length, rows_GND.shape[2])
+            states_GTD[:, low] = rows_GND
+            states_GTD[:, full] = side.full.rows
+            return states_GTD
+
+        key_GND = self.key.operands().rebuilt()
+        if self.rotates and rotate is not None:
+            key_GND = rotate(key_GND, low)
+        return placed(self.key, key_GND), placed(self.value, self.value.operands().rebuilt())
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Forget tokens from place `length` on. A basis that has followed them does not turn back."""
+        low = int((self.low_position() < length).sum())
+        stays_F = self.full_position.rows < length
+        self.staying = int(stays_F[: self.staying].sum())
+        for side in (self.key, self.value):
+            side.coef.crop(low)
+        if not bool(stays_F.all()):
+            self._keep_full(stays_F)
+        self.absent_position = self.absent_position[self.absent_position < length]
+        self.length = length
+
+    def clone(self) -> "OnlineSequence":
+        twin = object.__new__(OnlineSequence)
+        twin.__dict__.update(self.__dict__)
+        twin.key, twin.value = self.key.clone(), self.value.clone()
+        twin.full_position, twin.absent_position = self.full_position.clone(), self.absent_position.clone()
+        return twin
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.key.tensors()
+        yield from self.value.tensors()
+        yield self.full_position.buffer
+        yield self.absent_position
+
+
+def _worst(
+    residual_GND: Tensor,
+    position_N: Tensor,
+    query_HQD: Tensor,
+    scaling: float,
+    position_Q: Tensor,
+    config: OjaKVConfig,
+) -> Tensor:
+    """True for the share `keep` of tokens whose query-weighted residual is largest (OjaKV, section 5.1).
+
+    e_t is the mean of |q · r_t| · scaling over the last w queries that may see token t and over all heads.
+    """
+    groups, tokens, head_dim = residual_GND.shape
+    window = min(config.observation_window, query_HQD.shape[1])
+    error_N = residual_GND.new_zeros(tokens)
+    seen_N = residual_GND.new_zeros(tokens)
+    # One query at a time: all at once would be w times the size of a layer's keys.
+    for query_HD, position in zip(query_HQD[:, -window:].float().unbind(1), position_Q[-window:], strict=True):
+        may_see_N = position_N <= position
+        query_GJD = query_HD.view(groups, -1, head_dim)
+        error_N += (query_GJD @ residual_GND.mT).abs().sum(dim=(0, 1)) * scaling * may_see_N
+        seen_N += may_see_N
+    score_N = error_N / (seen_N * query_HQD.shape[0]).clamp(min=1)
+    if config.score_pool > 1:
+        pad = config.score_pool // 2
+        score_N = F.avg_pool1d(score_N[None], config.score_pool, 1, pad, count_include_pad=False)[0]
+    picked_N = torch.zeros(tokens, dtype=torch.bool, device=score_N.device)
+    picked_N[score_N.topk(round(config.keep * tokens)).indices] = True
+    return picked_N

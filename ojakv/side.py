@@ -1,0 +1,157 @@
+"""One sequence's keys, or values, of one layer: coefficients in a moving basis and tokens at full rank.
+
+Shapes: G KV heads, D head dim, P parts, N tokens, F tokens at full rank, W width of a part, R rank.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank.errors import UserError
+from lowrank.growing import GrowingTensor
+from lowrank.ops.lowrank_attention import Operands
+from lowrank.trackers import FixedTracker, FrequentDirections, OjaTracker, Tracker
+from ojakv.config import OjaKVConfig
+from ojakv.plan import SideBasis
+
+# A step that loses too much is halved at most this often, then left out.
+MAX_HALVINGS = 6
+
+
+class OnlineSide:
+    """Coefficients, the basis they are in, and the rows that are stored whole.
+
+    Args:
+        start: the calibrated basis.
+        config: of the cache.
+        head_dim: D.
+        dtype: of what is stored.
+        name: such as ``layer 3 keys``, for errors.
+    """
+
+    def __init__(self, start: SideBasis, config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, name: str):
+        parts, width, rank = start.vectors_PWR.shape
+        groups = parts * width // head_dim
+        device = start.vectors_PWR.device
+        self.config, self.name = config, name
+        self.tracker = _tracker(start, config, name)
+        self.start = start
+        self.coef = GrowingTensor(torch.empty(parts, 0, rank, dtype=dtype, device=device), dim=1)
+        self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
+        self.updates = 0
+        self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
+        self.reference: float | None = None  # relative residual of the prompt, which triggered updates compare with
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def operands(self) -> Operands:
+        return Operands(self.coef.rows, self.tracker.vectors_PWR.to(self.coef.buffer.dtype), self.full.rows)
+
+    def parts(self, rows_GND: Tensor) -> Tensor:
+        """Rows of heads as rows of parts, fp32, (P, N, W).
+
+        Raises:
+            UserError: a row is NaN or infinite.
+        """
+        rows_GND = rows_GND.float()
+        if not math.isfinite(float(rows_GND.abs().sum())):
+            raise UserError(f"{self.name} hold NaN or infinite entries; check the model's weights and dtype")
+        joint = self.coef.buffer.shape[0] == 1
+        return rows_GND.transpose(0, 1).flatten(1)[None] if joint else rows_GND
+
+    def rebuilt(self, rows_PNW: Tensor) -> Tensor:
+        """What is left of rows (P, N, W) in the basis, (G, N, D) fp32."""
+        coef_PNR = rows_PNW @ self.tracker.vectors_PWR
+        whole = self.full.buffer
+        return Operands(coef_PNR, self.tracker.vectors_PWR, whole[:, :0].float()).rebuilt()
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """Let the basis follow new rows and carry the stored coefficients over."""
+        if isinstance(self.tracker, FixedTracker) or not rows_PNW.shape[1]:
+            return
+        config = self.config
+        pooled_PNW = _pooled(rows_PNW, config.pool)
+        self.tracker.observe(pooled_PNW)
+        if is_prompt:
+            for _ in range(config.prompt_steps):
+                self._step(pooled_PNW, config.learning_rate)
+            self.reference = self.residual(rows_PNW)
+        elif config.update == "periodic" or self._is_triggered(rows_PNW):
+            self._step(pooled_PNW, config.decode_learning_rate)
+
+    def residual(self, rows_PNW: Tensor) -> float:
+        """RER of rows in the present basis."""
+        energy = rows_PNW.square().sum()
+        return float(1 - (rows_PNW @ self.tracker.vectors_PWR).square().sum() / energy) if energy > 0 else 0.0
+
+    def compress(self, rows_PNW: Tensor) -> None:
+        """Store rows as coefficients in the present basis."""
+        # Coefficients that are rewritten by every update need no room to grow.
+        exact = self.config.update_period > 1
+        self.coef.append(rows_PNW @ self.tracker.vectors_PWR, exact=exact)
+
+    def _is_triggered(self, rows_PNW: Tensor) -> bool:
+        return self.reference is None or self.residual(rows_PNW) > self.config.trigger * self.reference
+
+    def _step(self, rows_PNW: Tensor, rate: float) -> None:
+        """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy."""
+        old_PWR = self.tracker.vectors_PWR
+        stored = self.coef.rows.float()
+        # Before anything is stored, the calibration stands for so many tokens.
+        prior_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
+        stored_PRR = stored.mT @ stored if self.coef.length else prior_PRR
+        for halving in range(MAX_HALVINGS + 1):
+            new_PWR = self.tracker.propose(rows_PNW, stored_PRR, rate / 2**halving)
+            if new_PWR is None:
+                return
+            turn_PRR = old_PWR.mT @ new_PWR
+            kept = _kept_energy(stored_PRR, turn_PRR) if self.coef.length else 1.0
+            if kept >= 1 - self.config.max_loss:
+                break
+        else:
+            return
+        self.tracker.move_to(new_PWR)
+        self.updates += 1
+        self.kept_energy *= kept
+        if self.coef.length:
+            self.coef = GrowingTensor((stored @ turn_PRR).to(self.coef.buffer.dtype), dim=1)
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.coef.buffer
+        yield self.full.buffer
+        yield from self.tracker.tensors()
+
+    def clone(self) -> "OnlineSide":
+        twin = object.__new__(OnlineSide)
+        twin.__dict__.update(self.__dict__)
+        twin.tracker, twin.coef, twin.full = self.tracker.clone(), self.coef.clone(), self.full.clone()
+        return twin
+
+
+def _tracker(start: SideBasis, config: OjaKVConfig, name: str) -> Tracker:
+    if config.tracker == "fixed" or not start.moves:
+        return FixedTracker(start.vectors_PWR, name)
+    if config.tracker == "oja":
+        return OjaTracker(start.vectors_PWR, name, preconditioned=config.preconditioned)
+    return FrequentDirections(start.vectors_PWR, name, energy_PR=start.energy_PR, prior_rows=config.prior_tokens)
+
+
+def _pooled(rows_PNW: Tensor, size: int) -> Tensor:
+    """Means over windows of `size` rows; a shorter last window is averaged over what it has."""
+    if size == 1:
+        return rows_PNW
+    return F.avg_pool1d(rows_PNW.mT, size, ceil_mode=True, count_include_pad=False).mT
+
+
+def _kept_energy(stored_PRR: Tensor, turn_PRR: Tensor) -> float:
+    """‖C M‖² / ‖C‖² from S = CᵀC: tr(Mᵀ S M) / tr(S)."""
+    turned = (turn_PRR * (stored_PRR @ turn_PRR)).sum()
+    total = stored_PRR.diagonal(dim1=1, dim2=2).sum()
+    return float(turned / total) if total > 0 else 1.0

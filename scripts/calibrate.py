@@ -1,0 +1,46 @@
+"""Calibrate the bases an OjaKV cache starts from, on any text.
+
+    python scripts/calibrate.py --model meta-llama/Llama-3.1-8B --dtype bfloat16 --output bases/llama \\
+        --name Salesforce/wikitext --subset wikitext-2-raw-v1
+
+Writes second moments of keys, values and queries, from which every layout, rank and preset is made.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from lowrank import cli
+from lowrank.config import option, parse_config
+from lowrank.hf.calibration_store import Calibration
+from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.text import CalibrationText
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(CalibrationText):
+    """One calibration."""
+
+    model: str = option(help="hub id or directory")
+    output: str = option(help="directory for the calibration")
+    dtype: str = option("float32", help="of the model", choices=DTYPES)
+    device: str = option("cpu", help="to run on")
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_config(CalibrateConfig, argv, description=__doc__)
+    model = load_model(config.model, dtype=config.dtype, device=config.device)
+    check_length(model, min(config.length, config.tokens), "length")
+    blocks_NT = config.blocks(load_tokenizer(config.model))
+    calibration = Calibration.from_text(model, blocks_NT)
+    digest = calibration.save(
+        config.output,
+        # A directory is a place on this machine; its last part names the model.
+        model=Path(config.model).name if Path(config.model).is_dir() else config.model,
+        text=[Path(name).name if Path(name).exists() else name for name in config.name],
+        tokens=blocks_NT.numel(),
+    )
+    print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
+
+
+if __name__ == "__main__":
+    cli.run(main)
