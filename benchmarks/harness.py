@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from lowrank.atomic import write_text
 
 
-def interleaved_ms(candidates: dict[str, Callable[[], Any]], *, repeats: int, warmup: int = 1) -> dict[str, float]:
-    """Median milliseconds of each candidate, called in turn A B C A B C …, so that drift of the machine hits all alike."""
+def interleaved_ms(
+    candidates: dict[str, Callable[[], Any]], *, repeats: int, warmup: int = 1, mean: bool = False
+) -> dict[str, float]:
+    """Milliseconds of each candidate, called in turn A B C A B C …, so that drift of the machine hits all alike.
+
+    The median over the repeats, or the `mean` where some calls rightly take longer than others.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(warmup + repeats):
         for name, call in candidates.items():
@@ -25,7 +31,14 @@ def interleaved_ms(candidates: dict[str, Callable[[], Any]], *, repeats: int, wa
             _synchronise()
             if round_number >= warmup:
                 times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: (statistics.fmean if mean else statistics.median)(values) for name, values in times.items()}
+
+
+def check_close(actual: Tensor, expected: Tensor) -> None:
+    """What is timed must first be right: logits agree to 1e-3 in fp32, to 2 % of the largest in half precision."""
+    largest = float(expected.abs().max())
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.02 * largest
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 def environment() -> dict[str, Any]:
@@ -41,7 +54,11 @@ def environment() -> dict[str, Any]:
 
 
 def write_results(path: str | Path, name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write one benchmark's JSON, whole or not at all."""
+    """Write one benchmark's JSON, whole or not at all. Of a path in the settings only its last part is kept."""
+    settings = {key: value for key, value in settings.items() if key != "json" and value is not None}
+    for key, value in settings.items():
+        if isinstance(value, str) and Path(value).expanduser().exists():
+            settings[key] = Path(value).name
     values = {"benchmark": name, "settings": settings, "environment": environment(), "rows": rows}
     write_text(path, json.dumps(values, indent=2) + "\n")
 

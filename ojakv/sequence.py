@@ -48,6 +48,7 @@ class OnlineSequence:
 
     def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
+        key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
         count = key_GQD.shape[1]
         position_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=key_GQD.device)
         if present_Q is not None and not bool(present_Q.all()):

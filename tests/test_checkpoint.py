@@ -65,7 +65,7 @@ def test_full_checkpoint_loads_in_bfloat16(trained, ids, tmp_path):
     output = loaded.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True
     )
-    assert output.past_key_values.layers[0].key_stores[0].dtype == torch.bfloat16
+    assert output.past_key_values.layers[0].sequences[0].key.dtype == torch.bfloat16
 
 
 def test_saving_leaves_the_model_s_config_as_it_was(trained, tmp_path):

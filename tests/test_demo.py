@@ -8,6 +8,7 @@ import torch
 import dynakv
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.loading import load_model, load_tokenizer
+from ojakv import Calibration, OjaKVCache, OjaKVConfig
 
 pytestmark = pytest.mark.demo
 
@@ -69,7 +70,7 @@ def compressed(demo_dir, tokens):
 @torch.no_grad()
 def test_bytes_on_a_long_prompt_are_rate_times_full_bytes(compressed, tokens):
     cache = compressed(tokens, logits_to_keep=1).past_key_values
-    stores = [store for layer in cache.layers for store in (*layer.key_stores, *layer.value_stores)]
+    stores = [store for layer in cache.layers for one in layer.sequences for store in (one.key, one.value)]
     hard_rate = sum(int(store.ranks().sum()) for store in stores) / (len(stores) * 2000 * 192)
     assert len({int(rank) for store in stores for rank in store.ranks().unique()}) > 3, "ranks must differ"
     held = sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors())
@@ -87,3 +88,38 @@ def test_prefill_and_decode_equal_one_pass_with_the_hard_mask(compressed, tokens
     steps = [ids[:, :100], *ids[:, 100:].split(1, dim=1)]
     logits = torch.cat([compressed(step, past_key_values=cache).logits for step in steps], dim=1)
     torch.testing.assert_close(logits, whole, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def calibrated(demo_dir, tokens):
+    model = load_model(str(demo_dir))
+    return model, Calibration.from_text(model, tokens[:, :512], progress=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset", ["ojakv", "ojakv-pf", "ojakv-joint"])
+def test_online_bases_at_full_rank_equal_the_uncompressed_model(calibrated, tokens, preset):
+    model, calibration = calibrated
+    ids = tokens[:, :150]
+    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    config = OjaKVConfig.preset(preset, rate=1.0)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), model.generate(ids, **settings))
+    assert cache.updates > 60, "the bases must have followed the text"
+
+
+@torch.no_grad()
+def test_online_joint_bases_lose_little_on_a_real_text(calibrated, tokens):
+    # Calibrated on 512 tokens of the same address; a fixed basis of the same rate loses several times as much.
+    model, calibration = calibrated
+    ids = tokens[:, :1100]
+    full = model(ids, use_cache=False).logits[0, 1023:-1]
+    targets = ids[0, 1024:]
+    losses = {"full": torch.nn.functional.cross_entropy(full, targets)}
+    for name, changes in {"online": {}, "fixed": {"tracker": "fixed"}}.items():
+        cache = OjaKVCache.from_model(model, OjaKVConfig.preset("ojakv-joint", rate=0.25, **changes), bases=calibration)
+        logits = [model(part, past_key_values=cache).logits[0] for part in ids.split([1024, 16, 16, 16, 16, 12], dim=1)]
+        losses[name] = torch.nn.functional.cross_entropy(torch.cat(logits)[1023:-1], targets)
+        assert cache.rate < 0.4
+    assert losses["online"] - losses["full"] < 0.1
+    assert losses["online"] < losses["fixed"]

@@ -133,7 +133,8 @@ def test_reported_rates_are_those_of_the_masks():
         cache = make_cache()
         model(ids, past_key_values=cache)
     hard = retain_rates(model).hard
-    stored = [s.ranks().float().mean() / 32 for layer in cache.layers for s in (*layer.key_stores, *layer.value_stores)]
+    stores = [store for layer in cache.layers for one in layer.sequences for store in (one.key, one.value)]
+    stored = [store.ranks().float().mean() / 32 for store in stores]
     assert hard == pytest.approx(float(torch.stack(stored).mean()), abs=1e-6)
 
 
@@ -220,6 +221,6 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     whole = model(ids, past_key_values=make_cache()).logits.float()
     cache = make_cache()
     steps = [model(step, past_key_values=cache).logits for step in (ids[:, :9], *ids[:, 9:].split(1, dim=1))]
-    assert cache.layers[0].key_stores[0].dtype == torch.bfloat16
+    assert cache.layers[0].sequences[0].key.dtype == torch.bfloat16
     difference = (torch.cat(steps, dim=1).float() - whole).abs()
     assert difference.mean() < 0.02 * whole.std()

@@ -39,7 +39,8 @@ def compare_config(checkpoint, text_file, tmp_path):
             {"label": "missing", "name": str(tmp_path / "missing.txt"), "optional": True},
         ],
         "calibration": {"name": str(text_file), "tokens": 256},
-        "rates": [0.5],
+        "byte_rates": [0.7],
+        "presets": ["static-pca-joint", "static-pca", "static-pca-joint-budget"],
         "block_length": 64,
         "blocks": 2,
     }
@@ -63,9 +64,8 @@ def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
         assert full["cache_bytes"] == full["full_bytes"] == 2 * 64 * 2 * 2 * 32 * 4
         static = [row for (method, _), row in of.items() if method.startswith("static")]
         assert len(static) == 6
-        # Static methods get the bytes of the learned one, to within one coefficient in each store.
-        equal = static[::2]
-        for row in equal:
+        # The presets get the bytes of the learned one, to within one coefficient in each store.
+        for row in static[::2]:
             assert row["cache_bytes"] == pytest.approx(learned["cache_bytes"], rel=0.05)
             assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
     assert (tmp_path / "out/pareto.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
 def test_two_checkpoints_keep_their_rows_apart(run, compare_config, checkpoint, tmp_path):
     twin = tmp_path / "second/checkpoint"
     shutil.copytree(checkpoint, twin)
-    arguments = ("--checkpoint", f"{checkpoint},{twin}", "--static", "static-pca-joint")
+    arguments = ("--checkpoint", f"{checkpoint},{twin}", "--presets", "static-pca-joint")
     run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
     rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
     assert {row["method"] for row in rows} >= {f"dynakv:{checkpoint}", f"dynakv:{twin}"}
@@ -88,8 +88,11 @@ def test_two_checkpoints_keep_their_rows_apart(run, compare_config, checkpoint, 
     [
         (("--block_length", "4096"), "`block_length` is 4096 tokens, but this model has 512"),
         (("--checkpoint", "nowhere"), "no DynaKV checkpoint"),
-        (("--static", "magic"), "`static` must be among"),
-        (("--rates", "1.2"), "`rates` must be numbers in (0, 1]"),
+        (("--presets", "magic"), "`presets` must be among"),
+        (("--presets", "ojakv-pf"), "without exact prefill where `prefix` is 0"),
+        (("--byte_rates", "1.2"), "`byte_rates` must be numbers in (0, 1]"),
+        (("--prefix", "64"), "`prefix` must be below `block_length`"),
+        (("--bases", "nowhere"), "`nowhere` is no calibration"),
     ],
 )
 def test_compare_mistakes_end_in_one_paragraph(run, compare_config, tmp_path, arguments, message):
@@ -137,3 +140,58 @@ def test_a_stock_model_directory_is_no_checkpoint(run, tiny_dir):
     done = run("scripts/generate.py", "--checkpoint", tiny_dir, "--prompt", "x", check=False)
     assert done.returncode == 2
     assert "no DynaKV compressor" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def bases(run, tiny_dir, text_file, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bases") / "tiny"
+    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", directory, "--name", text_file)
+    done = run(*command, "--tokens", 512, "--length", 64)
+    assert "2 compressed layers of 2 KV heads × 16 dims, 512 tokens" in done.stdout
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "moments.safetensors"]
+    return directory
+
+
+def test_online_presets_are_compared_after_a_prompt(run, compare_config, bases, tmp_path):
+    arguments = ("--presets", "ojakv-pf,ojakv-joint,subspace-a", "--prefix", 240, "--block_length", 320)
+    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
+    run(*command, *arguments, "--blocks", 1, "--byte_rates", "0.8,0.95")
+    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    for method in ("ojakv-pf", "ojakv-joint", "subspace-a"):
+        rates = [row["rate"] for row in rows if row["method"] == method and row["dataset"] == "same"]
+        # One row at the compressor's bytes and one for each of `byte_rates`, met to within a coefficient or two of 32.
+        assert rates[1:] == pytest.approx([0.8, 0.95], abs=0.06)
+        assert rates[1] <= 0.8
+        assert rates[2] <= 0.95
+
+
+def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
+    command = ("scripts/measure_shift.py", "--model", tiny_dir, "--bases", bases, "--text", f"same={text_file}")
+    done = run(*command, "--prefix", 128, "--tokens", 128, "--output", tmp_path / "shift.json")
+    rows = json.loads((tmp_path / "shift.json").read_text())
+    assert len(rows) == 4 * 2 * 3
+    oracle = [row for row in rows if row["basis"] == "oracle"]
+    assert all(row["overlap"] == pytest.approx(1) for row in oracle)
+    for static, best in zip(rows[::3], oracle, strict=True):
+        assert 0 <= best["relative_error"] <= static["relative_error"] <= 1
+    assert done.stdout.count("| same |") == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--name", "nowhere.jsonl"), "the data file `nowhere.jsonl` does not exist"),
+        (("--tokens", "0"), "`tokens` must be at least 1; got 0"),
+        (("--length", "4096", "--tokens", "4096"), "`length` is 4096 tokens, but this model has 512"),
+        (("--nmae", "x"), "did you mean `name`"),
+    ],
+)
+def test_calibrate_mistakes_end_in_one_paragraph(run, tiny_dir, text_file, tmp_path, arguments, message):
+    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", tmp_path / "out", "--length", 64)
+    if "--name" not in arguments:
+        command = (*command, "--name", text_file)
+    done = run(*command, *arguments, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,100 @@
+"""The caches that speed is compared over: uncompressed ones, DynaKV's and OjaKV's, each ready to read a prompt."""
+
+import argparse
+import copy
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+import dynakv
+from benchmarks.harness import check_close
+from dynakv.checkpoint import read_config
+from lowrank.errors import UserError
+from lowrank.hf.loading import DTYPES, check_length, load_model
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+
+DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
+
+# name → (model, maker of a fresh cache)
+Candidates = dict[str, tuple[PreTrainedModel, Callable[[], Cache]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments :func:`candidates` reads."""
+    parser.add_argument("--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model]")
+    parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
+    parser.add_argument(
+        "--bases", metavar="DIR", help="what scripts/calibrate.py wrote; with it OjaKV presets are timed"
+    )
+    parser.add_argument("--presets", default="ojakv-pf,ojakv-joint", help="OjaKV presets [default %(default)s]")
+    parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
+    parser.add_argument("--device", default="cpu", help="[default %(default)s]")
+    parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+
+
+def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
+    """The uncompressed caches and whatever the arguments ask for, each checked before it may be timed.
+
+    Args:
+        length: the most tokens a cache will hold.
+    """
+    if not arguments.model and not arguments.checkpoint:
+        raise UserError("`--model` or `--checkpoint` must say what to run")
+    name = os.path.expanduser(arguments.model) if arguments.model else read_config(arguments.checkpoint).base_model
+    plain = load_model(name, dtype=arguments.dtype, device=arguments.device)
+    check_length(plain, length, "the context")
+    found: Candidates = {
+        DYNAMIC: (plain, lambda: DynamicCache(config=plain.config)),
+        PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
+    }
+    if arguments.checkpoint:
+        learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint)
+        found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
+        _check_learned(learned)
+    if arguments.bases:
+        online = copy.deepcopy(plain)
+        calibration = Calibration.load(arguments.bases).for_model(online)
+        for preset in arguments.presets.split(","):
+            plan = make_plan(calibration, OjaKVConfig.preset(preset, rate=arguments.rate))
+            found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
+            _check_online(plain, online, calibration, preset)
+    return found
+
+
+def random_ids(model: PreTrainedModel, length: int) -> Tensor:
+    """Random tokens: only speed is measured."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(10, model.config.vocab_size, (1, length), generator=generator).to(model.device)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
+    """Read a prompt up to its first prediction."""
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
+    """The prediction after all of `ids`, the last of which is decoded."""
+    prefill(model, ids[:, :-1], cache)
+    return model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+
+
+@torch.no_grad()
+def _check_learned(model: PreTrainedModel) -> None:
+    """A decoded step equals the uncached pass with the hard mask."""
+    ids = random_ids(model, 65)
+    uncached = model(ids, use_cache=False).logits[:, -1]
+    check_close(decoded(model, ids, dynakv.DynaKVCache.from_model(model)), uncached)
+
+
+def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
+    """At full rank a decoded step equals the uncompressed model's."""
+    ids = random_ids(plain, 65)
+    cache = OjaKVCache(online, make_plan(calibration, OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")))
+    check_close(decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))

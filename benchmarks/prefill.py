@@ -1,0 +1,46 @@
+"""Time to the first token of a prompt, compressed caches against uncompressed ones.
+
+    python -m benchmarks.prefill --bases bases/demo --model MODEL --context 4096 --json out.json
+
+The text is random tokens: only speed is measured. Before timing, every compressed cache is checked.
+"""
+
+import argparse
+
+from benchmarks.candidates import DYNAMIC, add_arguments, candidates, prefill, random_ids
+from benchmarks.harness import interleaved_ms, write_results
+from lowrank import cli
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt [default %(default)s]")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts timed [default %(default)s]")
+    arguments = parser.parse_args(argv)
+
+    found = candidates(arguments, arguments.context)
+    calls = {
+        name: lambda model=model, make_cache=make_cache: prefill(
+            model, random_ids(model, arguments.context), make_cache()
+        )
+        for name, (model, make_cache) in found.items()
+    }
+    ms = interleaved_ms(calls, repeats=arguments.repeats)
+    rows = [
+        {
+            "method": name,
+            "context": arguments.context,
+            "ms_to_first_token": ms[name],
+            "ratio_to_dynamic_cache": ms[name] / ms[DYNAMIC],
+        }
+        for name in ms
+    ]
+    for row in rows:
+        print("{method:>14}  {ms_to_first_token:9.0f} ms  {ratio_to_dynamic_cache:.3f}× dynamic cache".format(**row))
+    if arguments.json:
+        write_results(arguments.json, "prefill", vars(arguments), rows)
+
+
+if __name__ == "__main__":
+    cli.run(main)

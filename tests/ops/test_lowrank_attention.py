@@ -1,0 +1,51 @@
+"""Decode attention over low-rank and full-rank tokens against the plain fp64 form."""
+
+import pytest
+import torch
+
+from lowrank.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
+
+HEADS, GROUPS, HEAD_DIM = 6, 2, 16
+
+
+def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Generator) -> Operands:
+    parts, width = (1, GROUPS * HEAD_DIM) if joint else (GROUPS, HEAD_DIM)
+    return Operands(
+        torch.randn(parts, low, rank, generator=generator),
+        torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
+        torch.randn(GROUPS, full, HEAD_DIM, generator=generator),
+    )
+
+
+def rotation(tokens: int, generator: torch.Generator):
+    angle = torch.rand(tokens, HEAD_DIM // 2, generator=generator) * 6
+    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+
+    def rotate(key_GND, position_N):
+        half = torch.cat([-key_GND[..., HEAD_DIM // 2 :], key_GND[..., : HEAD_DIM // 2]], dim=-1)
+        return key_GND * cos[position_N].to(key_GND) + half * sin[position_N].to(key_GND)
+
+    return rotate
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("rotated", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize(("low", "full"), [(0, 5), (7, 0), (60, 3), (2500, 40)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_equals_the_reference(low, full, queries, joint, rotated):
+    generator = torch.Generator().manual_seed(low)
+    keys = operands(low, full, 5, joint=joint, generator=generator)
+    values = operands(low, full, 9, joint=joint, generator=generator)
+    query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25}
+    if rotated:
+        places = torch.randperm(low + full, generator=generator)[:low].sort().values
+        options |= {"rotate": rotation(low + full, generator), "position_N": places}
+    if queries > 1:
+        mask = torch.rand(queries, low + full, generator=generator) < 0.7
+        mask[:, -1] = True
+        options["mask_QT"] = mask
+    actual = lowrank_attention(query, keys, values, **options)
+    assert actual.shape == query.shape
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)

@@ -1,0 +1,391 @@
+"""What is particular to OjaKV: who stays whole, how ranks are chosen, when bases move, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from methods import calibration_of, tiny_model
+
+from lowrank.errors import UserError
+from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
+from ojakv.budget import plan_for_bytes, planned_rate
+from ojakv.plan import SideBasis
+from ojakv.side import OnlineSide
+
+PER_HEAD = {"layout": "per_head", "rope": "post", "ranks": "fraction"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def calibration(model):
+    return calibration_of(model)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (2, 150), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def filled(model, calibration, ids, prompt: int, step: int = 1, **settings) -> OjaKVCache:
+    cache = OjaKVCache.from_model(model, OjaKVConfig(**{"rate": 0.5, **settings}), bases=calibration)
+    for part in (ids[:, :prompt], *ids[:, prompt:].split(step, dim=1)):
+        if part.shape[1]:
+            model(part, past_key_values=cache)
+    return cache
+
+
+def whole_positions(cache, layer: int = 1, sequence: int = 0) -> list[int]:
+    return cache.layers[layer].sequences[sequence].full_position.rows.tolist()
+
+
+# -- who stays whole ---------------------------------------------------------------------------------------------
+
+
+def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
+    settings = {"sinks": 3, "recent": 5, "update_period": 4}
+    cache = filled(model, calibration, ids[:, :40], 40, **settings)
+    assert whole_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
+    cache = filled(model, calibration, ids[:, :46], 40, **settings)
+    # Six more: after four of them the four oldest that waited left.
+    assert whole_positions(cache) == [0, 1, 2, *range(39, 46)]
+
+
+def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, ids):
+    seen = {}
+
+    def spy(module, query, key, value, mask, **kwargs):
+        seen.update(query=query[0], key=key[0], scaling=kwargs["scaling"])
+        return original(module, query, key, value, mask, **kwargs)
+
+    from lowrank.hf.attention import ALL_ATTENTION_FUNCTIONS
+
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = spy
+    try:
+        settings = {"sinks": 0, "recent": 0, "keep": 0.1, "observation_window": 8}
+        cache = filled(model, calibration, ids[:1, :60], 60, **PER_HEAD, **settings)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = original
+    side = cache.layers[2].sequences[0].key
+    basis, key, query = side.tracker.vectors_PWR, seen["key"], seen["query"]
+    residual = key - key @ basis @ basis.mT
+    error = torch.zeros(60)
+    for token in range(60):
+        late = [position for position in range(52, 60) if position >= token]
+        dots = [query[head, position] @ residual[head // 2, token] for head in range(4) for position in late]
+        error[token] = torch.stack(dots).abs().mean() * seen["scaling"]
+    assert sorted(error.topk(6).indices.tolist()) == whole_positions(cache, layer=2)
+
+
+def test_neighbouring_scores_are_averaged_before_the_choice(model, calibration, ids):
+    settings = {"sinks": 0, "recent": 0, "keep": 0.1, **PER_HEAD}
+    single = filled(model, calibration, ids[:1, :60], 60, **settings)
+    pooled = filled(model, calibration, ids[:1, :60], 60, score_pool=5, **settings)
+    assert whole_positions(single) != whole_positions(pooled)
+    assert len(whole_positions(pooled)) == 6
+
+
+def test_every_token_is_stored_once(model, calibration, ids):
+    cache = filled(model, calibration, ids, 120, keep=0.1, update_period=8)
+    for layer in cache.compressed_layers():
+        for sequence in layer.sequences:
+            low, whole = sequence.low_position().tolist(), sequence.full_position.rows.tolist()
+            assert sorted(low + whole) == list(range(150))
+            assert sequence.key.coef.length == sequence.value.coef.length == len(low)
+            assert sequence.key.full.length == sequence.value.full.length == len(whole)
+
+
+@torch.no_grad()
+def test_padding_is_not_stored(model, calibration, ids):
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, :20] = 0
+    cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.5), bases=calibration)
+    model(ids[:, :60], attention_mask=mask, past_key_values=cache)
+    first, second = cache.layers[0].sequences
+    assert first.key.coef.length == 60 - 4 - 16
+    assert second.key.coef.length == 40 - 4 - 16
+    assert second.absent_position.tolist() == list(range(20))
+
+
+def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
+    cache = filled(model, calibration, ids, 50, keep_prompt_full_rank=True, sinks=0, recent=0, update_period=10)
+    assert whole_positions(cache) == list(range(50))
+    assert cache.layers[0].sequences[0].low_position().tolist() == list(range(50, 150))
+
+
+def test_a_short_sequence_is_not_compressed(model, calibration, ids):
+    settings = {"min_length": 100, "sinks": 0, "recent": 0, "update_period": 10}
+    dense = model(ids[:, :99], use_cache=False).logits
+    cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.1, **settings), bases=calibration)
+    logits = [model(part, past_key_values=cache).logits for part in ids[:, :99].split([60, 20, 19], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), dense, atol=1e-4, rtol=0)
+    assert cache.layers[0].sequences[0].key.coef.length == 0
+    model(ids[:, 99:100], past_key_values=cache)
+    assert cache.layers[0].sequences[0].key.coef.length == 100
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("compress", "whole"), [("keys", "value"), ("values", "key")])
+@pytest.mark.parametrize("places", [{}, PER_HEAD], ids=["joint", "per_head"])
+def test_one_side_alone(model, calibration, ids, compress, whole, places):
+    dense = filled(model, calibration, ids, 100, rate=1.0, **places)
+    cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, **places)
+    # In the first layer nothing upstream has been compressed, so what is stored whole is what the model computed.
+    states = dict(zip(("key", "value"), cache.layers[0].sequences[0].dense(cache.layers[0]._rotate(0)), strict=True))
+    expected = dict(zip(("key", "value"), dense.layers[0].sequences[0].dense(dense.layers[0]._rotate(0)), strict=True))
+    other = "key" if whole == "value" else "value"
+    torch.testing.assert_close(states[whole], expected[whole], atol=1e-5, rtol=0)
+    assert (states[other] - expected[other]).abs().max() > 0.05
+    assert 0.5 < cache.rate < 1.1
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [{}, PER_HEAD], ids=["joint", "per_head"])
+def test_the_two_attention_paths_agree(model, calibration, ids, places):
+    mask = torch.ones(2, 150, dtype=torch.long)
+    mask[0, :9] = 0
+    logits = {}
+    for attention in ("low_rank", "reconstruct"):
+        config = OjaKVConfig(rate=0.4, keep=0.1, update_period=8, attention=attention, **places)
+        cache = OjaKVCache.from_model(model, config, bases=calibration)
+        parts = [100, *[1] * 20, 12, 18]
+        logits[attention], seen = [], 0
+        for part in ids.split(parts, dim=1):
+            seen += part.shape[1]
+            logits[attention].append(model(part, attention_mask=mask[:, :seen], past_key_values=cache).logits)
+    torch.testing.assert_close(
+        torch.cat(logits["low_rank"], dim=1), torch.cat(logits["reconstruct"], dim=1), atol=1e-4, rtol=0
+    )
+
+
+@torch.no_grad()
+def test_prefill_modes_differ_in_the_prompt_alone(model, calibration, ids):
+    dense = model(ids, use_cache=False).logits
+    exact, rebuilt = (
+        OjaKVCache.from_model(model, OjaKVConfig(rate=0.3, prefill=prefill), bases=calibration)
+        for prefill in ("exact", "reconstructed")
+    )
+    torch.testing.assert_close(model(ids, past_key_values=exact).logits, dense, atol=1e-4, rtol=0)
+    assert (model(ids, past_key_values=rebuilt).logits - dense).abs().max() > 1e-2
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+
+def ranks(plan) -> list[int]:
+    return [side.vectors_PWR.shape[2] for pair in plan.layers.values() for side in pair]
+
+
+def test_ranks_by_fraction_energy_and_budget(calibration):
+    assert ranks(make_plan(calibration, OjaKVConfig(ranks="fraction", rate=0.5))) == [16] * 6
+    assert ranks(make_plan(calibration, OjaKVConfig(**PER_HEAD, rate=0.25))) == [4] * 6
+    budget = make_plan(calibration, OjaKVConfig(ranks="budget", rate=0.5))
+    assert sum(ranks(budget)) == 96
+    assert len(set(ranks(budget))) > 1
+    favoured = make_plan(calibration, OjaKVConfig(ranks="budget", rate=0.5, key_weight=50.0))
+    assert sum(ranks(favoured)[::2]) > sum(ranks(budget)[::2])
+    for energy in (0.9, 0.95, 0.98, 0.99):
+        plan = make_plan(calibration, OjaKVConfig(layout="per_head", rope="post", ranks="energy", energy=energy))
+        for index, (_, value) in plan.layers.items():
+            moment = calibration.moments[index]["value"]
+            for head in range(2):
+                block = moment[head * 16 : (head + 1) * 16, head * 16 : (head + 1) * 16].double()
+                basis = value.vectors_PWR[head].double()
+                assert float((basis.T @ block @ basis).trace() / block.trace()) >= energy - 1e-6
+
+
+def test_query_key_bases_weigh_queries(calibration):
+    alone = make_plan(calibration, OjaKVConfig(**PER_HEAD))
+    together = make_plan(calibration, OjaKVConfig(**PER_HEAD, query_key=True))
+    for index in alone.layers:
+        assert not torch.allclose(alone.layers[index][0].vectors_PWR, together.layers[index][0].vectors_PWR, atol=1e-2)
+        assert torch.equal(alone.layers[index][1].vectors_PWR, together.layers[index][1].vectors_PWR)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("prompt", "tokens"), [(200, 200), (120, 232)])
+def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, tokens):
+    ids = torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
+    settings = {"prompt": prompt, "tokens": tokens, "itemsize": 4}
+    plan = plan_for_bytes(calibration, OjaKVConfig.preset(preset), 0.85, **settings)
+    cache = OjaKVCache(model, plan)
+    for part in (ids[:, :prompt], *ids[:, prompt:].split(16, dim=1)):
+        if part.shape[1]:
+            model(part, past_key_values=cache)
+    assert cache.rate == pytest.approx(planned_rate(plan, **settings), rel=0.005)
+    assert cache.rate <= 0.855
+
+
+# -- updates -----------------------------------------------------------------------------------------------------
+
+
+def new_side(basis_WR: torch.Tensor, **settings) -> OnlineSide:
+    start = SideBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
+    config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
+    return OnlineSide(start, config, head_dim=8, dtype=torch.float32, name="layer 0 values")
+
+
+def turning_stream(regimes: int, length: int) -> torch.Tensor:
+    """Rows (1, N, 16) from one 4-dimensional subspace after another, with a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for _ in range(regimes):
+        basis = torch.linalg.qr(torch.randn(16, 4, generator=generator)).Q
+        rows = torch.randn(length, 4, generator=generator) @ basis.T
+        parts.append(rows + 0.03 * torch.randn(length, 16, generator=generator))
+    return torch.cat(parts)[None]
+
+
+def run(side: OnlineSide, rows: torch.Tensor, period: int) -> float:
+    """Mean residual of every batch as it is stored."""
+    left = energy = 0.0
+    for i, batch in enumerate(rows.split(period, dim=1)):
+        side.follow(batch, is_prompt=i == 0)
+        left += side.residual(batch) * float(batch.square().sum())
+        energy += float(batch.square().sum())
+        side.compress(batch)
+    return left / energy
+
+
+def test_triggered_updates_reach_the_same_residual_with_fewer_steps():
+    rows = turning_stream(3, 1600)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
+    settings = {
+        "max_loss": 1.0,
+        "update_period": 32,
+        "trigger": 1.3,
+        "preconditioned": False,
+        "decode_learning_rate": 0.3,
+    }
+    sides = {update: new_side(start, update=update, **settings) for update in ("periodic", "triggered")}
+    residuals = {update: run(side, rows, 32) for update, side in sides.items()}
+    assert sides["periodic"].updates == 150 + 1  # two steps on the prompt
+    assert sides["triggered"].updates < 0.4 * sides["periodic"].updates
+    assert residuals["triggered"] <= 1.02 * residuals["periodic"]
+
+
+def test_no_update_loses_more_stored_energy_than_allowed():
+    rows = turning_stream(6, 128)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
+    for max_loss in (0.002, 0.05):
+        side = new_side(start, preconditioned=False, decode_learning_rate=0.5, max_loss=max_loss)
+        losses = []
+        for i, batch in enumerate(rows.split(32, dim=1)):
+            before = side.kept_energy
+            stored = float(side.coef.rows.square().sum())
+            side.follow(batch, is_prompt=i == 0)
+            if stored:
+                assert float(side.coef.rows.square().sum()) >= (1 - max_loss) * stored * (1 - 1e-5)
+                losses.append(1 - side.kept_energy / before)
+            side.compress(batch)
+        assert max(losses) > max_loss / 100, "the stream must make updates costly"
+        assert max(losses) <= max_loss * (1 + 1e-4)
+
+
+@torch.no_grad()
+def test_state_is_fp32_whatever_the_models_dtype(calibration, ids):
+    model = tiny_model().to(torch.bfloat16)
+    cache = filled(model, calibration, ids, 60, update_period=2)
+    side = cache.layers[0].sequences[0].key
+    assert side.updates > 40
+    assert (side.tracker.vectors_PWR.dtype, side.coef.buffer.dtype) == (torch.float32, torch.bfloat16)
+    gram = side.tracker.vectors_PWR.mT @ side.tracker.vectors_PWR
+    torch.testing.assert_close(gram, torch.eye(gram.shape[1])[None], atol=1e-5, rtol=0)
+    assert 0.9 < cache.kept_energy <= 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 1.5}, r"`rate` must be in \(0, 1\]"),
+        ({"layout": "joint", "query_key": True}, "`query_key` must be false with layout joint"),
+        ({"keep": -0.1}, r"`keep` must be in \[0, 1\]"),
+        ({"update_period": 0}, "`update_period` must be at least 1"),
+        ({"score_pool": 4}, "`score_pool` must be odd"),
+        ({"lerning_rate": 0.1}, "did you mean `learning_rate`"),
+        ({"tracker": "kalman"}, "`tracker` must be one of fixed, oja, frequent_directions"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        OjaKVConfig.preset("ojakv-joint", **settings)
+
+
+def test_an_unknown_preset_is_named():
+    with pytest.raises(UserError, match="unknown preset `ojakv_pf`; did you mean `ojakv-pf`"):
+        OjaKVConfig.preset("ojakv_pf")
+
+
+def test_bases_of_another_model_are_refused(calibration):
+    other = tiny_model(num_key_value_heads=4)
+    with pytest.raises(
+        UserError, match="3 compressed layers of 2 KV heads × 16 dims, but this model has .* 4 KV heads"
+    ):
+        OjaKVCache.from_model(other, OjaKVConfig(), bases=calibration)
+
+
+@torch.no_grad()
+def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_path):
+    digest = calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
+    assert json.loads((tmp_path / "bases/config.json").read_text())["sha256"] == digest
+    logits = []
+    for bases in (calibration, tmp_path / "bases"):
+        cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.4), bases=bases)
+        model(ids[:, :100], past_key_values=cache)
+        logits.append(model(ids[:, 100:101], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "is no calibration"),
+        (lambda path: (path / "config.json").write_text("{}"), "names no `format: adaptive-kv calibration`"),
+        (
+            lambda path: (path / "moments.safetensors").write_bytes((path / "moments.safetensors").read_bytes()[:-9]),
+            "is damaged: its SHA-256 is not the recorded one",
+        ),
+    ],
+    ids=["missing", "foreign", "truncated"],
+)
+def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, message):
+    calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
+    damage(tmp_path / "bases")
+    with pytest.raises(UserError, match=message):
+        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
+
+
+@torch.no_grad()
+def test_keys_that_are_not_finite_name_their_layer(calibration, ids):
+    model = tiny_model()
+    model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    cache = OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration)
+    with pytest.raises(UserError, match="layer 1 values hold NaN or infinite entries"):
+        model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_learning_rate_that_breaks_the_basis_names_layer_and_rate(model, calibration, ids):
+    config = OjaKVConfig(preconditioned=False, learning_rate=1e38)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    with pytest.raises(UserError, match=r"layer 0 keys: an Oja step of rate 1e\+38 left no orthonormal basis"):
+        model(ids, past_key_values=cache)
+
+
+def test_no_rate_meets_impossible_bytes(calibration):
+    settings = {"prompt": 50, "tokens": 50, "itemsize": 4}
+    with pytest.raises(UserError, match="no rate brings this cache to 0.100 .* at 50 tokens"):
+        plan_for_bytes(calibration, dataclasses.replace(OjaKVConfig(), recent=30), 0.1, **settings)

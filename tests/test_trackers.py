@@ -1,0 +1,136 @@
+"""Fixed, Oja and Frequent Directions bases on synthetic streams."""
+
+import pytest
+import torch
+
+from lowrank.errors import UserError
+from lowrank.metrics import relative_error
+from lowrank.trackers import FixedTracker, FrequentDirections, OjaTracker
+
+WIDTH, RANK = 24, 6
+
+
+def orthogonal(seed: int, rank: int = WIDTH) -> torch.Tensor:
+    matrix = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.linalg.qr(matrix).Q[:, :rank]
+
+
+def stream(basis_WW: torch.Tensor, count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Rows whose energy falls by a factor of 2 from each direction to the next, (1, N, W)."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, WIDTH, generator=generator) * scale * 2.0 ** -torch.arange(WIDTH) @ basis_WW.T)[None]
+
+
+def follow(tracker, rows_PNW: torch.Tensor, memory: float = 0.9, rate: float = 1.0) -> torch.Tensor:
+    """Feed rows 32 at a time, as a cache that keeps coefficients of the last few hundred does; returns the last batch."""
+    stored = torch.zeros(1, RANK, RANK)
+    for batch in rows_PNW.split(32, dim=1):
+        tracker.observe(batch)
+        old = tracker.vectors_PWR
+        new = tracker.propose(batch, stored, rate)
+        if new is not None:
+            tracker.move_to(new)
+            turn = old.mT @ new
+            stored = turn.mT @ stored @ turn
+        coef = batch @ tracker.vectors_PWR
+        stored = memory * stored + coef.mT @ coef
+    return batch
+
+
+def best_error(rows_NW: torch.Tensor) -> float:
+    energies = torch.linalg.svdvals(rows_NW.double()).square()
+    return float(energies[RANK:].sum() / energies.sum())
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3], ids=lambda scale: f"scale{scale:g}")
+def test_oja_follows_a_subspace_that_turns(scale):
+    start, after = orthogonal(0), orthogonal(1)
+    rows = torch.cat([stream(start, 640, 2, scale), stream(after, 3200, 3, scale)], dim=1)
+    tracker = OjaTracker(start[None, :, :RANK], "rows", preconditioned=True)
+    fixed = FixedTracker(start[None, :, :RANK], "rows")
+    follow(tracker, rows)
+    follow(fixed, rows)
+    window = rows[0, -640:]
+    best = best_error(window)
+    assert relative_error(window, tracker.vectors_PWR[0]) < 1.1 * best
+    assert relative_error(window, fixed.vectors_PWR[0]) > 10 * best
+
+
+def test_the_plain_step_is_the_papers_formula():
+    rows = stream(orthogonal(1), 50, 4)
+    u = orthogonal(0, RANK)
+    moment = rows[0].T @ rows[0] / 50
+    expected = torch.linalg.qr(u + 0.1 * (moment @ u - u @ u.T @ moment @ u)).Q
+    tracker = OjaTracker(u[None], "rows", preconditioned=False)
+    actual = tracker.propose(rows, torch.zeros(1, RANK, RANK), 0.1)[0]
+    torch.testing.assert_close(actual @ actual.T, expected @ expected.T, atol=1e-5, rtol=0)
+
+
+def test_a_preconditioned_step_is_an_orthogonal_iteration_on_all_rows():
+    # Stored rows lie in the span, so the moment of stored and new rows together is known.
+    u = orthogonal(0, RANK)
+    stored_rows = torch.randn(200, RANK, generator=torch.Generator().manual_seed(5)) @ u.T
+    rows = stream(orthogonal(1), 50, 4)
+    moment = stored_rows.T @ stored_rows + rows[0].T @ rows[0]
+    expected = torch.linalg.qr(moment @ u).Q
+    coef = stored_rows @ u
+    tracker = OjaTracker(u[None], "rows", preconditioned=True)
+    actual = tracker.propose(rows, (coef.T @ coef)[None], 1.0)[0]
+    torch.testing.assert_close(actual @ actual.T, expected @ expected.T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_basis_stays_orthonormal_over_a_thousand_updates(preconditioned):
+    tracker = OjaTracker(orthogonal(0, RANK)[None], "rows", preconditioned=preconditioned)
+    follow(tracker, stream(orthogonal(1), 32 * 1000, 6).bfloat16().float(), rate=0.5)
+    gram = tracker.vectors_PWR[0].T @ tracker.vectors_PWR[0]
+    torch.testing.assert_close(gram, torch.eye(RANK), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [2, 3, RANK])
+def test_frequent_directions_meets_its_bound(rank):
+    # Flat spectra are the hard case: every shrink loses something of all directions.
+    rows = torch.randn(3000, WIDTH, generator=torch.Generator().manual_seed(7)) * torch.linspace(1, 0.5, WIDTH)
+    tracker = FrequentDirections(orthogonal(0, RANK)[None], "rows", energy_PR=torch.ones(1, RANK), prior_rows=0)
+    for batch in rows.split(17):
+        tracker.observe(batch[None])
+    basis = tracker.propose(rows[None], torch.zeros(1, RANK, RANK), 1.0)[0, :, :rank]
+    energies = torch.linalg.svdvals(rows.double()).square()
+    left = relative_error(rows, basis) * float(energies.sum())
+    assert left <= (1 + rank / (RANK + 1 - rank)) * float(energies[rank:].sum()) * (1 + 1e-5)
+    # ‖AᵀA − BᵀB‖₂ ≤ ‖A − A_k‖²_F / (R + 1 − k), the sketch's own guarantee.
+    sketch = tracker.sketch_PMW[0].double()
+    gap = torch.linalg.matrix_norm(rows.double().T @ rows.double() - sketch.T @ sketch, ord=2)
+    assert float(gap) <= float(energies[rank:].sum()) / (RANK + 1 - rank) * (1 + 1e-5)
+
+
+def test_frequent_directions_is_exact_on_what_fits():
+    basis = orthogonal(1, RANK)
+    rows = torch.randn(500, RANK, generator=torch.Generator().manual_seed(8)) @ basis.T
+    tracker = FrequentDirections(orthogonal(0, RANK)[None], "rows", energy_PR=torch.ones(1, RANK), prior_rows=0)
+    for batch in rows.split(32):
+        tracker.observe(batch[None])
+    assert relative_error(rows, tracker.propose(rows[None], None, 1.0)[0]) < 1e-6
+
+
+def test_a_step_that_leaves_no_basis_names_its_rate():
+    tracker = OjaTracker(orthogonal(0, RANK)[None], "layer 3 keys", preconditioned=False)
+    with pytest.raises(UserError, match=r"layer 3 keys: an Oja step of rate 1e\+38 left no orthonormal basis"):
+        tracker.propose(stream(orthogonal(1), 50, 4, 1e3), torch.zeros(1, RANK, RANK), 1e38)
+
+
+@pytest.mark.parametrize("kind", ["oja", "sketch"])
+def test_a_copy_moves_alone(kind):
+    start = orthogonal(0, RANK)[None]
+    if kind == "oja":
+        tracker = OjaTracker(start, "rows", preconditioned=True)
+    else:
+        tracker = FrequentDirections(start, "rows", energy_PR=torch.ones(1, RANK), prior_rows=8)
+    rows = stream(orthogonal(1), 320, 9)
+    follow(tracker, rows)
+    before = tracker.vectors_PWR.clone()
+    twin = tracker.clone()
+    assert not {t.data_ptr() for t in twin.tensors()} & {t.data_ptr() for t in tracker.tensors()}
+    follow(twin, stream(orthogonal(2), 320, 10))
+    assert torch.equal(tracker.vectors_PWR, before)
+    assert not torch.allclose(twin.vectors_PWR, before, atol=1e-2)
