@@ -66,25 +66,32 @@ class RaggedStore:
                 self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
         self.length += count
 
-    def buckets(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every non-empty bucket as (rank, coef_NR, position_N int64), in order of rank."""
-        for rank in sorted(self._buckets):
-            bucket = self._buckets[rank]
-            if bucket.coef_NR.length:
-                yield rank, bucket.coef_NR.rows, bucket.position_N.rows.long()
+    def buckets(self) -> list[Tensor]:
+        """The coefficients of every non-empty bucket, (N, R) each, in order of rank."""
+        return [self._buckets[rank].coef_NR.rows for rank in self._ranks()]
+
+    def order(self) -> Tensor:
+        """The places in the sequence of all rows of :meth:`buckets`, one after another, (T,) int64."""
+        positions = [self._buckets[rank].position_N.rows for rank in self._ranks()]
+        return torch.cat(positions).long() if positions else torch.empty(0, dtype=torch.long, device=self.device)
+
+    def _ranks(self) -> list[int]:
+        return sorted(rank for rank, bucket in self._buckets.items() if bucket.coef_NR.length)
 
     def dense(self) -> Tensor:
         """All rows as (T, C), zero beyond each row's rank."""
         coef_TC = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.device)
-        for rank, coef_NR, position_N in self.buckets():
-            coef_TC[position_N, :rank] = coef_NR
+        buckets = self.buckets()
+        for coef_NR, position_N in zip(buckets, self.order().split([len(c) for c in buckets]), strict=True):
+            coef_TC[position_N, : coef_NR.shape[1]] = coef_NR
         return coef_TC
 
     def ranks(self) -> Tensor:
         """The rank of every row, (T,) int64."""
         rank_T = torch.zeros(self.length, dtype=torch.long, device=self.device)
-        for rank, _, position_N in self.buckets():
-            rank_T[position_N] = rank
+        sizes = torch.tensor([coef_NR.shape for coef_NR in self.buckets()], dtype=torch.long, device=self.device)
+        count_K, rank_K = sizes.view(-1, 2).T
+        rank_T[self.order()] = rank_K.repeat_interleave(count_K)
         return rank_T
 
     def crop(self, length: int) -> None:

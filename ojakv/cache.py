@@ -17,6 +17,7 @@ from lowrank.hf.geometry import geometry_of
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer
 from lowrank.hf.rope import Rope
 from lowrank.ops.lowrank_attention import lowrank_attention
+from lowrank.ops.rotation import Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import Plan, SideBasis, make_plan
 from ojakv.sequence import OnlineSequence
@@ -75,7 +76,7 @@ class OjaKVLayer(CompressedLayer):
 
     def _settle(self, query: Tensor, scaling: float) -> None:
         for b, sequence in enumerate(self.sequences):
-            sequence.settle(query[b], scaling, self._rotate(b), self._unrotate(b))
+            sequence.settle(query[b], scaling, self._rotation(b), self._unrotate(b))
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         outputs = []
@@ -91,7 +92,7 @@ class OjaKVLayer(CompressedLayer):
                     sequence.key.operands(),
                     sequence.value.operands(),
                     scaling=scaling,
-                    rotate=self._rotate(b),
+                    rotation=self._rotation(b),
                     position_N=low_N,
                     mask_QT=mask_QT,
                 )
@@ -99,13 +100,13 @@ class OjaKVLayer(CompressedLayer):
         return torch.stack(outputs).transpose(1, 2).contiguous()
 
     def _dense(self) -> tuple[Tensor, Tensor]:
-        pairs = [sequence.dense(self._rotate(b)) for b, sequence in enumerate(self.sequences)]
+        pairs = [sequence.dense(self._rotation(b)) for b, sequence in enumerate(self.sequences)]
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
-    def _rotate(self, b: int) -> Callable | None:
-        return self.history.rotate_rows(b) if self.rotates and self.history is not None else None
+    def _rotation(self, b: int) -> Rotation | None:
+        return self.history.rotation(b) if self.rotates and self.history is not None else None
 
-    def _unrotate(self, b: int) -> Callable | None:
+    def _unrotate(self, b: int) -> Rotate | None:
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
 
 

@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank.growing import GrowingTensor
+from lowrank.ops.rotation import Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 from ojakv.side import OnlineSide
-
-# (rows_GND, position_N) → rows_GND
-Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class OnlineSequence:
@@ -61,13 +59,13 @@ class OnlineSequence:
         self.full_position.append(position_N, exact=exact)
         self.length += count
 
-    def settle(self, query_HQD: Tensor, scaling: float, rotate: Rotate | None, unrotate: Rotate | None) -> None:
+    def settle(self, query_HQD: Tensor, scaling: float, rotation: Rotation | None, unrotate: Rotate | None) -> None:
         """Compress every token whose time has come.
 
         Args:
             query_HQD: the step's queries, which weigh the residuals of a prompt.
             scaling: the model's score scale.
-            rotate, unrotate: of keys at given places; used where keys are compressed before rotation.
+            rotation, unrotate: of keys at given places; used where keys are compressed before rotation.
         """
         config = self.config
         waiting = self.full_position.length - self.staying
@@ -89,8 +87,8 @@ class OnlineSequence:
             if config.keep_prompt_full_rank:
                 return torch.ones_like(position_N, dtype=torch.bool)
             rebuilt_GND = self.key.rebuilt(rows_PNW)
-            if self.rotates and rotate is not None:
-                rebuilt_GND = rotate(rebuilt_GND, position_N)
+            if self.rotates and rotation is not None:
+                rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
             residual_GND = key_GND.float() - rebuilt_GND
             return _worst(residual_GND, position_N, query_HQD, scaling, self._query_position(query_HQD), config)
 
@@ -137,7 +135,7 @@ class OnlineSequence:
         is_low[self.absent_position.long()] = False
         return torch.nonzero(is_low).flatten()
 
-    def dense(self, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
+    def dense(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens in their places, (G, T, D) each; zero where there was padding."""
         low, full = self.low_position(), self.full_position.rows.long()
 
@@ -148,8 +146,8 @@ class OnlineSequence:
             return states_GTD
 
         key_GND = self.key.operands().rebuilt()
-        if self.rotates and rotate is not None:
-            key_GND = rotate(key_GND, low)
+        if self.rotates and rotation is not None:
+            key_GND = rotation.rotate(key_GND, low)
         return placed(self.key, key_GND), placed(self.value, self.value.operands().rebuilt())
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------

@@ -137,8 +137,10 @@ def test_one_side_alone(model, calibration, ids, compress, whole, places):
     dense = filled(model, calibration, ids, 100, rate=1.0, **places)
     cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, **places)
     # In the first layer nothing upstream has been compressed, so what is stored whole is what the model computed.
-    states = dict(zip(("key", "value"), cache.layers[0].sequences[0].dense(cache.layers[0]._rotate(0)), strict=True))
-    expected = dict(zip(("key", "value"), dense.layers[0].sequences[0].dense(dense.layers[0]._rotate(0)), strict=True))
+    states = dict(zip(("key", "value"), cache.layers[0].sequences[0].dense(cache.layers[0]._rotation(0)), strict=True))
+    expected = dict(
+        zip(("key", "value"), dense.layers[0].sequences[0].dense(dense.layers[0]._rotation(0)), strict=True)
+    )
     other = "key" if whole == "value" else "value"
     torch.testing.assert_close(states[whole], expected[whole], atol=1e-5, rtol=0)
     assert (states[other] - expected[other]).abs().max() > 0.05

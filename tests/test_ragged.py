@@ -22,8 +22,10 @@ def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
     assert store.length == len(rows)
     assert torch.equal(store.dense(), dense)
     assert store.ranks().tolist() == [len(row) for row in rows]
-    seen = [position for _, _, positions in store.buckets() for position in positions.tolist()]
-    assert sorted(seen) == list(range(len(rows)))
+    order = store.order()
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    stored = [row for bucket in store.buckets() for row in bucket]
+    assert all(torch.equal(row, rows[place]) for row, place in zip(stored, order.tolist(), strict=True))
     assert store.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
 
 

@@ -1,12 +1,14 @@
 """Rotation and its inverse with each family's own function, for every rotary kind."""
 
+import importlib
+
 import pytest
 import torch
 from methods import dynakv_model, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lowrank.hf.geometry import attention_modules, rotary_function, rotary_module
-from lowrank.hf.rope import Rope, RopeHistory
+from lowrank.hf.rope import Rope, RopeHistory, _rotates_halves
 
 KINDS = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -47,6 +49,38 @@ def test_unrotate_inverts_rotate(kind):
     key = torch.randn(2, 2, 100, 16)
     torch.testing.assert_close(rope.unrotate(rope.rotate(key)), key, atol=2e-6, rtol=0)
     torch.testing.assert_close(rope.rotate(rope.unrotate(key)), key, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "cohere"])
+def test_the_fast_rotation_is_the_familys(family):
+    apply = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    # Cohere rotates neighbouring pairs, so the fast form must not be taken for it.
+    assert _rotates_halves(apply) == (family != "cohere")
+    angle = torch.rand(1, 30, 8 if family != "cohere" else 4) * 6
+    angle = torch.cat([angle, angle], dim=-1) if family != "cohere" else angle.repeat_interleave(2, dim=-1)
+    rope = Rope(apply, angle.cos(), angle.sin())
+    key = torch.randn(1, 2, 30, angle.shape[-1])
+    expected = apply(key, key, rope.cos_BTE, rope.sin_BTE)[1]
+    torch.testing.assert_close(rope.rotate(key), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(rope.unrotate(expected), key, atol=2e-6, rtol=0)
+
+
+def test_rows_are_picked_at_any_places():
+    model = tiny_model()
+    history = RopeHistory(rotary_module(model), rotary_function(next(iter(attention_modules(model).values()))))
+    history.extend(rope_of(model, torch.arange(50)[None]), 50)
+    key = torch.randn(2, 50, 16)
+    whole = history.rope().rotate(key[None])[0]
+    for places in (
+        torch.arange(7, 30),
+        torch.tensor([3, 4, 9]),
+        torch.tensor([5, 9, 3, 8]),
+        torch.tensor([49]),
+        torch.arange(0),
+    ):
+        rotated = history.rotation(0).rotate(key[:, places], places)
+        torch.testing.assert_close(rotated, whole[:, places], atol=1e-6, rtol=0)
+        torch.testing.assert_close(history.unrotate_rows(0)(rotated, places), key[:, places], atol=2e-6, rtol=0)
 
 
 def test_partial_rotary_leaves_the_rest_alone():

@@ -5,6 +5,7 @@ Shapes: B batch (or 1 when all sequences agree), G heads, T tokens, N picked tok
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
+from lowrank.ops.rotation import Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,11 @@ class Rope:
         return self._call(key_BGTD.float(), cos / norm, -sin / norm).to(key_BGTD.dtype)
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        device = key_BGTD.device
+        cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)
+        if cos.dtype == key_BGTD.dtype and not key_BGTD.requires_grad and _rotates_halves(self.apply):
+            return _rotated_halves(key_BGTD, cos, sin)
         # The function rotates queries and keys together; no heads of queries means no work for them.
-        return self.apply(key_BGTD[:, :0], key_BGTD, cos.to(device), sin.to(device))[1]
+        return self.apply(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
 
 
 class RopeHistory:
@@ -66,6 +70,7 @@ class RopeHistory:
         self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
         self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._table: Rope | None = None  # of this step, dropped after the last layer
+        self._angle: Tensor | None = None  # the same as complex numbers
         self._dtype = torch.float32
 
     @property
@@ -91,7 +96,7 @@ class RopeHistory:
         self._kept = [_join(old, tensor) for old, tensor in zip(self._kept, new, strict=True)] if self._kept else new
         # Never a view of the model's own tensors, which would keep more alive than is counted.
         self._kept = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self._kept]
-        self._table = None
+        self.release()
 
     def rope(self) -> Rope:
         """The rotation of all cached tokens."""
@@ -106,36 +111,55 @@ class RopeHistory:
         return self._table
 
     def picked(self, sequence: int, position_N: Tensor) -> Rope:
-        """The rotation of the tokens at some places in one sequence of the batch, for states (1, G, N, D)."""
+        """The rotation of one sequence's tokens at some places, for states (1, G, N, D)."""
         table = self.rope()
         row = sequence if table.cos_BTE.shape[0] > 1 else 0
-        position_N = position_N.to(table.cos_BTE.device)
-        return Rope(self.apply, table.cos_BTE[row, position_N][None], table.sin_BTE[row, position_N][None])
+        places = _run(position_N.to(table.cos_BTE.device))
+        return Rope(self.apply, table.cos_BTE[row, places][None], table.sin_BTE[row, places][None])
 
-    def rotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function (key_GND, position_N) → rotated keys for one sequence of the batch."""
-        return lambda key_GND, position_N: self.picked(sequence, position_N).rotate(key_GND[None])[0]
+    def rotation(self, sequence: int) -> Rotation:
+        """The rotation of one sequence's keys, for the attention operations."""
+
+        def rotate(key_GND: Tensor, position_N: Tensor) -> Tensor:
+            return self.picked(sequence, position_N).rotate(key_GND[None])[0]
+
+        angle_BTF = self._angles()
+        if angle_BTF is None:
+            return Rotation(rotate)
+        angle_TF = angle_BTF[sequence if angle_BTF.shape[0] > 1 else 0]
+        return Rotation(rotate, lambda position_N: angle_TF[_run(position_N)])
+
+    def _angles(self) -> Tensor | None:
+        """cos + i·sin of all tokens, once per step, where the family rotates pairs by one angle each."""
+        if self._angle is None and _rotates_halves(self.apply):
+            table = self.rope()
+            half = table.cos_BTE.shape[2] // 2
+            cos, sin = table.cos_BTE.float(), table.sin_BTE.float()
+            if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(sin[..., :half], sin[..., half:]):
+                self._angle = torch.complex(cos[..., :half], sin[..., :half])
+        return self._angle
 
     def unrotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """The inverse of :meth:`rotate_rows`."""
+        """A function (key_GND, position_N) → keys of one sequence as they were before rotation."""
         return lambda key_GND, position_N: self.picked(sequence, position_N).unrotate(key_GND[None])[0]
 
     def release(self) -> None:
         """Drop this step's table of cos and sin."""
-        self._table = None
+        self._table = self._angle = None
 
     def crop(self, length: int) -> None:
         self._kept = [tensor[:, :length].clone() for tensor in self._kept]
-        self._table = None
+        self.release()
 
     def select(self, index_B: Tensor) -> None:
         """Keep the sequences at `index_B`, in that order, repeats allowed."""
         if self._kept and self._kept[0].shape[0] > 1:
             self._kept = [tensor[index_B.to(tensor.device)] for tensor in self._kept]
-        self._table = None
+        self.release()
 
     def clear(self) -> None:
-        self._kept, self._table = [], None
+        self._kept = []
+        self.release()
 
     def __deepcopy__(self, memo: dict) -> "RopeHistory":
         # The model's module is shared; only the tokens' state is copied.
@@ -143,6 +167,49 @@ class RopeHistory:
         twin._kept = [tensor.clone() for tensor in self._kept]
         memo[id(self)] = twin
         return twin
+
+
+def _run(position_N: Tensor) -> slice | Tensor:
+    """Places without a gap as a slice, which needs no gathering; on a GPU asking would cost more than it saves."""
+    if position_N.device.type == "cpu" and len(position_N):
+        first = int(position_N[0])
+        if torch.equal(position_N, torch.arange(first, first + len(position_N))):
+            return slice(first, first + len(position_N))
+    return position_N
+
+
+@functools.lru_cache
+def _rotates_halves(apply: Callable) -> bool:
+    """Whether a family's function is the usual rotation of halves, found by trying it.
+
+    :func:`_rotated_halves` then does the same in two passes over the keys instead of five, which is much of the time of
+    decoding on a CPU. Families that rotate otherwise keep their own function.
+    """
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 2, 3, 8, generator=generator)
+    for rotary in (8, 4):
+        cos, sin = torch.randn(2, 1, 3, rotary, generator=generator)
+        try:
+            theirs = apply(key[:, :0], key, cos, sin)[1]
+        except RuntimeError:
+            # A family that rotates all of a head cannot be tried on part of one.
+            continue
+        if theirs.shape != key.shape or not torch.allclose(theirs, _rotated_halves(key, cos, sin), atol=1e-6):
+            return False
+    return True
+
+
+def _rotated_halves(key_BGTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+    """(k₁ cos − k₂ sin, k₂ cos + k₁ sin) on the first E dims of a head, the rest as they are."""
+    rotary = cos_BTE.shape[-1]
+    half = rotary // 2
+    cos, sin = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
+    first, second = key_BGTD[..., :half], key_BGTD[..., half:rotary]
+    out = torch.empty_like(key_BGTD)
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
+    torch.mul(second, cos[..., half:], out=out[..., half:rotary]).addcmul_(first, sin[..., half:])
+    out[..., rotary:] = key_BGTD[..., rotary:]
+    return out
 
 
 def _join(old: Tensor, new: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rotations import rotation
 
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
@@ -18,19 +19,8 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
     )
 
 
-def rotation(tokens: int, generator: torch.Generator):
-    angle = torch.rand(tokens, HEAD_DIM // 2, generator=generator) * 6
-    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-
-    def rotate(key_GND, position_N):
-        half = torch.cat([-key_GND[..., HEAD_DIM // 2 :], key_GND[..., : HEAD_DIM // 2]], dim=-1)
-        return key_GND * cos[position_N].to(key_GND) + half * sin[position_N].to(key_GND)
-
-    return rotate
-
-
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
-@pytest.mark.parametrize("rotated", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("rotated", ["pairs", "function", None])
 @pytest.mark.parametrize(("low", "full"), [(0, 5), (7, 0), (60, 3), (2500, 40)])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_equals_the_reference(low, full, queries, joint, rotated):
@@ -41,7 +31,8 @@ def test_equals_the_reference(low, full, queries, joint, rotated):
     options = {"scaling": 0.25}
     if rotated:
         places = torch.randperm(low + full, generator=generator)[:low].sort().values
-        options |= {"rotate": rotation(low + full, generator), "position_N": places}
+        turned = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
+        options |= {"rotation": turned, "position_N": places}
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[:, -1] = True

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rotations import rotation
 
 from lowrank.ops.ragged_attention import ragged_attention
 from lowrank.ops.ragged_attention.reference import ragged_attention as reference
@@ -23,19 +24,7 @@ def filled_store(tokens: int, generator: torch.Generator, rank: int | None = Non
     return store
 
 
-def rotation(tokens: int, generator: torch.Generator):
-    """A rotation by each token's own angle, as rotary embeddings do."""
-    angle = torch.rand(tokens, HEAD_DIM // 2, generator=generator) * 6
-    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-
-    def rotate(key_GND, position_N):
-        half = torch.cat([-key_GND[..., HEAD_DIM // 2 :], key_GND[..., : HEAD_DIM // 2]], dim=-1)
-        return key_GND * cos[position_N].to(key_GND) + half * sin[position_N].to(key_GND)
-
-    return rotate
-
-
-@pytest.mark.parametrize("rotated", [True, False], ids=["rebuilt", "absorbed"])
+@pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
 @pytest.mark.parametrize("rank", [None, 0, 1, WIDTH])
 @pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (63, 1), (1000, 1), (3000, 3)])
 def test_equals_the_reference(tokens, queries, rank, rotated):
@@ -47,7 +36,11 @@ def test_equals_the_reference(tokens, queries, rank, rotated):
     if queries > 1:
         mask = torch.arange(tokens) <= torch.arange(tokens - queries, tokens)[:, None]
     arguments = (query, keys, values, key_decoder, value_decoder)
-    options = {"scaling": 0.25, "rotate": rotation(tokens, generator) if rotated else None, "mask_QT": mask}
+    options = {"scaling": 0.25, "mask_QT": mask}
+    if rotated:
+        rotary = 8 if rotated == "partial" else None
+        turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
+        options["rotation"] = turned
     actual = ragged_attention(*arguments, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, reference(*arguments, **options), atol=2e-4, rtol=2e-4)

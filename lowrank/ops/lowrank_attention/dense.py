@@ -8,15 +8,11 @@ width C = G·D), W width of a part, N low-rank tokens, F full-rank tokens, R ran
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# Rebuilt keys of one tile stay within a core's cache: 1,024 tokens × 192 × 4 bytes is 0.75 MiB.
-TILE_TOKENS = 1024
-
-Rotate = Callable[[Tensor, Tensor], Tensor]
+from lowrank.ops.rotation import TILE_TOKENS, Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +34,10 @@ class Operands:
         groups, _, head_dim = self.full_GFD.shape
         return self.basis_PWR.reshape(groups, head_dim, -1)
 
-    def rebuilt(self, part: slice = slice(None)) -> Tensor:
+    def rebuilt(self) -> Tensor:
         """Low-rank tokens at full width, (G, N, D)."""
         groups, _, head_dim = self.full_GFD.shape
-        rows_PNW = self.coef_PNR[:, part] @ self.basis_PWR.mT
+        rows_PNW = self.coef_PNR @ self.basis_PWR.mT
         if rows_PNW.shape[0] == groups:
             return rows_PNW
         return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)
@@ -53,7 +49,7 @@ def lowrank_attention(
     values: Operands,
     *,
     scaling: float,
-    rotate: Rotate | None = None,
+    rotation: Rotation | None = None,
     position_N: Tensor | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -63,9 +59,8 @@ def lowrank_attention(
         query_HQD: rotated queries.
         keys, values: of the same tokens.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
-        rotate: ``rotate(key_GND, position_N)`` for keys compressed before rotation, with `position_N` the places of the
-            low-rank tokens; None when they were compressed after it.
-        position_N: see `rotate`.
+        rotation: of keys compressed before it; None when they were compressed after it.
+        position_N: the places of the low-rank tokens; needed with `rotation`.
         mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
 
     Returns:
@@ -75,7 +70,7 @@ def lowrank_attention(
     groups, low = keys.full_GFD.shape[0], keys.coef_PNR.shape[1]
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     score_GMT = torch.cat(
-        [_scores(query_GMD, keys, rotate, position_N), query_GMD @ keys.full_GFD.mT],
+        [_scores(query_GMD, keys, rotation, position_N), query_GMD @ keys.full_GFD.mT],
         dim=2,
     )
     score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
@@ -90,16 +85,21 @@ def lowrank_attention(
     return output_GMD.view(heads, queries, head_dim)
 
 
-def _scores(query_GMD: Tensor, keys: Operands, rotate: Rotate | None, position_N: Tensor | None) -> Tensor:
+def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, position_N: Tensor | None) -> Tensor:
     """Scores of the low-rank tokens, (G, M, N)."""
-    groups, rows, _ = query_GMD.shape
+    groups, rows, head_dim = query_GMD.shape
     parts, low, rank = keys.coef_PNR.shape
-    if rotate is None:
+    if rotation is None:
         latent_GMR = query_GMD @ keys.head_basis()
         return (latent_GMR.view(parts, -1, rank) @ keys.coef_PNR.mT).view(groups, rows, low)
+    query_GMD, decoder_PRW, turn = rotation.prepare(query_GMD, keys.basis_PWR.mT)
     score_GMN = query_GMD.new_empty(groups, rows, low)
+    rebuilt = decoder_PRW.new_empty(parts, min(TILE_TOKENS, low), decoder_PRW.shape[2])
     for start in range(0, low, TILE_TOKENS):
-        tile = slice(start, start + TILE_TOKENS)
-        key_GND = rotate(keys.rebuilt(tile), position_N[tile])
-        score_GMN[:, :, tile] = query_GMD @ key_GND.mT
+        coef_PNR = keys.coef_PNR[:, start : start + TILE_TOKENS]
+        count = coef_PNR.shape[1]
+        rows_PNW = torch.matmul(coef_PNR, decoder_PRW, out=rebuilt[:, :count])
+        key_NGD = rows_PNW.transpose(0, 1).reshape(count, groups, head_dim)
+        key_GND = turn(key_NGD, position_N[start : start + count])
+        score_GMN[:, :, start : start + count] = query_GMD @ key_GND.mT
     return score_GMN

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.lowrank_attention.dense import Operands
+from lowrank.ops.rotation import Rotation
 
 
 def lowrank_attention(
@@ -15,7 +16,7 @@ def lowrank_attention(
     values: Operands,
     *,
     scaling: float,
-    rotate=None,
+    rotation: Rotation | None = None,
     position_N: Tensor | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -31,8 +32,8 @@ def lowrank_attention(
         return torch.stack(per_part[0].split(head_dim, dim=1)) if joint else torch.stack(per_part)
 
     low_key = rebuild(keys)
-    if rotate is not None:
-        low_key = rotate(low_key, position_N).double()
+    if rotation is not None:
+        low_key = rotation.rotate(low_key, position_N).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

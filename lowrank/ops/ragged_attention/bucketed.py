@@ -9,17 +9,13 @@ Shapes: H query heads, G KV heads, J = H/G queries per KV head, Q new queries, D
 T cached tokens, N tokens of a bucket or tile, R rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from lowrank.ops.rotation import TILE_TOKENS, Rotation
 from lowrank.ragged import RaggedStore
-
-# Rebuilt keys of one tile stay within a core's cache: 1,024 tokens × 192 × 4 bytes is 0.75 MiB.
-TILE_TOKENS = 1024
-
-Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 def ragged_attention(
@@ -30,7 +26,7 @@ def ragged_attention(
     value_decoder_CC: Tensor,
     *,
     scaling: float,
-    rotate: Rotate | None = None,
+    rotation: Rotation | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
@@ -40,8 +36,7 @@ def ragged_attention(
         keys, values: the sequence's coefficient stores, T rows each; their ranks need not agree.
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
-        rotate: ``rotate(key_GND, position_N)`` rotates rebuilt keys, given their places in the sequence; None when the
-            stored keys are already rotated.
+        rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
         mask_QT: True where a query may see a token; None when it may see all.
 
     Returns:
@@ -50,32 +45,58 @@ def ragged_attention(
     heads, queries, head_dim = query_HQD.shape
     groups = key_decoder_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
-    if rotate is None:
+    if rotation is None:
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
-        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotate)
+        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation)
     score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
     weight_PT = score_HQT.softmax(dim=-1).view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
-    for rank, coef_NR, position_N in values.buckets():
-        latent_PC[:, :rank] += weight_PT[:, position_N] @ coef_NR
+    # Weights in the order the buckets lie in: one gather for all of them.
+    buckets = values.buckets()
+    for coef_NR, weight_PN in zip(
+        buckets, weight_PT[:, values.order()].split([len(c) for c in buckets], dim=1), strict=True
+    ):
+        latent_PC[:, : coef_NR.shape[1]] += weight_PN @ coef_NR
     value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
 
-def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotate: Rotate) -> Tensor:
+def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation) -> Tensor:
     groups, rows, head_dim = query_GMD.shape
+    order_T = keys.order()
+    query_GMD, decoder_CC, turn = rotation.prepare(query_GMD, decoder_CC)
     score_GMT = query_GMD.new_empty(groups, rows, keys.length)
-    for rank, coef_NR, position_N in keys.buckets():
-        for coef_tile_NR, position_tile_N in zip(
-            coef_NR.split(TILE_TOKENS), position_N.split(TILE_TOKENS), strict=True
-        ):
-            key_NC = coef_tile_NR @ decoder_CC[:rank]
-            key_GND = rotate(key_NC.view(-1, groups, head_dim).transpose(0, 1), position_tile_N)
-            score_GMT[:, :, position_tile_N] = query_GMD @ key_GND.transpose(1, 2)
+    rebuilt_NC = decoder_CC.new_empty(min(TILE_TOKENS, keys.length), decoder_CC.shape[1])
+    start = 0
+    for tile in _tiles(keys.buckets(), TILE_TOKENS):
+        # Buckets are rebuilt side by side and rotated together: an operation for each bucket, not a dozen.
+        end = 0
+        for coef_NR in tile:
+            torch.mm(coef_NR, decoder_CC[: coef_NR.shape[1]], out=rebuilt_NC[end : end + len(coef_NR)])
+            end += len(coef_NR)
+        position_N = order_T[start : start + end]
+        key_GND = turn(rebuilt_NC[:end].view(-1, groups, head_dim), position_N)
+        score_GMT[:, :, position_N] = query_GMD @ key_GND.mT
+        start += end
     return score_GMT
+
+
+def _tiles(buckets: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """The buckets' rows in runs of at most `size`, each a list of pieces of buckets."""
+    tile, room = [], size
+    for coef_NR in buckets:
+        while len(coef_NR):
+            piece, coef_NR = coef_NR[:room], coef_NR[room:]
+            tile.append(piece)
+            room -= len(piece)
+            if not room:
+                yield tile
+                tile, room = [], size
+    if tile:
+        yield tile
 
 
 def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -> Tensor:
@@ -83,6 +104,6 @@ def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -
     decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
     latent_PC = (query_GMD @ decoder_GDC).view(groups * rows, -1)
     score_PT = latent_PC.new_empty(groups * rows, keys.length)
-    for rank, coef_NR, position_N in keys.buckets():
-        score_PT[:, position_N] = latent_PC[:, :rank] @ coef_NR.T
+    in_order_PT = [latent_PC[:, : coef_NR.shape[1]] @ coef_NR.T for coef_NR in keys.buckets()]
+    score_PT[:, keys.order()] = torch.cat(in_order_PT, dim=1)
     return score_PT.view(groups, rows, -1)

@@ -6,6 +6,7 @@ Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint wid
 import torch
 from torch import Tensor
 
+from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
 
@@ -17,10 +18,10 @@ def ragged_attention(
     value_decoder_CC: Tensor,
     *,
     scaling: float,
-    rotate=None,
+    rotation: Rotation | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotate(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
+    """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
 
     Arguments and result as in :func:`lowrank.ops.ragged_attention.bucketed.ragged_attention`.
     """
@@ -32,8 +33,8 @@ def ragged_attention(
         return (store.dense().double() @ decoder_CC.double()).view(store.length, groups, head_dim).transpose(0, 1)
 
     key_GTD, value_GTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
-    if rotate is not None:
-        key_GTD = rotate(key_GTD, torch.arange(keys.length, device=query_HQD.device)).double()
+    if rotation is not None:
+        key_GTD = rotation.rotate(key_GTD, torch.arange(keys.length, device=query_HQD.device)).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
     score_HQT = query_HQD.double() @ key_HTD.transpose(1, 2) * scaling

@@ -1,0 +1,62 @@
+"""Rotating rebuilt keys, tile by tile.
+
+Shapes: G KV heads, M rows of queries that share a KV head, N tokens, D head dim, E rotary dims (≤ D), C = G·D, R rank.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Rebuilt keys of one tile stay within a core's cache: 1,024 tokens × 192 × 4 bytes is 0.75 MiB.
+TILE_TOKENS = 1024
+
+# (key_GND, position_N) → key_GND
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """How the keys of one sequence are rotated.
+
+    Attributes:
+        rotate: the family's own rotation of keys at given places.
+        angles: ``angles(position_N)`` is cos + i·sin, (N, E/2) complex, where the rotation turns the pairs (j, j + E/2) of
+            a head; None for a family that rotates otherwise.
+    """
+
+    rotate: Rotate
+    angles: Callable[[Tensor], Tensor] | None = None
+
+    def prepare(self, query_GMD: Tensor, decoder_XC: Tensor) -> tuple[Tensor, Tensor, Rotate]:
+        """(queries, decoder, turn) such that ``queries · turn(key_NGD, position_N)`` are the scores of rotated keys.
+
+        Where the family rotates pairs, decoder and queries are reordered so that a pair lies side by side: turning a tile
+        is then one complex product in place. A score does not depend on the order of the dims.
+
+        Args:
+            query_GMD: rotated queries.
+            decoder_XC: whatever rebuilds keys, with the dims of one or of all heads last.
+
+        Returns:
+            the queries, the decoder, and ``turn(key_NGD, position_N)`` → (G, N, D), which may overwrite its input.
+        """
+        if self.angles is None or query_GMD.dtype != torch.float32:
+            return query_GMD, decoder_XC, lambda key_NGD, position_N: self.rotate(key_NGD.transpose(0, 1), position_N)
+        head_dim = query_GMD.shape[-1]
+        rotary = 2 * self.angles(torch.zeros(1, dtype=torch.long, device=query_GMD.device)).shape[1]
+
+        def turn(key_NGD: Tensor, position_N: Tensor) -> Tensor:
+            pairs_NGF = torch.view_as_complex(key_NGD[..., :rotary].unflatten(-1, (-1, 2)))
+            pairs_NGF.mul_(self.angles(position_N)[:, None])
+            return key_NGD.transpose(0, 1)
+
+        return _paired(query_GMD, head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn
+
+
+def _paired(states_XC: Tensor, head_dim: int, rotary: int) -> Tensor:
+    """The same dims with j and j + E/2 of every head's first E side by side."""
+    heads_XGD = states_XC.unflatten(-1, (-1, head_dim))
+    turned_XGE = heads_XGD[..., :rotary].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat([turned_XGE, heads_XGD[..., rotary:]], dim=-1).flatten(-2)

@@ -1,0 +1,20 @@
+"""A rotation by each token's own angle, as rotary embeddings do, for the tests of the attention operations."""
+
+import torch
+
+from lowrank.ops.rotation import Rotation
+
+
+def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: int | None = None, pairs: bool = True):
+    """Random angles for `tokens` places; without `pairs` the operations must use the plain function."""
+    rotary = rotary or head_dim
+    half = rotary // 2
+    angle = torch.rand(tokens, half, generator=generator) * 6
+
+    def rotate(key_GND, position_N):
+        cos, sin = angle.cos()[position_N].to(key_GND), angle.sin()[position_N].to(key_GND)
+        first, second = key_GND[..., :half], key_GND[..., half:rotary]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., rotary:]], dim=-1)
+
+    turned = torch.polar(torch.ones_like(angle), angle)
+    return Rotation(rotate, (lambda position_N: turned[position_N]) if pairs else None)
