@@ -60,7 +60,9 @@ class OjaKVConfig:
     pool: int = option(1, help="states averaged together before a step", unit="tokens")
     update: str = option("periodic", help="step at every T tokens, or only when needed", choices=UPDATES)
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
-    trigger: float = option(1.1, help="a triggered update takes a residual this many times the prompt's", unit="times")
+    trigger: float = option(
+        1.3, help="a triggered update takes a residual this many times the least of late", unit="times"
+    )
     max_loss: float = option(
         0.01, help="most energy of stored coefficients one update may lose; the step is halved until it does not"
     )
@@ -100,7 +102,7 @@ class OjaKVConfig:
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]; 0.05 keeps 5 % of a prompt")
         require(
-            self.trigger >= 1, "trigger", self.trigger, "at least 1; 1.1 updates when the residual grows by a tenth"
+            self.trigger >= 1, "trigger", self.trigger, "at least 1; 1.3 updates when the residual grows by a third"
         )
         require(
             not self.query_key or (self.layout, self.rope) == ("per_head", "post"),

@@ -19,6 +19,7 @@ from ojakv.plan import SideBasis
 
 # A step that loses too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
+STANDARD_LEAK = 1.05
 
 
 class OnlineSide:
@@ -43,7 +44,7 @@ class OnlineSide:
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self.updates = 0
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
-        self.reference: float | None = None  # relative residual of the prompt, which triggered updates compare with
+        self.standard: float | None = None  # least relative residual of late, which triggered updates compare with
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,6 @@ class OnlineSide:
         if is_prompt:
             for _ in range(config.prompt_steps):
                 self._step(pooled_PNW, config.learning_rate)
-            self.reference = self.residual(rows_PNW)
         elif config.update == "periodic" or self._is_triggered(rows_PNW):
             self._step(pooled_PNW, config.decode_learning_rate)
 
@@ -96,7 +96,14 @@ class OnlineSide:
         self.coef.append(rows_PNW @ self.tracker.vectors_PWR, exact=exact)
 
     def _is_triggered(self, rows_PNW: Tensor) -> bool:
-        return self.reference is None or self.residual(rows_PNW) > self.config.trigger * self.reference
+        """Whether the rows fit worse than the best of late did; that standard is forgotten by a twentieth each time.
+
+        A standard that never moved would ask for updates for ever once a text has become harder.
+        """
+        residual = self.residual(rows_PNW)
+        standard = residual if self.standard is None else self.standard
+        self.standard = min(residual, standard * STANDARD_LEAK)
+        return residual > self.config.trigger * standard
 
     def _step(self, rows_PNW: Tensor, rate: float) -> None:
         """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy."""

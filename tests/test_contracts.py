@@ -75,9 +75,10 @@ def test_chunked_prefill_equals_one_pass(method):
 
 
 @torch.no_grad()
-def test_left_padding_changes_nothing(method, ids):
+@pytest.mark.parametrize("rate", [0.4, 1.0])
+def test_left_padding_changes_nothing(method, ids, rate):
     model = tiny_model()
-    make_cache = method.build(model, 0.4)
+    make_cache = method.build(model, rate)
     lengths = [24, 17, 5]
     padded = ids.clone()
     mask = torch.ones_like(ids)

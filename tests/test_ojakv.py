@@ -63,7 +63,7 @@ def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, 
         seen.update(query=query[0], key=key[0], scaling=kwargs["scaling"])
         return original(module, query, key, value, mask, **kwargs)
 
-    from lowrank.hf.attention import ALL_ATTENTION_FUNCTIONS
+    from lowrank.hf.backends import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = spy
@@ -265,14 +265,14 @@ def test_triggered_updates_reach_the_same_residual_with_fewer_steps():
     settings = {
         "max_loss": 1.0,
         "update_period": 32,
-        "trigger": 1.3,
+        "trigger": 1.1,
         "preconditioned": False,
         "decode_learning_rate": 0.3,
     }
     sides = {update: new_side(start, update=update, **settings) for update in ("periodic", "triggered")}
     residuals = {update: run(side, rows, 32) for update, side in sides.items()}
     assert sides["periodic"].updates == 150 + 1  # two steps on the prompt
-    assert sides["triggered"].updates < 0.4 * sides["periodic"].updates
+    assert sides["triggered"].updates < 0.55 * sides["periodic"].updates
     assert residuals["triggered"] <= 1.02 * residuals["periodic"]
 
 

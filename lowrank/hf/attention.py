@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowrank.errors import UserError
+from lowrank.hf.backends import backend, check_backend
 from lowrank.hf.geometry import attention_modules, rotary_function
 from lowrank.hf.rope import Rope
 
@@ -44,7 +44,7 @@ class AttentionContext:
 
     apply_rotary: Callable | None
     hook: RemovableHandle
-    previous: str  # the model's attention before it was prepared
+    previous: str  # the model's attention before it was prepared, which still runs underneath
     observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
     rope: Rope | None = None
     layer: CacheLayer | None = None
@@ -59,14 +59,21 @@ class AttentionContext:
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
 
-    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs sdpa underneath;
-    :func:`restore` switches it back.
+    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs the model's own (sdpa, eager or
+    flash_attention_2) underneath; :func:`restore` switches it back.
+
+    Raises:
+        UserError: the model's attention is another, or cannot be replaced.
     """
     previous = model.config._attn_implementation
+    if previous != ATTENTION_NAME:
+        check_backend(previous)
     for module in attention_modules(model).values():
         if CONTEXT not in module.__dict__:
             hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
-            setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, previous))
+            # A model loaded from a full checkpoint never had another; sdpa is what loading would have chosen.
+            underneath = "sdpa" if previous == ATTENTION_NAME else previous
+            setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, underneath))
         else:
             _check_not_switched(module)
     if previous != ATTENTION_NAME:
@@ -87,8 +94,7 @@ def restore(model: PreTrainedModel) -> None:
             context.hook.remove()
             previous = context.previous
     if previous is not None:
-        # A model loaded from a full checkpoint may never have had another; sdpa is what ran underneath.
-        model.set_attn_implementation("sdpa" if previous == ATTENTION_NAME else previous)
+        model.set_attn_implementation(previous)
 
 
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -119,23 +125,24 @@ def adaptive_attention(
     """The registered attention function: (B, H, Q, D) queries → ((B, Q, H, D), None).
 
     With a compressed cache layer it attends over what the layer holds. Without one it lets the module's compressor, if
-    there is one, replace key and value, and runs sdpa: this is the path of training and of uncached evaluation.
+    there is one, replace key and value, and runs the model's own attention: this is the path of training and of
+    uncached evaluation.
     """
     context: AttentionContext | None = getattr(module, CONTEXT, None)
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if context is None:
         raise UserError(
             f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)"
         )
+    inner = backend(context.previous)
     layer, rope = context.take()
     if layer is not None:
-        return layer.attend(module, query, attention_mask, sdpa, **kwargs)
+        return layer.attend(module, query, attention_mask, inner, **kwargs)
     if context.observer is not None:
         context.observer(query, key, value, rope)
     transform = module._modules.get(TRANSFORM)
     if transform is not None:
         key, value = transform(key, value, rope)
-    return sdpa(module, query, key, value, attention_mask, **kwargs)
+    return inner(module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register(ATTENTION_NAME, adaptive_attention)

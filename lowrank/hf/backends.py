@@ -1,0 +1,61 @@
+"""The attention that runs underneath, on exact or rebuilt keys and values: the one the model was loaded with.
+
+Shapes: B batch, H query heads, Q queries, T keys, D head dim.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowrank.errors import UserError
+
+BACKENDS = ("sdpa", "eager", "flash_attention_2")
+
+
+def check_backend(name: str) -> None:
+    """Raise :class:`UserError` unless `name` can run underneath the compressed attention."""
+    if name not in BACKENDS:
+        raise UserError(
+            f"the compressed attention cannot run on `attn_implementation={name!r}`; load the model with one of "
+            f"{', '.join(BACKENDS)}"
+        )
+
+
+def backend(name: str) -> Callable:
+    """A function (module, query, key, value, mask, **kwargs) → ((B, Q, H, D), weights or None).
+
+    Args:
+        name: one of :data:`BACKENDS`; eager attention is the module's family's own.
+
+    The mask it takes is the one of the compressed attention: boolean (B, 1, Q, T), True where a query may see a token, or
+    None where only causality masks.
+    """
+    return {"sdpa": _sdpa, "eager": _eager, "flash_attention_2": _flash}[name]
+
+
+def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    """Eager attention adds its mask to the scores and knows no causality of its own."""
+    if mask is None:
+        queries, tokens = query.shape[2], key.shape[2]
+        position_Q = torch.arange(tokens - queries, tokens, device=query.device)
+        mask = (torch.arange(tokens, device=query.device) <= position_Q[:, None])[None, None]
+    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    forward = sys.modules[type(module).__module__].eager_attention_forward
+    return forward(module, query, key, value, added, **kwargs)
+
+
+def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    """Flash attention is causal by itself, the last query aligned with the last key; it is told only of padding."""
+    seen_BT = None
+    if mask is not None:
+        seen_BT = mask[:, 0].any(dim=1)
+        seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
+    return ALL_ATTENTION_FUNCTIONS["flash_attention_2"](module, query, key, value, seen_BT, **kwargs)
