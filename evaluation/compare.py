@@ -42,6 +42,7 @@ class CompareConfig:
     model: str | None = option(None, help="hub id or directory; by default what the checkpoint was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     presets: list[str] = option(list(PRESETS), help="OjaKV presets beside it")
+    prefill: str | None = option(None, help="what every preset's prompt attends to; by default the preset's own")
     byte_rates: list[float] = option([], help="further shares of the full cache's bytes for the presets, e.g. 0.4,0.6")
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
     prefix: int = option(
@@ -68,13 +69,17 @@ class CompareConfig:
         require(all(0 < rate <= 1 for rate in self.byte_rates), "byte_rates", self.byte_rates, "numbers in (0, 1]")
         unknown = set(self.presets) - set(PRESETS)
         require(not unknown, "presets", sorted(unknown), f"among {', '.join(PRESETS)}")
-        exact = [name for name in self.presets if OjaKVConfig.preset(name).prefill == "exact"]
+        exact = [name for name in self.presets if self.preset(name).prefill == "exact"]
         require(
             self.prefix > 0 or not exact,
             "presets",
             exact,
             "without exact prefill where `prefix` is 0: in one pass nothing they compress is ever read",
         )
+
+    def preset(self, name: str) -> OjaKVConfig:
+        """A preset with what this comparison changes of it."""
+        return OjaKVConfig.preset(name, **({} if self.prefill is None else {"prefill": self.prefill}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +139,7 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
             for share in targets[label]:
                 plan = plan_for_bytes(
                     calibration,
-                    OjaKVConfig.preset(method),
+                    config.preset(method),
                     min(share, 1.0),
                     prompt=config.prefix or config.block_length,
                     tokens=config.block_length,
