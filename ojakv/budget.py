@@ -24,10 +24,13 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     config = plan.config
     if tokens < config.min_length:
         return 1.0
-    staying = min(config.sinks, prompt)
-    candidates = max(0, prompt - staying - config.recent)
-    staying += candidates if config.keep_prompt_full_rank else round(config.keep * candidates)
-    waiting = (tokens - prompt) % config.update_period if candidates else tokens - staying - config.recent
+    if config.keep_prompt_full_rank:
+        staying, waiting = prompt, max(0, tokens - prompt - config.recent) % config.update_period
+    else:
+        staying = min(config.sinks, prompt)
+        candidates = max(0, prompt - staying - config.recent)
+        staying += round(config.keep * candidates)
+        waiting = (tokens - prompt) % config.update_period if candidates else tokens - staying - config.recent
     whole = staying + config.recent + waiting
     # When a period's tokens leave, room is made for as many again.
     room = staying + config.recent + config.update_period

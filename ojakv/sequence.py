@@ -68,32 +68,35 @@ class OnlineSequence:
             rotation, unrotate: of keys at given places; used where keys are compressed before rotation.
         """
         config = self.config
-        waiting = self.full_position.length - self.staying
+        is_prompt = query_HQD.shape[1] == self.length
+        if is_prompt and config.keep_prompt_full_rank:
+            self.has_settled = True
+            whole_N = torch.ones_like(self.full_position.rows, dtype=torch.bool)
+            self._compress(self.full_position.length, lambda *_: whole_N, unrotate=unrotate)
+            return
         if self.length - self.absent_position.shape[0] < config.min_length:
             return
         if self.has_settled:
+            waiting = self.full_position.length - self.staying
             due = max(0, waiting - config.recent) // config.update_period * config.update_period
             if due:
                 self._compress(due, None, unrotate=unrotate)
             return
-        self.staying = min(config.sinks, waiting)
-        waiting -= self.staying
-        due = max(0, waiting - config.recent)
-        if not due:
+        due = max(0, self.full_position.length - config.sinks - config.recent)
+        # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
+        if not due or (not is_prompt and due < config.update_period):
             return
+        self.staying = config.sinks
         self.has_settled = True
 
         def choose(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
-            if config.keep_prompt_full_rank:
-                return torch.ones_like(position_N, dtype=torch.bool)
             rebuilt_GND = self.key.rebuilt(rows_PNW)
             if self.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
             residual_GND = key_GND.float() - rebuilt_GND
             return _worst(residual_GND, position_N, query_HQD, scaling, self._query_position(query_HQD), config)
 
-        chosen = choose if config.keep_prompt_full_rank or config.keep else None
-        self._compress(due, chosen, unrotate=unrotate)
+        self._compress(due, choose if config.keep else None, unrotate=unrotate)
 
     def _query_position(self, query_HQD: Tensor) -> Tensor:
         return torch.arange(self.length - query_HQD.shape[1], self.length, device=query_HQD.device)

@@ -56,6 +56,14 @@ def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
     assert whole_positions(cache) == [0, 1, 2, *range(39, 46)]
 
 
+def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibration, ids):
+    settings = {"sinks": 3, "recent": 5, "update_period": 4}
+    for tokens, whole in ((8, 8), (11, 11), (12, 8), (15, 11), (16, 8)):
+        cache = filled(model, calibration, ids[:, :tokens], 6, **settings)
+        assert len(whole_positions(cache)) == whole
+        assert whole_positions(cache)[:3] == [0, 1, 2]
+
+
 def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, ids):
     seen = {}
 
@@ -114,9 +122,10 @@ def test_padding_is_not_stored(model, calibration, ids):
 
 
 def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
-    cache = filled(model, calibration, ids, 50, keep_prompt_full_rank=True, sinks=0, recent=0, update_period=10)
-    assert whole_positions(cache) == list(range(50))
-    assert cache.layers[0].sequences[0].low_position().tolist() == list(range(50, 150))
+    for prompt in (50, 10):
+        cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent=20, update_period=10)
+        assert whole_positions(cache) == [*range(prompt), *range(130, 150)]
+        assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 130))
 
 
 def test_a_short_sequence_is_not_compressed(model, calibration, ids):
@@ -226,6 +235,14 @@ def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, to
             model(part, past_key_values=cache)
     assert cache.rate == pytest.approx(planned_rate(plan, **settings), rel=0.005)
     assert cache.rate <= 0.855
+
+
+@torch.no_grad()
+def test_planned_bytes_of_a_whole_prompt(model, calibration, ids):
+    settings = {"keep_prompt_full_rank": True, "recent": 8, "update_period": 10}
+    cache = filled(model, calibration, ids[:1], 50, **settings)
+    plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
+    assert cache.rate == pytest.approx(planned_rate(plan, prompt=50, tokens=150, itemsize=4), rel=0.005)
 
 
 # -- updates -----------------------------------------------------------------------------------------------------
