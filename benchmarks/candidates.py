@@ -22,8 +22,9 @@ DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
 Candidates = dict[str, tuple[PreTrainedModel, Callable[[], Cache]]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments :func:`candidates` reads."""
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the arguments :func:`candidates` reads, for a benchmark to add its own to."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model]")
     parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
     parser.add_argument(
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
     parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+    return parser
 
 
 def candidates(arguments: argparse.Namespace, length: int) -> Candidates:

@@ -6,19 +6,16 @@ The text is random tokens: only speed is measured. Before timing, every compress
 period of OjaKV is timed, so that its updates are in the mean.
 """
 
-import argparse
-
 import torch
 
-from benchmarks.candidates import DYNAMIC, PREALLOCATED, add_arguments, candidates, prefill, random_ids
+from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, prefill, random_ids
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--context", type=int, default=2048, help="cached tokens [default %(default)s]")
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens timed [default %(default)s]")
     arguments = parser.parse_args(argv)

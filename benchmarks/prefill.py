@@ -5,16 +5,13 @@
 The text is random tokens: only speed is measured. Before timing, every compressed cache is checked.
 """
 
-import argparse
-
-from benchmarks.candidates import DYNAMIC, add_arguments, candidates, prefill, random_ids
+from benchmarks.candidates import DYNAMIC, argument_parser, candidates, prefill, random_ids
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt [default %(default)s]")
     parser.add_argument("--repeats", type=int, default=3, help="prompts timed [default %(default)s]")
     arguments = parser.parse_args(argv)

@@ -44,7 +44,7 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         for side in pair
     )
     held += len(plan.layers) * positions
-    if config.rope == "pre" and config.compress != "values":
+    if config.rotates:
         held += 4 * tokens
     return held / plan.geometry.full_nbytes(tokens, itemsize)
 

@@ -33,7 +33,7 @@ class OjaKVLayer(CompressedLayer):
 
     @property
     def rotates(self) -> bool:
-        return self.config.rope == "pre" and self.config.compress != "values"
+        return self.config.rotates
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.bases = tuple(side.to(key_states.device) for side in self.bases)

@@ -112,6 +112,11 @@ class OjaKVConfig:
             f"layout per_head with rope post",
         )
 
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are compressed before rotation; keys that are stored whole are always rotated."""
+        return self.rope == "pre" and self.compress != "values"
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "OjaKVConfig":
         """A named preset (see :data:`PRESETS`) with some of its keys replaced.

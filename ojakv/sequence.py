@@ -37,11 +37,6 @@ class OnlineSequence:
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
 
-    @property
-    def rotates(self) -> bool:
-        """Whether keys are compressed before rotation; keys that are stored whole are always rotated."""
-        return self.config.rope == "pre" and self.config.compress != "values"
-
     # -- filling --------------------------------------------------------------------------------------------------
 
     def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
@@ -91,7 +86,7 @@ class OnlineSequence:
 
         def choose(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
             rebuilt_GND = self.key.rebuilt(rows_PNW)
-            if self.rotates and rotation is not None:
+            if self.config.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
             residual_GND = key_GND.float() - rebuilt_GND
             return _worst(residual_GND, position_N, query_HQD, scaling, self._query_position(query_HQD), config)
@@ -107,7 +102,7 @@ class OnlineSequence:
         moving = slice(self.staying, self.staying + due)
         position_N = self.full_position.rows[moving].long()
         key_GND, value_GND = self.key.full.rows[:, moving], self.value.full.rows[:, moving]
-        plain_GND = unrotate(key_GND, position_N) if self.rotates and unrotate is not None else key_GND
+        plain_GND = unrotate(key_GND, position_N) if self.config.rotates and unrotate is not None else key_GND
         key_PNW, value_PNW = self.key.parts(plain_GND), self.value.parts(value_GND)
         self.key.follow(key_PNW, is_prompt=is_prompt)
         self.value.follow(value_PNW, is_prompt=is_prompt)
@@ -149,7 +144,7 @@ class OnlineSequence:
             return states_GTD
 
         key_GND = self.key.operands().rebuilt()
-        if self.rotates and rotation is not None:
+        if self.config.rotates and rotation is not None:
             key_GND = rotation.rotate(key_GND, low)
         return placed(self.key, key_GND), placed(self.value, self.value.operands().rebuilt())
 

@@ -34,7 +34,7 @@ def backend(name: str) -> Callable:
     The mask it takes is the one of the compressed attention: boolean (B, 1, Q, T), True where a query may see a token, or
     None where only causality masks.
     """
-    return {"sdpa": _sdpa, "eager": _eager, "flash_attention_2": _flash}[name]
+    return _FUNCTIONS[name]
 
 
 def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
@@ -59,3 +59,6 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
         seen_BT = mask[:, 0].any(dim=1)
         seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
     return ALL_ATTENTION_FUNCTIONS["flash_attention_2"](module, query, key, value, seen_BT, **kwargs)
+
+
+_FUNCTIONS = dict(zip(BACKENDS, (_sdpa, _eager, _flash), strict=True))
