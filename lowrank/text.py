@@ -106,3 +106,12 @@ def blocks(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: i
         raise UserError(f"the text has {len(tokens)} tokens, too few for one block of {length}; use a shorter block")
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
     return tokens[: usable * length].view(usable, length)[picked]
+
+
+def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:
+    """A command line's ``LABEL=FILE`` as the label and the first block of the file, (T,) int64."""
+    label, equals, name = argument.partition("=")
+    if not equals:
+        raise UserError(f"`--text` must be LABEL=FILE, got {argument!r}")
+    documents = load_documents(name, subset=None, split="test", text_field="text")
+    return label, blocks(documents, tokenizer, length, 1)[0]

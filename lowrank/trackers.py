@@ -7,6 +7,7 @@ Shapes: P parts, N rows, M rows of a sketch, W width of a part (D or C), R rank.
 """
 
 import abc
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -42,6 +43,9 @@ class Tracker(abc.ABC):
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
             rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
         """
+
+    def defer(self, rows_PNW: Tensor) -> None:
+        """Remember rows for the next :meth:`propose`, because no step follows them now."""
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         """Make a proposed basis the present one."""
@@ -86,6 +90,7 @@ class OjaTracker(Tracker):
         super().__init__(vectors_PWR, name)
         self.preconditioned = preconditioned
         self._shared = True
+        self._deferred_PWR: Tensor | None = None  # the steps' sum for rows that were stored without one
 
     def observe(self, rows_PNW: Tensor) -> None:
         pass
@@ -93,29 +98,43 @@ class OjaTracker(Tracker):
     def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
         if not rate:
             return None
-        basis_PWR = self.vectors_PWR
-        coef_PNR = rows_PNW @ basis_PWR
-        seen_PRR = coef_PNR.mT @ coef_PNR
-        outside_PWR = rows_PNW.mT @ coef_PNR - basis_PWR @ seen_PRR
+        step_PWR, seen_PRR = self._outside(rows_PNW)
         if self.preconditioned:
-            step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), outside_PWR, left=False)
-        else:
-            step_PWR = outside_PWR / rows_PNW.shape[1]
-        return orthonormal(basis_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
+            step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
+        return orthonormal(self.vectors_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
+
+    def defer(self, rows_PNW: Tensor) -> None:
+        # The basis stays until the next step, so the sum is exact.
+        self._deferred_PWR, _ = self._outside(rows_PNW)
+
+    def _outside(self, rows_PNW: Tensor) -> tuple[Tensor, Tensor]:
+        """(I − U Uᵀ) XᵀX U of the newest rows, over N unless preconditioned, and the like of the deferred ones, (P, W, R);
+        UᵀXᵀX U of the newest alone, (P, R, R)."""
+        coef_PNR = rows_PNW @ self.vectors_PWR
+        seen_PRR = coef_PNR.mT @ coef_PNR
+        outside_PWR = rows_PNW.mT @ coef_PNR - self.vectors_PWR @ seen_PRR
+        if not self.preconditioned:
+            outside_PWR /= rows_PNW.shape[1]
+        return outside_PWR if self._deferred_PWR is None else outside_PWR + self._deferred_PWR, seen_PRR
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         super().move_to(vectors_PWR)
         self._shared = False
+        self._deferred_PWR = None
 
     def tensors(self) -> Iterator[Tensor]:
         # Until its first step the basis is the calibration's, which all sequences share.
         if not self._shared:
             yield self.vectors_PWR
+        if self._deferred_PWR is not None:
+            yield self._deferred_PWR
 
     def clone(self) -> "OjaTracker":
-        twin = OjaTracker(self.vectors_PWR, self.name, preconditioned=self.preconditioned)
+        twin = copy.copy(self)
         if not self._shared:
-            twin.move_to(self.vectors_PWR.clone())
+            twin.vectors_PWR = self.vectors_PWR.clone()
+        if self._deferred_PWR is not None:
+            twin._deferred_PWR = self._deferred_PWR.clone()
         return twin
 
 

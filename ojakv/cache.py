@@ -60,7 +60,7 @@ class OjaKVLayer(CompressedLayer):
             output = self._attend_low_rank(query, mask, scaling), None
         else:
             if past or not is_exact:
-                key, value = self._dense()
+                key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
             self._settle(query, scaling)
@@ -99,7 +99,8 @@ class OjaKVLayer(CompressedLayer):
             )
         return torch.stack(outputs).transpose(1, 2).contiguous()
 
-    def _dense(self) -> tuple[Tensor, Tensor]:
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """All keys (rotated) and values as the cache gives them back, (B, G, T, D) each."""
         pairs = [sequence.dense(self._rotation(b)) for b, sequence in enumerate(self.sequences)]
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 

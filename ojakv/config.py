@@ -61,7 +61,10 @@ class OjaKVConfig:
     update: str = option("periodic", help="step at every T tokens, or only when needed", choices=UPDATES)
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
     trigger: float = option(
-        1.3, help="a triggered update takes a residual this many times the least of late", unit="times"
+        0.2,
+        help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates would "
+        "have left of them",
+        unit="times",
     )
     max_loss: float = option(
         0.01, help="most energy of stored coefficients one update may lose; the step is halved until it does not"
@@ -93,7 +96,7 @@ class OjaKVConfig:
         require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
         require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
-        for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "max_loss"):
+        for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger", "max_loss"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         for key in ("prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
@@ -101,9 +104,6 @@ class OjaKVConfig:
         for key in ("sinks", "recent", "min_length"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]; 0.05 keeps 5 % of a prompt")
-        require(
-            self.trigger >= 1, "trigger", self.trigger, "at least 1; 1.3 updates when the residual grows by a third"
-        )
         require(
             not self.query_key or (self.layout, self.rope) == ("per_head", "post"),
             "query_key",

@@ -19,7 +19,8 @@ from ojakv.plan import SideBasis
 
 # A step that loses too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
-STANDARD_LEAK = 1.05
+# A residual below this is rounding.
+SMALLEST_RESIDUAL = 1e-6
 
 
 class OnlineSide:
@@ -43,8 +44,8 @@ class OnlineSide:
         self.coef = GrowingTensor(torch.empty(parts, 0, rank, dtype=dtype, device=device), dim=1)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self.updates = 0
+        self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
-        self.standard: float | None = None  # least relative residual of late, which triggered updates compare with
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -81,13 +82,8 @@ class OnlineSide:
         if is_prompt:
             for _ in range(config.prompt_steps):
                 self._step(pooled_PNW, config.learning_rate)
-        elif config.update == "periodic" or self._is_triggered(rows_PNW):
-            self._step(pooled_PNW, config.decode_learning_rate)
-
-    def residual(self, rows_PNW: Tensor) -> float:
-        """RER of rows in the present basis."""
-        energy = rows_PNW.square().sum()
-        return float(1 - (rows_PNW @ self.tracker.vectors_PWR).square().sum() / energy) if energy > 0 else 0.0
+        else:
+            self._step(pooled_PNW, config.decode_learning_rate, is_triggered=config.update == "triggered")
 
     def compress(self, rows_PNW: Tensor) -> None:
         """Store rows as coefficients in the present basis."""
@@ -95,23 +91,18 @@ class OnlineSide:
         exact = self.config.update_period > 1
         self.coef.append(rows_PNW @ self.tracker.vectors_PWR, exact=exact)
 
-    def _is_triggered(self, rows_PNW: Tensor) -> bool:
-        """Whether the rows fit worse than the best of late did; that standard is forgotten by a twentieth each time.
+    def _step(self, rows_PNW: Tensor, rate: float, *, is_triggered: bool = False) -> None:
+        """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy.
 
-        A standard that never moved would ask for updates for ever once a text has become harder.
+        A triggered step waits until it is worth its price: until the residuals of the rows since the last one exceed
+        what a step would have left of them by `trigger` in sum. It then sees all of those rows.
         """
-        residual = self.residual(rows_PNW)
-        standard = residual if self.standard is None else self.standard
-        self.standard = min(residual, standard * STANDARD_LEAK)
-        return residual > self.config.trigger * standard
-
-    def _step(self, rows_PNW: Tensor, rate: float) -> None:
-        """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy."""
         old_PWR = self.tracker.vectors_PWR
-        stored = self.coef.rows.float()
         # Before anything is stored, the calibration stands for so many tokens.
-        prior_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
-        stored_PRR = stored.mT @ stored if self.coef.length else prior_PRR
+        stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
+        if self.coef.length:
+            stored_PNR = self.coef.rows.float()
+            stored_PRR = stored_PNR.mT @ stored_PNR
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(rows_PNW, stored_PRR, rate / 2**halving)
             if new_PWR is None:
@@ -122,11 +113,17 @@ class OnlineSide:
                 break
         else:
             return
+        if is_triggered:
+            self.regret += _residual(rows_PNW, old_PWR) / max(_residual(rows_PNW, new_PWR), SMALLEST_RESIDUAL) - 1
+            if self.regret <= self.config.trigger:
+                self.tracker.defer(rows_PNW)
+                return
+            self.regret = 0.0
         self.tracker.move_to(new_PWR)
         self.updates += 1
         self.kept_energy *= kept
         if self.coef.length:
-            self.coef = GrowingTensor((stored @ turn_PRR).to(self.coef.buffer.dtype), dim=1)
+            self.coef = GrowingTensor((stored_PNR @ turn_PRR).to(self.coef.buffer.dtype), dim=1)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -148,6 +145,12 @@ def _tracker(start: SideBasis, config: OjaKVConfig, name: str) -> Tracker:
     if config.tracker == "oja":
         return OjaTracker(start.vectors_PWR, name, preconditioned=config.preconditioned)
     return FrequentDirections(start.vectors_PWR, name, energy_PR=start.energy_PR, prior_rows=config.prior_tokens)
+
+
+def _residual(rows_PNW: Tensor, basis_PWR: Tensor) -> float:
+    """RER of rows in a basis."""
+    energy = rows_PNW.square().sum()
+    return float(1 - (rows_PNW @ basis_PWR).square().sum() / energy) if energy > 0 else 0.0
 
 
 def _pooled(rows_PNW: Tensor, size: int) -> Tensor:

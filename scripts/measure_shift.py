@@ -13,10 +13,9 @@ import json
 from evaluation.shift import measure_shift
 from lowrank import cli
 from lowrank.atomic import write_text
-from lowrank.errors import UserError
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.loading import load_model, load_tokenizer
-from lowrank.text import blocks, load_documents
+from lowrank.text import labelled_block
 from ojakv import OjaKVConfig
 
 
@@ -43,11 +42,7 @@ def main(argv: list[str]) -> None:
     }
     rows = []
     for argument in arguments.text:
-        label, equals, name = argument.partition("=")
-        if not equals:
-            raise UserError(f"`--text` must be LABEL=FILE, got {argument!r}")
-        documents = load_documents(name, subset=None, split="test", text_field="text")
-        tokens_T = blocks(documents, tokenizer, arguments.prefix + arguments.tokens, 1)[0]
+        label, tokens_T = labelled_block(argument, tokenizer, arguments.prefix + arguments.tokens)
         rows += measure_shift(model, calibration, label, tokens_T, prefix=arguments.prefix, configs=configs)
     print("| text | side | update | RER static | adapted | oracle | SO static | adapted |")
     print("|---|---|---|--:|--:|--:|--:|--:|")

@@ -2,6 +2,7 @@
 
 import torch
 
+from lowrank.metrics import relative_error
 from ojakv import OjaKVConfig
 from ojakv.plan import SideBasis
 from ojakv.side import OnlineSide
@@ -29,7 +30,7 @@ def run(side: OnlineSide, rows: torch.Tensor, period: int) -> float:
     left = energy = 0.0
     for i, batch in enumerate(rows.split(period, dim=1)):
         side.follow(batch, is_prompt=i == 0)
-        left += side.residual(batch) * float(batch.square().sum())
+        left += relative_error(batch[0], side.tracker.vectors_PWR[0]) * float(batch.square().sum())
         energy += float(batch.square().sum())
         side.compress(batch)
     return left / energy
@@ -41,7 +42,6 @@ def test_triggered_updates_reach_the_same_residual_with_fewer_steps():
     settings = {
         "max_loss": 1.0,
         "update_period": 32,
-        "trigger": 1.1,
         "preconditioned": False,
         "decode_learning_rate": 0.3,
     }
@@ -49,7 +49,7 @@ def test_triggered_updates_reach_the_same_residual_with_fewer_steps():
     residuals = {update: run(side, rows, 32) for update, side in sides.items()}
     assert sides["periodic"].updates == 150 + 1  # two steps on the prompt
     assert sides["triggered"].updates < 0.55 * sides["periodic"].updates
-    assert residuals["triggered"] <= 1.02 * residuals["periodic"]
+    assert residuals["triggered"] <= 1.01 * residuals["periodic"]
 
 
 def test_no_update_loses_more_stored_energy_than_allowed():
