@@ -81,10 +81,9 @@ class OjaKVLayer(CompressedLayer):
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         outputs = []
         for b, sequence in enumerate(self.sequences):
-            low_N = sequence.low_position() if mask is not None or self.rotates else None
             mask_QT = None
             if mask is not None:
-                order_T = torch.cat([low_N, sequence.full_position.rows.long()])
+                order_T = torch.cat([sequence.low_position(), sequence.full_position.rows.long()])
                 mask_QT = mask[b if mask.shape[0] > 1 else 0, 0][:, order_T]
             outputs.append(
                 lowrank_attention(
@@ -93,7 +92,7 @@ class OjaKVLayer(CompressedLayer):
                     sequence.value.operands(),
                     scaling=scaling,
                     rotation=self._rotation(b),
-                    position_N=low_N,
+                    places=sequence.low_places() if self.rotates else None,
                     mask_QT=mask_QT,
                 )
             )
@@ -105,7 +104,7 @@ class OjaKVLayer(CompressedLayer):
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
     def _rotation(self, b: int) -> Rotation | None:
-        return self.history.rotation(b) if self.rotates and self.history is not None else None
+        return self.history.rotation(b, self.device) if self.rotates and self.history is not None else None
 
     def _unrotate(self, b: int) -> Rotate | None:
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank.growing import GrowingTensor
-from lowrank.ops.rotation import Rotate, Rotation
+from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 from ojakv.side import OnlineSide
@@ -36,6 +36,7 @@ class OnlineSequence:
         self.full_position = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
+        self._low_run: slice | None = None  # places of the low-rank tokens, if they follow one another
 
     # -- filling --------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class OnlineSequence:
         stays[moving] = picked_N
         self.staying += int(picked_N.sum())
         self._keep_full(stays)
+        self._note_run()
 
     def _keep_full(self, stays_F: Tensor) -> None:
         """Drop full-rank tokens and leave room for those that will wait until the next update."""
@@ -132,6 +134,15 @@ class OnlineSequence:
         is_low[self.full_position.rows.long()] = False
         is_low[self.absent_position.long()] = False
         return torch.nonzero(is_low).flatten()
+
+    def low_places(self) -> Places:
+        """The same, as a slice where they follow one another."""
+        return self._low_run or self.low_position()
+
+    def _note_run(self) -> None:
+        low_N = self.low_position()
+        is_run = len(low_N) and int(low_N[-1] - low_N[0]) == len(low_N) - 1
+        self._low_run = slice(int(low_N[0]), int(low_N[-1]) + 1) if is_run else None
 
     def dense(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens in their places, (G, T, D) each; zero where there was padding."""
@@ -161,6 +172,7 @@ class OnlineSequence:
             self._keep_full(stays_F)
         self.absent_position = self.absent_position[self.absent_position < length]
         self.length = length
+        self._note_run()
 
     def clone(self) -> "OnlineSequence":
         twin = object.__new__(OnlineSequence)

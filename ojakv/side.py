@@ -19,6 +19,8 @@ from ojakv.plan import SideBasis
 
 # A step that loses too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
+# Coefficients are turned so many rows at a time, which stay within the cores' caches.
+TURNED_ROWS = 2048
 # A residual below this is rounding.
 SMALLEST_RESIDUAL = 1e-6
 
@@ -123,7 +125,12 @@ class OnlineSide:
         self.updates += 1
         self.kept_energy *= kept
         if self.coef.length:
-            self.coef = GrowingTensor((stored_PNR @ turn_PRR).to(self.coef.buffer.dtype), dim=1)
+            # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
+            turned = GrowingTensor(self.coef.buffer[:, :0], dim=1)
+            turned.reserve(self.coef.length + rows_PNW.shape[1] * self.config.pool)
+            for coef_PNR in self.coef.rows.split(TURNED_ROWS, dim=1):
+                turned.append(coef_PNR.float() @ turn_PRR)
+            self.coef = turned
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 

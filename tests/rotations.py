@@ -11,10 +11,10 @@ def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: 
     half = rotary // 2
     angle = torch.rand(tokens, half, generator=generator) * 6
 
-    def rotate(key_GND, position_N):
-        cos, sin = angle.cos()[position_N].to(key_GND), angle.sin()[position_N].to(key_GND)
+    def rotate(key_GND, places):
+        cos, sin = angle.cos()[places].to(key_GND), angle.sin()[places].to(key_GND)
         first, second = key_GND[..., :half], key_GND[..., half:rotary]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., rotary:]], dim=-1)
 
     turned = torch.polar(torch.ones_like(angle), angle)
-    return Rotation(rotate, (lambda position_N: turned[position_N]) if pairs else None)
+    return Rotation(rotate, turned if pairs else None)

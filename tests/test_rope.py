@@ -78,7 +78,7 @@ def test_rows_are_picked_at_any_places():
         torch.tensor([49]),
         torch.arange(0),
     ):
-        rotated = history.rotation(0).rotate(key[:, places], places)
+        rotated = history.rotation(0, key.device).rotate(key[:, places], places)
         torch.testing.assert_close(rotated, whole[:, places], atol=1e-6, rtol=0)
         torch.testing.assert_close(history.unrotate_rows(0)(rotated, places), key[:, places], atol=2e-6, rtol=0)
 

@@ -93,7 +93,7 @@ class RaggedLayer(CompressedLayer):
                     key_decoder,
                     value_decoder,
                     scaling=scaling,
-                    rotation=None if self.history is None else self.history.rotation(b),
+                    rotation=None if self.history is None else self.history.rotation(b, self.device),
                     mask_QT=None if mask is None else mask[b if mask.shape[0] > 1 else 0, 0],
                 )
                 for b, sequence in enumerate(self.sequences)

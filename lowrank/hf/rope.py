@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
-from lowrank.ops.rotation import Rotation
+from lowrank.ops.rotation import Places, Rotate, Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,7 @@ class RopeHistory:
         self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._table: Rope | None = None  # of this step, dropped after the last layer
         self._angle: Tensor | None = None  # the same as complex numbers
+        self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
         self._dtype = torch.float32
 
     @property
@@ -110,24 +111,25 @@ class RopeHistory:
             self._table = Rope(self.apply, cos, sin)
         return self._table
 
-    def picked(self, sequence: int, position_N: Tensor) -> Rope:
+    def picked(self, sequence: int, places: Places) -> Rope:
         """The rotation of one sequence's tokens at some places, for states (1, G, N, D)."""
         table = self.rope()
         row = sequence if table.cos_BTE.shape[0] > 1 else 0
-        places = _run(position_N.to(table.cos_BTE.device))
+        if isinstance(places, Tensor):
+            places = places.to(table.cos_BTE.device)
         return Rope(self.apply, table.cos_BTE[row, places][None], table.sin_BTE[row, places][None])
 
-    def rotation(self, sequence: int) -> Rotation:
-        """The rotation of one sequence's keys, for the attention operations."""
+    def rotation(self, sequence: int, device: torch.device) -> Rotation:
+        """The rotation of one sequence's keys on a device, for the attention operations."""
 
-        def rotate(key_GND: Tensor, position_N: Tensor) -> Tensor:
-            return self.picked(sequence, position_N).rotate(key_GND[None])[0]
+        def rotate(key_GND: Tensor, places: Places) -> Tensor:
+            return self.picked(sequence, places).rotate(key_GND[None])[0]
 
         angle_BTF = self._angles()
         if angle_BTF is None:
             return Rotation(rotate)
         angle_TF = angle_BTF[sequence if angle_BTF.shape[0] > 1 else 0]
-        return Rotation(rotate, lambda position_N: angle_TF[_run(position_N)])
+        return Rotation(rotate, angle_TF.to(device))
 
     def _angles(self) -> Tensor | None:
         """cos + i·sin of all tokens, once per step, where the family rotates pairs by one angle each."""
@@ -135,13 +137,16 @@ class RopeHistory:
             table = self.rope()
             half = table.cos_BTE.shape[2] // 2
             cos, sin = table.cos_BTE.float(), table.sin_BTE.float()
-            if torch.equal(cos[..., :half], cos[..., half:]) and torch.equal(sin[..., :half], sin[..., half:]):
+            if self._turns_pairs is None:
+                halves = [(states[..., :half], states[..., half:]) for states in (cos, sin)]
+                self._turns_pairs = all(torch.equal(first, second) for first, second in halves)
+            if self._turns_pairs:
                 self._angle = torch.complex(cos[..., :half], sin[..., :half])
         return self._angle
 
-    def unrotate_rows(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function (key_GND, position_N) → keys of one sequence as they were before rotation."""
-        return lambda key_GND, position_N: self.picked(sequence, position_N).unrotate(key_GND[None])[0]
+    def unrotate_rows(self, sequence: int) -> Rotate:
+        """A function (key_GND, places) → keys of one sequence as they were before rotation."""
+        return lambda key_GND, places: self.picked(sequence, places).unrotate(key_GND[None])[0]
 
     def release(self) -> None:
         """Drop this step's table of cos and sin."""
@@ -167,15 +172,6 @@ class RopeHistory:
         twin._kept = [tensor.clone() for tensor in self._kept]
         memo[id(self)] = twin
         return twin
-
-
-def _run(position_N: Tensor) -> slice | Tensor:
-    """Places without a gap as a slice, which needs no gathering; on a GPU asking would cost more than it saves."""
-    if position_N.device.type == "cpu" and len(position_N):
-        first = int(position_N[0])
-        if torch.equal(position_N, torch.arange(first, first + len(position_N))):
-            return slice(first, first + len(position_N))
-    return position_N
 
 
 @functools.lru_cache

@@ -1,4 +1,4 @@
-"""Rotating rebuilt keys, tile by tile.
+"""Rotating keys at given places of a sequence.
 
 Shapes: G KV heads, M rows of queries that share a KV head, N tokens, D head dim, E rotary dims (≤ D), C = G·D, R rank.
 """
@@ -9,11 +9,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Rebuilt keys of one tile stay within a core's cache: 1,024 tokens × 192 × 4 bytes is 0.75 MiB.
-TILE_TOKENS = 1024
+# Where tokens lie in their sequence: a slice where they follow one another, which needs no gathering.
+Places = slice | Tensor
+# (key_GND, places) → key_GND
+Rotate = Callable[[Tensor, Places], Tensor]
 
-# (key_GND, position_N) → key_GND
-Rotate = Callable[[Tensor, Tensor], Tensor]
+
+def between(places: Places, start: int, end: int) -> Places:
+    """The places of tokens `start` to `end` of those given."""
+    if isinstance(places, slice):
+        return slice(places.start + start, places.start + end)
+    return places[start:end]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +28,15 @@ class Rotation:
 
     Attributes:
         rotate: the family's own rotation of keys at given places.
-        angles: ``angles(position_N)`` is cos + i·sin, (N, E/2) complex, where the rotation turns the pairs (j, j + E/2) of
-            a head; None for a family that rotates otherwise.
+        angle_TF: cos + i·sin of every place, (T, E/2) complex, where the rotation turns the pairs (j, j + E/2) of a head;
+            None for a family that rotates otherwise.
     """
 
     rotate: Rotate
-    angles: Callable[[Tensor], Tensor] | None = None
+    angle_TF: Tensor | None = None
 
     def prepare(self, query_GMD: Tensor, decoder_XC: Tensor) -> tuple[Tensor, Tensor, Rotate]:
-        """(queries, decoder, turn) such that ``queries · turn(key_NGD, position_N)`` are the scores of rotated keys.
+        """(queries, decoder, turn) such that ``queries · turn(key_NGD, places)`` are the scores of rotated keys.
 
         Where the family rotates pairs, decoder and queries are reordered so that a pair lies side by side: turning a tile
         is then one complex product in place. A score does not depend on the order of the dims.
@@ -40,16 +46,15 @@ class Rotation:
             decoder_XC: whatever rebuilds keys, with the dims of one or of all heads last.
 
         Returns:
-            the queries, the decoder, and ``turn(key_NGD, position_N)`` → (G, N, D), which may overwrite its input.
+            the queries, the decoder, and ``turn(key_NGD, places)`` → (G, N, D), which may overwrite its input.
         """
-        if self.angles is None or query_GMD.dtype != torch.float32:
-            return query_GMD, decoder_XC, lambda key_NGD, position_N: self.rotate(key_NGD.transpose(0, 1), position_N)
-        head_dim = query_GMD.shape[-1]
-        rotary = 2 * self.angles(torch.zeros(1, dtype=torch.long, device=query_GMD.device)).shape[1]
+        if self.angle_TF is None or query_GMD.dtype != torch.float32:
+            return query_GMD, decoder_XC, lambda key_NGD, places: self.rotate(key_NGD.transpose(0, 1), places)
+        head_dim, rotary = query_GMD.shape[-1], 2 * self.angle_TF.shape[1]
 
-        def turn(key_NGD: Tensor, position_N: Tensor) -> Tensor:
+        def turn(key_NGD: Tensor, places: Places) -> Tensor:
             pairs_NGF = torch.view_as_complex(key_NGD[..., :rotary].unflatten(-1, (-1, 2)))
-            pairs_NGF.mul_(self.angles(position_N)[:, None])
+            pairs_NGF.mul_(self.angle_TF[places][:, None])
             return key_NGD.transpose(0, 1)
 
         return _paired(query_GMD, head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn

@@ -32,7 +32,7 @@ def test_equals_the_reference(low, full, queries, joint, rotated):
     if rotated:
         places = torch.randperm(low + full, generator=generator)[:low].sort().values
         turned = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
-        options |= {"rotation": turned, "position_N": places}
+        options |= {"rotation": turned, "places": places}
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[:, -1] = True

@@ -12,7 +12,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lowrank.ops.rotation import TILE_TOKENS, Rotation
+from lowrank.ops.rebuilt import rebuilt_scores
+from lowrank.ops.rotation import Places, Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    position_N: Tensor | None = None,
+    places: Places | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its N low-rank and F full-rank tokens.
@@ -60,7 +61,7 @@ def lowrank_attention(
         keys, values: of the same tokens.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         rotation: of keys compressed before it; None when they were compressed after it.
-        position_N: the places of the low-rank tokens; needed with `rotation`.
+        places: of the low-rank tokens; needed with `rotation`.
         mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
 
     Returns:
@@ -70,7 +71,7 @@ def lowrank_attention(
     groups, low = keys.full_GFD.shape[0], keys.coef_PNR.shape[1]
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     score_GMT = torch.cat(
-        [_scores(query_GMD, keys, rotation, position_N), query_GMD @ keys.full_GFD.mT],
+        [_scores(query_GMD, keys, rotation, places), query_GMD @ keys.full_GFD.mT],
         dim=2,
     )
     score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
@@ -85,21 +86,15 @@ def lowrank_attention(
     return output_GMD.view(heads, queries, head_dim)
 
 
-def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, position_N: Tensor | None) -> Tensor:
+def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Places | None) -> Tensor:
     """Scores of the low-rank tokens, (G, M, N)."""
-    groups, rows, head_dim = query_GMD.shape
+    groups, rows, _ = query_GMD.shape
     parts, low, rank = keys.coef_PNR.shape
     if rotation is None:
         latent_GMR = query_GMD @ keys.head_basis()
         return (latent_GMR.view(parts, -1, rank) @ keys.coef_PNR.mT).view(groups, rows, low)
-    query_GMD, decoder_PRW, turn = rotation.prepare(query_GMD, keys.basis_PWR.mT)
-    score_GMN = query_GMD.new_empty(groups, rows, low)
-    rebuilt = decoder_PRW.new_empty(parts, min(TILE_TOKENS, low), decoder_PRW.shape[2])
-    for start in range(0, low, TILE_TOKENS):
-        coef_PNR = keys.coef_PNR[:, start : start + TILE_TOKENS]
-        count = coef_PNR.shape[1]
-        rows_PNW = torch.matmul(coef_PNR, decoder_PRW, out=rebuilt[:, :count])
-        key_NGD = rows_PNW.transpose(0, 1).reshape(count, groups, head_dim)
-        key_GND = turn(key_NGD, position_N[start : start + count])
-        score_GMN[:, :, start : start + count] = query_GMD @ key_GND.mT
-    return score_GMN
+    scores = [
+        rebuilt_scores(part_GMD, [coef_NR], basis_WR.T, rotation, places)
+        for part_GMD, coef_NR, basis_WR in zip(query_GMD.chunk(parts), keys.coef_PNR, keys.basis_PWR, strict=True)
+    ]
+    return torch.cat(scores) if parts > 1 else scores[0]

@@ -17,7 +17,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    position_N: Tensor | None = None,
+    places: Tensor | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
@@ -33,7 +33,7 @@ def lowrank_attention(
 
     low_key = rebuild(keys)
     if rotation is not None:
-        low_key = rotation.rotate(low_key, position_N).double()
+        low_key = rotation.rotate(low_key, places).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

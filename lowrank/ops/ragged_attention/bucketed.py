@@ -9,12 +9,11 @@ Shapes: H query heads, G KV heads, J = H/G queries per KV head, Q new queries, D
 T cached tokens, N tokens of a bucket or tile, R rank.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lowrank.ops.rotation import TILE_TOKENS, Rotation
+from lowrank.ops.rebuilt import rebuilt_scores
+from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
 
@@ -65,38 +64,10 @@ def ragged_attention(
 
 
 def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation) -> Tensor:
-    groups, rows, head_dim = query_GMD.shape
     order_T = keys.order()
-    query_GMD, decoder_CC, turn = rotation.prepare(query_GMD, decoder_CC)
-    score_GMT = query_GMD.new_empty(groups, rows, keys.length)
-    rebuilt_NC = decoder_CC.new_empty(min(TILE_TOKENS, keys.length), decoder_CC.shape[1])
-    start = 0
-    for tile in _tiles(keys.buckets(), TILE_TOKENS):
-        # Buckets are rebuilt side by side and rotated together: an operation for each bucket, not a dozen.
-        end = 0
-        for coef_NR in tile:
-            torch.mm(coef_NR, decoder_CC[: coef_NR.shape[1]], out=rebuilt_NC[end : end + len(coef_NR)])
-            end += len(coef_NR)
-        position_N = order_T[start : start + end]
-        key_GND = turn(rebuilt_NC[:end].view(-1, groups, head_dim), position_N)
-        score_GMT[:, :, position_N] = query_GMD @ key_GND.mT
-        start += end
+    score_GMT = query_GMD.new_empty(*query_GMD.shape[:2], keys.length)
+    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, order_T)
     return score_GMT
-
-
-def _tiles(buckets: list[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """The buckets' rows in runs of at most `size`, each a list of pieces of buckets."""
-    tile, room = [], size
-    for coef_NR in buckets:
-        while len(coef_NR):
-            piece, coef_NR = coef_NR[:room], coef_NR[room:]
-            tile.append(piece)
-            room -= len(piece)
-            if not room:
-                yield tile
-                tile, room = [], size
-    if tile:
-        yield tile
 
 
 def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -> Tensor:
