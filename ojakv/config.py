@@ -7,6 +7,7 @@ from typing import Any
 from lowrank.basis import LAYOUTS, ROPE_SIDES
 from lowrank.config import build, nearest, option, read_yaml, require
 from lowrank.errors import UserError
+from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")
@@ -62,8 +63,8 @@ class OjaKVConfig:
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
     trigger: float = option(
         0.2,
-        help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates would "
-        "have left of them",
+        help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates "
+        "would have left of them",
         unit="times",
     )
     max_loss: float = option(
@@ -80,6 +81,10 @@ class OjaKVConfig:
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
     keep_prompt_full_rank: bool = option(False, help="keep the whole prompt, compress only what is generated")
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
+
+    # how coefficients are held
+    storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
+    storage_group: int | None = option(None, help=GROUP_HELP)
 
     # how attention reads them
     prefill: str = option(
@@ -111,6 +116,12 @@ class OjaKVConfig:
             f"false with layout {self.layout} and rope {self.rope}: queries and keys share a head and a rotation only in "
             f"layout per_head with rope post",
         )
+
+        self.quantisation  # noqa: B018 - says what is wrong with it
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        return quantisation_of(self.storage, self.storage_group)
 
     @property
     def rotates(self) -> bool:

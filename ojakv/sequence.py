@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank.growing import GrowingTensor
+from lowrank.memory import POSITIONS
 from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
@@ -181,11 +182,11 @@ class OnlineSequence:
         twin.full_position, twin.absent_position = self.full_position.clone(), self.absent_position.clone()
         return twin
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.key.tensors()
-        yield from self.value.tensors()
-        yield self.full_position.buffer
-        yield self.absent_position
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.held(self.staying)
+        yield from self.value.held(self.staying)
+        yield POSITIONS, self.full_position.buffer
+        yield POSITIONS, self.absent_position
 
 
 def _worst(

@@ -35,9 +35,9 @@ class RaggedSequence:
     def clone(self) -> "RaggedSequence":
         return RaggedSequence(self.key.clone(), self.value.clone())
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.key.tensors()
-        yield from self.value.tensors()
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.held()
+        yield from self.value.held()
 
 
 class RaggedLayer(CompressedLayer):
@@ -51,12 +51,14 @@ class RaggedLayer(CompressedLayer):
         self._prompt: tuple[Tensor, Tensor] | None = None  # masked coefficients of a prompt, until it is attended
 
     def new_sequence(self) -> RaggedSequence:
-        return RaggedSequence(
-            *(RaggedStore(c.width, dtype=self.dtype, device=self.device) for c in (self.codec.key, self.codec.value))
-        )
+        def store(codec: Codec) -> RaggedStore:
+            return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
+
+        return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        keep = not self.get_seq_length()
+        # A prompt attends what its coefficients give, and what they give once they are rounded is in the store alone.
+        keep = not self.get_seq_length() and self.codec.quantisation is None
         if rope is not None:
             key_BGQD = rope.unrotate(key_BGQD)
         stores = [[getattr(sequence, side) for sequence in self.sequences] for side in ("key", "value")]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from rotations import rotation
 
+from lowrank.coefficients import Coefficients
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
 
@@ -13,7 +14,7 @@ HEADS, GROUPS, HEAD_DIM = 6, 2, 16
 def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Generator) -> Operands:
     parts, width = (1, GROUPS * HEAD_DIM) if joint else (GROUPS, HEAD_DIM)
     return Operands(
-        torch.randn(parts, low, rank, generator=generator),
+        Coefficients.of(torch.randn(parts, low, rank, generator=generator)),
         torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
         torch.randn(GROUPS, full, HEAD_DIM, generator=generator),
     )

@@ -28,7 +28,7 @@ def lowrank_attention(
     def rebuild(operands: Operands) -> Tensor:
         groups, _, head_dim = operands.full_GFD.shape
         joint = operands.basis_PWR.shape[0] == 1
-        per_part = [c.double() @ u.double().T for c, u in zip(operands.coef_PNR, operands.basis_PWR, strict=True)]
+        per_part = [c.double() @ u.double().T for c, u in zip(operands.coef.rows(), operands.basis_PWR, strict=True)]
         return torch.stack(per_part[0].split(head_dim, dim=1)) if joint else torch.stack(per_part)
 
     low_key = rebuild(keys)

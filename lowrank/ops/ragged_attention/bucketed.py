@@ -55,10 +55,10 @@ def ragged_attention(
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
     # Weights in the order the buckets lie in: one gather for all of them.
     buckets = values.buckets()
-    for coef_NR, weight_PN in zip(
-        buckets, weight_PT[:, values.order()].split([len(c) for c in buckets], dim=1), strict=True
+    for coef, weight_PN in zip(
+        buckets, weight_PT[:, values.order()].split([coef.length for coef in buckets], dim=1), strict=True
     ):
-        latent_PC[:, : coef_NR.shape[1]] += weight_PN @ coef_NR
+        latent_PC[:, : coef.rank] += coef.weighted_sum(weight_PN)
     value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
@@ -75,6 +75,6 @@ def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -
     decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
     latent_PC = (query_GMD @ decoder_GDC).view(groups * rows, -1)
     score_PT = latent_PC.new_empty(groups * rows, keys.length)
-    in_order_PT = [latent_PC[:, : coef_NR.shape[1]] @ coef_NR.T for coef_NR in keys.buckets()]
+    in_order_PT = [coef.dot(latent_PC[:, : coef.rank]) for coef in keys.buckets()]
     score_PT[:, keys.order()] = torch.cat(in_order_PT, dim=1)
     return score_PT.view(groups, rows, -1)
