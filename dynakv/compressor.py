@@ -108,4 +108,5 @@ class LayerCompressor(nn.Module):
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache; it reads the current parameters."""
-        return LayerCodec(key=self.key, value=self.value, quantisation=self.key.config.quantisation)
+        config = self.key.config
+        return LayerCodec(key=self.key, value=self.value, quantisation=config.quantisation, eviction=config.eviction)

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from lowrank.config import option, require
+from lowrank.config import option, require, section
+from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
@@ -34,6 +35,7 @@ class DynaKVConfig:
 
     storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
     storage_group: int | None = option(None, help=GROUP_HELP)
+    eviction: Eviction = section(Eviction)
 
     def __post_init__(self):
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")

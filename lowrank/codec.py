@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowrank.eviction import Eviction
 from lowrank.quantise import Quantisation, companding
 
 
@@ -29,11 +30,12 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
-    """How one layer's keys (before rotation) and values are compressed, and held."""
+    """How one layer's keys (before rotation) and values are compressed and held, and which tokens are."""
 
     key: Codec
     value: Codec
     quantisation: Quantisation | None = None
+    eviction: Eviction = Eviction()
 
     def __post_init__(self):
         if self.quantisation is not None:

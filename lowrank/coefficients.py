@@ -122,7 +122,7 @@ class Coefficients:
             held.reserve(capacity)
 
     def keep(self, index_N: Tensor) -> None:
-        """Keep the rows at `index_N`, in that order; no room to grow is left."""
+        """Keep the rows at `index_N` (or, for each part its own, (P, N)), in that order; no room to grow is left."""
         for held in self._tensors():
             held.keep(index_N)
 

@@ -56,9 +56,12 @@ class GrowingTensor:
         self.length = min(self.length, length)
 
     def keep(self, index_N: Tensor) -> None:
-        """Keep the rows at `index_N`, in that order; no room to grow is left."""
-        self.buffer = self.rows.index_select(self.dim, index_N)
-        self.length = len(index_N)
+        """Keep the rows at `index_N`, in that order; no room to grow is left. (P, N) is an index for each leading part."""
+        if index_N.dim() == 1:
+            self.buffer = self.rows.index_select(self.dim, index_N)
+        else:
+            self.buffer = self.rows.take_along_dim(index_N.view(*index_N.shape, *[1] * (self.rows.dim() - 2)), dim=1)
+        self.length = index_N.shape[-1]
 
     def to(self, dtype: torch.dtype) -> None:
         """Convert what is held."""

@@ -113,6 +113,17 @@ class RaggedStore:
             bucket.position_N.crop(kept)
         self.length = length
 
+    def keep(self, row_N: Tensor) -> None:
+        """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
+        new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
+        new_T[row_N] = torch.arange(len(row_N), device=self.device)
+        for bucket in self._buckets.values():
+            new_N = new_T[bucket.position_N.rows.long()]
+            stays_N = torch.nonzero(new_N >= 0).flatten()
+            bucket.coef.keep(stays_N)
+            bucket.position_N = GrowingTensor(new_N[stays_N].to(self.index_dtype))
+        self.length = len(row_N)
+
     def trim(self) -> None:
         """Give back all room to grow."""
         for bucket in self._buckets.values():

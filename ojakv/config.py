@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import build, nearest, option, read_yaml, require
+from lowrank.config import build, nearest, option, read_yaml, require, section
 from lowrank.errors import UserError
+from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
@@ -81,6 +82,9 @@ class OjaKVConfig:
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
     keep_prompt_full_rank: bool = option(False, help="keep the whole prompt, compress only what is generated")
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
+
+    # which tokens are forgotten
+    eviction: Eviction = section(Eviction)
 
     # how coefficients are held
     storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))

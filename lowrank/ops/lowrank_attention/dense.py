@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank.coefficients import Coefficients
 from lowrank.ops.rebuilt import rebuilt_scores
-from lowrank.ops.rotation import Places, Rotation
+from lowrank.ops.rotation import Places, Rotation, of_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,9 @@ def lowrank_attention(
         keys, values: of the same tokens.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         rotation: of keys compressed before it; None when they were compressed after it.
-        places: of the low-rank tokens; needed with `rotation`.
+        places: of the low-rank tokens, or (P, N) where each part holds tokens of its own; needed with `rotation`.
         mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
+            (H, Q, T) where each part holds tokens of its own.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
@@ -95,7 +96,7 @@ def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places
         latent_GMR = query_GMD @ keys.head_basis()
         return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
-        rebuilt_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, places)
+        rebuilt_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))
         for part, (part_GMD, basis_WR) in enumerate(zip(query_GMD.chunk(parts), keys.basis_PWR, strict=True))
     ]
     return torch.cat(scores) if parts > 1 else scores[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.lowrank_attention.dense import Operands
-from lowrank.ops.rotation import Rotation
+from lowrank.ops.rotation import Rotation, of_part
 
 
 def lowrank_attention(
@@ -33,7 +33,8 @@ def lowrank_attention(
 
     low_key = rebuild(keys)
     if rotation is not None:
-        low_key = rotation.rotate(low_key, places).double()
+        parts = [rotation.rotate(key_ND[None], of_part(places, part)) for part, key_ND in enumerate(low_key)]
+        low_key = torch.cat(parts).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

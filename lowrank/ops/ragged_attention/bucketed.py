@@ -26,6 +26,7 @@ def ragged_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
+    place_T: Tensor | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
@@ -36,7 +37,8 @@ def ragged_attention(
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
-        mask_QT: True where a query may see a token; None when it may see all.
+        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
+        mask_QT: True where a query may see a row's token; None when it may see all.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
@@ -47,7 +49,7 @@ def ragged_attention(
     if rotation is None:
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
-        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation)
+        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation, place_T)
     score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
@@ -63,10 +65,13 @@ def ragged_attention(
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
 
-def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation) -> Tensor:
+def _scores_rebuilt(
+    query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation, place_T: Tensor | None
+) -> Tensor:
     order_T = keys.order()
+    places = order_T if place_T is None else place_T[order_T]
     score_GMT = query_GMD.new_empty(*query_GMD.shape[:2], keys.length)
-    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, order_T)
+    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
     return score_GMT
 
 
