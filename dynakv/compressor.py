@@ -109,4 +109,10 @@ class LayerCompressor(nn.Module):
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache; it reads the current parameters."""
         config = self.key.config
-        return LayerCodec(key=self.key, value=self.value, quantisation=config.quantisation, eviction=config.eviction)
+        return LayerCodec(
+            key=self.key,
+            value=self.value,
+            quantisation=config.quantisation,
+            eviction=config.eviction,
+            exact_prefill=config.prefill == "exact",
+        )

@@ -8,6 +8,7 @@ from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, q
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 GAPS = ("hard", "soft_prefix", "straight_through")
+PREFILLS = ("exact", "reconstructed")
 INVERSES = ("exact", "orthogonal")
 
 
@@ -33,6 +34,11 @@ class DynaKVConfig:
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
 
+    prefill: str = option(
+        "reconstructed",
+        help="a prompt's own attention sees rebuilt keys and values, as in training, or exact ones",
+        choices=PREFILLS,
+    )
     storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
     storage_group: int | None = option(None, help=GROUP_HELP)
     eviction: Eviction = section(Eviction)

@@ -11,11 +11,13 @@ from transformers import Cache
 
 import dynakv
 from dynakv.checkpoint import read_config
+from evaluation.baselines import BASELINES, SNAPKV, quantised_maker, snapkv_maker
 from evaluation.perplexity import Score, full_cache, score
 from lowrank.atomic import write_text
 from lowrank.config import option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.quantise import STORAGES
 from lowrank.text import CalibrationText, blocks, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig
 from ojakv.budget import plan_for_bytes
@@ -42,7 +44,9 @@ class CompareConfig:
     model: str | None = option(None, help="hub id or directory; by default what the checkpoint was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     presets: list[str] = option(list(PRESETS), help="OjaKV presets beside it")
-    prefill: str | None = option(None, help="what every preset's prompt attends to; by default the preset's own")
+    prefill: str | None = option(None, help="what every method's prompt attends to; by default the method's own")
+    storages: list[str] = option(["model"], help=f"how coefficients are held, any of {', '.join(STORAGES)}")
+    baselines: list[str] = option([], help=f"peers, any of {', '.join(BASELINES)}")
     byte_rates: list[float] = option([], help="further shares of the full cache's bytes for the presets, e.g. 0.4,0.6")
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
     prefix: int = option(
@@ -67,6 +71,10 @@ class CompareConfig:
         require(0 <= self.prefix < self.block_length, "prefix", self.prefix, "below `block_length`")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
         require(all(0 < rate <= 1 for rate in self.byte_rates), "byte_rates", self.byte_rates, "numbers in (0, 1]")
+        for key, valid in (("storages", STORAGES), ("baselines", BASELINES)):
+            unknown = sorted(set(getattr(self, key)) - set(valid))
+            require(not unknown, key, unknown, f"among {', '.join(valid)}")
+        require(bool(self.storages), "storages", self.storages, "at least one; `model` holds coefficients as they are")
         unknown = set(self.presets) - set(PRESETS)
         require(not unknown, "presets", sorted(unknown), f"among {', '.join(PRESETS)}")
         exact = [name for name in self.presets if self.preset(name).prefill == "exact"]
@@ -77,9 +85,13 @@ class CompareConfig:
             "without exact prefill where `prefix` is 0: in one pass nothing they compress is ever read",
         )
 
-    def preset(self, name: str) -> OjaKVConfig:
+    def preset(self, name: str, storage: str = "model") -> OjaKVConfig:
         """A preset with what this comparison changes of it."""
-        return OjaKVConfig.preset(name, **({} if self.prefill is None else {"prefill": self.prefill}))
+        return OjaKVConfig.preset(name, storage=storage, **self.overrides())
+
+    def overrides(self) -> dict[str, str]:
+        """Settings every method is given."""
+        return {} if self.prefill is None else {"prefill": self.prefill}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,32 +133,39 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     full = {label: measure("full", label, lambda: full_cache(model)) for label in texts}
     rows = [_row("full", label, full[label], full[label]) for label in texts]
     targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
-    for directory in config.checkpoint:
-        dynakv.attach(model, directory)
-        method = "dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}"
+    for directory, storage in itertools.product(config.checkpoint, config.storages):
+        dynakv.attach(model, directory, storage=storage, **config.overrides())
+        method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", storage)
         for label in texts:
             measured = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
             rows.append(_row(method, label, measured, full[label]))
-            if directory == config.checkpoint[0]:
+            if (directory, storage) == (config.checkpoint[0], config.storages[0]):
                 targets[label].insert(0, measured.rate)
         dynakv.detach(model)
-    if config.presets:
+    if config.presets or SNAPKV in config.baselines:
         if config.bases:
             calibration = Calibration.load(config.bases).for_model(model)
         else:
             calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
-        for method, label in itertools.product(config.presets, texts):
-            for share in targets[label]:
-                plan = plan_for_bytes(
-                    calibration,
-                    config.preset(method),
-                    min(share, 1.0),
-                    prompt=config.prefix or config.block_length,
-                    tokens=config.block_length,
-                    itemsize=model.dtype.itemsize,
-                )
-                measured = measure(method, label, lambda plan=plan: OjaKVCache(model, plan))
-                rows.append(_row(method, label, measured, full[label]))
+    for preset, storage, label in itertools.product(config.presets, config.storages, texts):
+        for share in targets[label]:
+            method = _named(preset, storage)
+            plan = plan_for_bytes(
+                calibration,
+                config.preset(preset, storage),
+                min(share, 1.0),
+                prompt=config.prefix or config.block_length,
+                tokens=config.block_length,
+                itemsize=model.dtype.itemsize,
+            )
+            measured = measure(method, label, lambda plan=plan: OjaKVCache(model, plan))
+            rows.append(_row(method, label, measured, full[label]))
+    for baseline, label in itertools.product(config.baselines, texts):
+        if baseline == SNAPKV:
+            makers = [snapkv_maker(model, calibration, min(share, 1.0)) for share in targets[label]]
+        else:
+            makers = [quantised_maker(model, baseline)]
+        rows += [_row(baseline, label, measure(baseline, label, maker), full[label]) for maker in makers]
     order = {label: i for i, label in enumerate(texts)}
     # A directory is a place on this machine; its last part names the model.
     name = Path(name).name if Path(name).is_dir() else name
@@ -197,6 +216,10 @@ def plot(rows: list[Row]):
         axis.grid(alpha=0.3, which="both")
     axes[0][0].legend(fontsize="small")
     return figure
+
+
+def _named(method: str, storage: str) -> str:
+    return method if storage == "model" else f"{method} {storage}"
 
 
 def _documents(text: TextConfig):

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
+from evaluation.baselines import quantised_tensors
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.layer import MAX_DECODE_QUERIES
@@ -40,6 +41,8 @@ def cache_bytes(cache: Cache, layers: Sequence[int]) -> int:
     """Bytes of the tensors a cache holds for its tokens in the layers that can be compressed."""
     if isinstance(cache, LowRankCache):
         return cache.nbytes
+    if isinstance(cache, QuantizedCache):
+        return sum(tensor.nbytes for tensor in quantised_tensors(cache))
     return sum(tensor.nbytes for index in layers for tensor in (cache.layers[index].keys, cache.layers[index].values))
 
 

@@ -30,12 +30,14 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
-    """How one layer's keys (before rotation) and values are compressed and held, and which tokens are."""
+    """How one layer's keys (before rotation) and values are compressed and held, which tokens are, and whether a prompt's
+    own attention sees exact keys and values or rebuilt ones."""
 
     key: Codec
     value: Codec
     quantisation: Quantisation | None = None
     eviction: Eviction = Eviction()
+    exact_prefill: bool = False
 
     def __post_init__(self):
         if self.quantisation is not None:

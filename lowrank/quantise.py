@@ -48,6 +48,10 @@ class Quantisation:
         """Y, bytes of a row's codes."""
         return rank if self.bits == 8 else -(-rank // 2)
 
+    def nbytes(self, rank: int) -> int:
+        """Bytes of a row, scales included."""
+        return self.row_bytes(rank) + 2 * self.groups(rank) * SCALE_DTYPE.itemsize
+
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (…, N, Y) uint8 and scales (…, N, 2·K) bf16: K steps, then K least values.
 

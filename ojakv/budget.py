@@ -34,9 +34,13 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     whole = staying + config.recent + waiting
     # When a period's tokens leave, room is made for as many again.
     room = staying + config.recent + config.update_period
-    low = tokens - whole
+    low, seen_low = tokens - whole, max(0, prompt - staying - config.recent)
+    evicted = 0
+    if config.eviction.is_on:
+        evicted = seen_low - min(seen_low, max(0, config.eviction.count(prompt) - (prompt - seen_low)))
+    low -= evicted
     if config.update_period == 1:
-        low = grown(prompt, low)
+        low = grown(prompt - evicted, low)
     positions = 4 * room
     held = sum(
         _side_bytes(side, config, low=low, whole=room, itemsize=itemsize, width=plan.geometry.width)
@@ -44,6 +48,9 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         for side in pair
     )
     held += len(plan.layers) * positions
+    if evicted:
+        parts = next(iter(plan.layers.values()))[0].vectors_PWR.shape[0]
+        held += len(plan.layers) * 4 * low * parts
     if config.rotates:
         held += 4 * tokens
     return held / plan.geometry.full_nbytes(tokens, itemsize)
@@ -51,9 +58,12 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
 
 def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
     parts, part_width, rank = side.vectors_PWR.shape
-    held = (low * parts * rank + whole * width) * itemsize
+    quantisation = config.quantisation
+    row = rank * itemsize if quantisation is None else quantisation.nbytes(rank)
+    held = low * parts * row + whole * width * itemsize
     if side.moves and config.tracker != "fixed":
-        bases = 1 if config.tracker == "oja" else 3  # a sketch has two bases' worth of rows
+        # A sketch has two bases' worth of rows, a sum of deferred steps one.
+        bases = 3 if config.tracker == "frequent_directions" else 1 + (config.update == "triggered")
         held += bases * parts * part_width * rank * 4
     return held
 

@@ -78,7 +78,7 @@ class RaggedLayer(CompressedLayer):
     def __init__(self, codec: LayerCodec):
         super().__init__()
         self.codec = codec
-        self._prompt: tuple[Tensor, Tensor] | None = None  # masked coefficients of a prompt, until it is attended
+        self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
 
     def new_sequence(self) -> RaggedSequence:
         def store(codec: Codec) -> RaggedStore:
@@ -87,30 +87,39 @@ class RaggedLayer(CompressedLayer):
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        # A prompt attends what its coefficients give, and what they give once they are rounded is in the store alone.
-        keep = not self.get_seq_length() and self.codec.quantisation is None
-        if rope is not None:
-            key_BGQD = rope.unrotate(key_BGQD)
+        is_prompt = not self.get_seq_length()
+        if is_prompt and self.codec.exact_prefill:
+            self._prompt = (key_BGQD, value_BGQD)
+        unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
         stores = [[getattr(sequence, side) for sequence in self.sequences] for side in ("key", "value")]
-        key_coef = self._store(self.codec.key, stores[0], key_BGQD, keep=keep)
-        value_coef = self._store(self.codec.value, stores[1], value_BGQD, keep=keep)
-        self._prompt = (key_coef, value_coef) if keep else None
+        key_coef = self._store(self.codec.key, stores[0], unrotated)
+        value_coef = self._store(self.codec.value, stores[1], value_BGQD)
         for sequence in self.sequences:
             sequence.note(key_BGQD.shape[2])
+        # What coefficients give once they are rounded is in the store alone.
+        if is_prompt and self._prompt is None and self.codec.quantisation is None:
+            self._prompt = self._states(key_coef, value_coef, rope)
 
-    def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor, *, keep: bool) -> Tensor | None:
+    def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor) -> Tensor:
+        """Put new tokens into their sequences' stores; returns their coefficients, zero beyond each rank, (B, T, C)."""
         coef_BTC, rank_BT = codec.encode(join_heads(states_BGTD))
         coef_BTC = coef_BTC.to(self.dtype)
         for store, coef_TC, rank_T in zip(stores, coef_BTC, rank_BT, strict=True):
             # A prompt leaves room to grow to the tokens that follow.
             store.append(coef_TC, rank_T, exact=rank_T.shape[0] > MAX_DECODE_QUERIES)
-        return coef_BTC * prefix_mask(rank_BT, codec.width) if keep else None
+        return coef_BTC * prefix_mask(rank_BT, codec.width)
+
+    def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
+        key_decoder, value_decoder = self._decoders()
+        key = split_heads(key_coef @ key_decoder, self.head_dim)
+        return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """A prompt, and long chunks after it, rebuild this layer's keys and values and run `inner` (sdpa) on them; a few
-        queries at a time attend in the compressed form."""
+        """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
+        ones, where so configured); a few queries at a time attend in the compressed form."""
         if self._prompt is None and query.shape[2] <= MAX_DECODE_QUERIES:
             return self._attend_compressed(query, mask, kwargs["scaling"])
         if any(sequence.fixed for sequence in self.sequences):
@@ -165,27 +174,19 @@ class RaggedLayer(CompressedLayer):
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         if self._prompt is not None:
-            (key_coef, value_coef), self._prompt = self._prompt, None
-        else:
-            key_coef = torch.stack([sequence.key.dense() for sequence in self.sequences])
-            value_coef = torch.stack([sequence.value.dense() for sequence in self.sequences])
-        key_decoder, value_decoder = self._decoders()
-        key = split_heads(key_coef @ key_decoder, self.head_dim)
-        if self.history is not None:
-            key = self.history.rope().rotate(key)
-        return key, split_heads(value_coef @ value_decoder, self.head_dim)
+            states, self._prompt = self._prompt, None
+            return states
+        key_coef = torch.stack([sequence.key.dense() for sequence in self.sequences])
+        value_coef = torch.stack([sequence.value.dense() for sequence in self.sequences])
+        return self._states(key_coef, value_coef, None if self.history is None else self.history.rope())
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""
-        sequence = self.sequences[b]
-        key_decoder, value_decoder = self._decoders()
-        key = split_heads((sequence.key.dense() @ key_decoder)[None], self.head_dim)
+        sequence, rope = self.sequences[b], None
         if self.history is not None:
             place_N = sequence.places()
-            if place_N is None:
-                place_N = torch.arange(sequence.length, device=self.device)
-            key = self.history.rotation(b, self.device).rotate(key[0], place_N)[None]
-        return key, split_heads((sequence.value.dense() @ value_decoder)[None], self.head_dim)
+            rope = self.history.picked(b, slice(0, sequence.length) if place_N is None else place_N)
+        return self._states(sequence.key.dense()[None], sequence.value.dense()[None], rope)
 
     def _decoders(self) -> tuple[Tensor, Tensor]:
         return (

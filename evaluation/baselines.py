@@ -1,0 +1,50 @@
+"""Peers to measure against: transformers' own quantised caches, and SnapKV's eviction of full-rank tokens."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, QuantizedCache
+
+from lowrank.errors import UserError
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+
+# name → (backend, bits, axis of the groups, package)
+QUANTISED = {
+    "quanto-int4": ("quanto", 4, 0, "optimum-quanto"),
+    "quanto-int2": ("quanto", 2, 0, "optimum-quanto"),
+    "hqq-int8": ("hqq", 8, 1, "hqq"),
+    "hqq-int4": ("hqq", 4, 1, "hqq"),
+    "hqq-int2": ("hqq", 2, 1, "hqq"),
+}
+SNAPKV = "snapkv"
+BASELINES = (*QUANTISED, SNAPKV)
+_MODULES = {"optimum-quanto": "optimum", "hqq": "hqq"}
+
+
+def quantised_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
+    """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype)."""
+    backend, bits, axis, package = QUANTISED[name]
+    if importlib.util.find_spec(_MODULES[package]) is None:
+        raise UserError(f"the baseline `{name}` needs {package}; pip install -c constraints.txt {package}")
+    return lambda: QuantizedCache(backend=backend, config=model.config, nbits=bits, axis_key=axis, axis_value=axis)
+
+
+def snapkv_maker(model: PreTrainedModel, calibration: Calibration, share: float) -> Callable[[], Cache]:
+    """Makes caches that keep `share` of a prompt's tokens whole, each KV head its own, and forget the others."""
+    config = OjaKVConfig.preset("static-pca", rate=1.0, prefill="exact", eviction={"keep": share})
+    plan = make_plan(calibration, config)
+    return lambda: OjaKVCache(model, plan)
+
+
+def quantised_tensors(cache: QuantizedCache) -> Iterator[Tensor]:
+    """All a quantised cache holds: codes as they are packed, scales, zero points and the latest tokens as they are."""
+    for layer in cache.layers:
+        yield layer.keys
+        yield layer.values
+        for states in (layer._quantized_keys, layer._quantized_values):
+            if isinstance(states, tuple):  # hqq: codes, and a dictionary of the rest
+                codes, rest = states
+                yield from (codes, rest["scale"], rest["zero"])
+            else:  # quanto: a tensor of packed codes that shows the shape of what it stands for
+                yield from (states._data._data, states._scale, states._shift)

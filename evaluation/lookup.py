@@ -1,0 +1,91 @@
+"""Looking values up in a long prompt: what a cache must not lose, whatever it forgets.
+
+A prompt lists facts (``The code of river is 482.``), then begins one of them again; the model must finish it by copying what it
+read. Small language models can do this, which most retrieval benchmarks ask too much of.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from evaluation.perplexity import cache_bytes
+from lowrank.errors import UserError
+from lowrank.hf.geometry import geometry_of
+
+WORDS = (
+    "river mountain garden window bridge candle forest engine market island silver doctor basket winter summer castle "
+    "letter mirror pencil rocket saddle temple tunnel velvet violin walnut wagon yellow zebra anchor butter carpet "
+    "desert eagle feather guitar hammer insect jacket kettle ladder magnet needle orange palace quarry rabbit salmon "
+    "teapot umbrella valley whistle barrel camera dragon elbow fabric goblet harbor ink jungle kitten lantern museum "
+    "napkin oyster parrot quilt ribbon spider ticket urchin vessel wizard yogurt acorn beaver cactus donkey emerald "
+    "falcon ginger helmet igloo jewel kernel lemon marble nectar onion pepper quiver radish saturn turtle unicorn "
+    "vacuum willow cotton bamboo copper dagger easel flute"
+).split()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LookupScore:
+    """How many of the questions were answered right, and the bytes the cache held after each prompt, summed."""
+
+    right: int
+    asked: int
+    cache_bytes: int
+    full_bytes: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.asked
+
+    @property
+    def rate(self) -> float:
+        return self.cache_bytes / self.full_bytes
+
+
+def lookup_prompts(count: int, facts: int, seed: int) -> list[tuple[str, str]]:
+    """`count` pairs (prompt, answer), each with `facts` facts in random order, of which one is asked.
+
+    Raises:
+        UserError: more facts than there are words.
+    """
+    if not 1 <= facts <= len(WORDS):
+        raise UserError(f"`facts` must be in 1..{len(WORDS)}, got {facts}")
+    generator = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        codes = {word: f"{generator.randrange(100, 1000)}" for word in generator.sample(WORDS, facts)}
+        asked = generator.choice(list(codes))
+        listed = "".join(f"The code of {word} is {code}.\n" for word, code in codes.items())
+        pairs.append((f"{listed}The code of {asked} is", f" {codes[asked]}"))
+    return pairs
+
+
+@torch.no_grad()
+def score_lookup(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[tuple[str, str]],
+    make_cache: Callable[[], Cache],
+    *,
+    description: str = "looking up",
+) -> LookupScore:
+    """Answer every prompt greedily from a fresh cache; an answer is right when all of its tokens are."""
+    geometry = geometry_of(model)
+    right = held = full = 0
+    for prompt, answer in tqdm(pairs, desc=description, leave=False):
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
+        expected = tokenizer(answer, add_special_tokens=False).input_ids
+        cache, given = make_cache(), []
+        token = ids
+        for _ in expected:
+            logits = model(token, past_key_values=cache, logits_to_keep=1).logits
+            if not given:
+                held += cache_bytes(cache, geometry.layers)
+                full += geometry.full_nbytes(ids.shape[1], model.dtype.itemsize)
+            token = logits[:, -1:].argmax(dim=-1)
+            given.append(int(token))
+        right += given == expected
+    return LookupScore(right=right, asked=len(pairs), cache_bytes=held, full_bytes=full)
