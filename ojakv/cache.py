@@ -3,7 +3,6 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached tokens.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
@@ -46,7 +46,7 @@ class OjaKVLayer(CompressedLayer):
         self._new = (key_BGQD, value_BGQD)
 
     def attend_cached(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on exact or rebuilt states; a few queries at a time attend in
         the low-rank space, unless the configuration asks for rebuilding there, too."""
@@ -57,7 +57,7 @@ class OjaKVLayer(CompressedLayer):
         if not is_exact:
             self._settle(query, scaling)
         if past and query.shape[2] <= MAX_DECODE_QUERIES and self.config.attention == "low_rank":
-            output = self._attend_low_rank(query, mask, scaling), None
+            output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
         else:
             if past or not is_exact:
                 key, value = self.dense()
@@ -78,7 +78,7 @@ class OjaKVLayer(CompressedLayer):
         for b, sequence in enumerate(self.sequences):
             sequence.settle(query[b], scaling, self._rotation(b), self._unrotate(b))
 
-    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         outputs = []
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
@@ -93,6 +93,7 @@ class OjaKVLayer(CompressedLayer):
                     scaling=scaling,
                     rotation=self._rotation(b),
                     places=sequence.low_places() if self.rotates else None,
+                    softcap=softcap,
                     mask_QT=mask_QT,
                 )
             )

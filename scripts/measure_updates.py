@@ -1,6 +1,6 @@
 """Measure what fewer basis updates cost: periodic against triggered ones on long texts (OjaKV's future work).
 
-    python scripts/measure_updates.py --model MODEL --bases DIR --text book=book.jsonl --output updates.json
+python scripts/measure_updates.py --model MODEL --bases DIR --text book=book.jsonl --output updates.json
 """
 
 import argparse
@@ -49,7 +49,11 @@ def main(argv: list[str]) -> None:
     print("| text | updates | number | error of the cache | perplexity | byte rate |")
     print("|---|---|--:|--:|--:|--:|")
     for row in rows:
-        print("| {text} | {rule} | {updates:,} | {relative_error:.4f} | {perplexity:.3f} | {rate:.3f} |".format(**vars(row)))
+        print(
+            "| {text} | {rule} | {updates:,} | {relative_error:.4f} | {perplexity:.3f} | {rate:.3f} |".format(
+                **vars(row)
+            )
+        )
     if arguments.output:
         write_text(arguments.output, json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
 

@@ -4,13 +4,14 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowrank.codec import Codec, LayerCodec, prefix_mask
+from lowrank.hf.backends import Backend
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops.ragged_attention import ragged_attention
@@ -73,16 +74,18 @@ class RaggedLayer(CompressedLayer):
         return coef_BTC * prefix_mask(rank_BT, codec.width) if keep else None
 
     def attend_cached(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, rebuild this layer's keys and values and run `inner` (sdpa) on them; a few
         queries at a time attend in the compressed form."""
         if self._prompt is None and query.shape[2] <= MAX_DECODE_QUERIES:
-            return self._attend_compressed(query, mask, kwargs["scaling"])
+            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
         key, value = self._rebuild()
         return inner(module, query, key, value, mask, **kwargs)
 
-    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, None]:
+    def _attend_compressed(
+        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, None]:
         key_decoder, value_decoder = self._decoders()
         output_BHQD = torch.stack(
             [
@@ -94,6 +97,7 @@ class RaggedLayer(CompressedLayer):
                     value_decoder,
                     scaling=scaling,
                     rotation=None if self.history is None else self.history.rotation(b, self.device),
+                    softcap=softcap,
                     mask_QT=None if mask is None else mask[b if mask.shape[0] > 1 else 0, 0],
                 )
                 for b, sequence in enumerate(self.sequences)

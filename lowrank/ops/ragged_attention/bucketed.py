@@ -12,6 +12,7 @@ T cached tokens, N tokens of a bucket or tile, R rank.
 import torch
 from torch import Tensor
 
+from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
@@ -26,6 +27,7 @@ def ragged_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
+    softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
@@ -36,6 +38,7 @@ def ragged_attention(
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
         mask_QT: True where a query may see a token; None when it may see all.
 
     Returns:
@@ -48,7 +51,7 @@ def ragged_attention(
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
         score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation)
-    score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
+    score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
     weight_PT = score_HQT.softmax(dim=-1).view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
