@@ -29,6 +29,7 @@ class OjaKVLayer(CompressedLayer):
     def __init__(self, bases: tuple[SideBasis, SideBasis], config: OjaKVConfig, index: int):
         super().__init__()
         self.bases, self.config, self.index = bases, config, index
+        self.record_past = False
         self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
 
     @property
@@ -38,6 +39,10 @@ class OjaKVLayer(CompressedLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.bases = tuple(side.to(key_states.device) for side in self.bases)
         super().lazy_initialization(key_states, value_states)
+
+    def activate_past_recording(self) -> None:
+        """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts."""
+        self.record_past = True
 
     def new_sequence(self) -> OnlineSequence:
         return OnlineSequence(self.bases, self.config, head_dim=self.head_dim, dtype=self.dtype, layer=self.index)
@@ -54,8 +59,10 @@ class OjaKVLayer(CompressedLayer):
         past, scaling = self.get_seq_length(), kwargs["scaling"]
         self._append(key, value, mask, past)
         is_exact = self.config.prefill == "exact"
+        # Few tokens after others may be drafts, whoever drives the cache.
+        may_be_cropped = self.record_past or bool(past and query.shape[2] <= MAX_DECODE_QUERIES)
         if not is_exact:
-            self._settle(query, scaling)
+            self._settle(query, scaling, may_be_cropped)
         if past and query.shape[2] <= MAX_DECODE_QUERIES and self.config.attention == "low_rank":
             output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
         else:
@@ -63,7 +70,7 @@ class OjaKVLayer(CompressedLayer):
                 key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
-            self._settle(query, scaling)
+            self._settle(query, scaling, may_be_cropped)
         return output
 
     def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, past: int) -> None:
@@ -74,9 +81,10 @@ class OjaKVLayer(CompressedLayer):
                 present_Q = mask[b if mask.shape[0] > 1 else 0, 0, :, past : past + key.shape[2]].any(dim=0)
             sequence.append(key[b], value[b], present_Q)
 
-    def _settle(self, query: Tensor, scaling: float) -> None:
+    def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
         for b, sequence in enumerate(self.sequences):
-            sequence.settle(query[b], scaling, self._rotation(b), self._unrotate(b))
+            rotation, unrotate = self._rotation(b), self._unrotate(b)
+            sequence.settle(query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped)
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         outputs = []
