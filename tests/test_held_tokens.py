@@ -22,7 +22,7 @@ SETTINGS = {
     "every_token": {"update_period": 1, "recent": 0, "sinks": 0},
     "every_token_recent": {"update_period": 1, "recent": 3},
     "triggered": {"update": "triggered", "update_period": 2, "recent": 0, "trigger": 0.01},
-    "short_prompt": {"update_period": 4, "sinks": 8, "recent": 30, "keep": 0.2},
+    "short_prompt": {"update_period": 12, "sinks": 8, "recent": 30, "keep": 0.4},
     "min_length": {"update_period": 4, "sinks": 0, "recent": 0, "min_length": 38},
     "whole_prompt": {"update_period": 4, "recent": 2, "keep_prompt_full_rank": True},
     "fixed_recent": {"tracker": "fixed", "update_period": 1, "sinks": 0, "recent": 2},

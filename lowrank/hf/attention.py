@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend, backend, check_backend, default_backend
 from lowrank.hf.geometry import attention_modules, rotary_function
+from lowrank.hf.refused import allow_other_caches, refuse_other_caches
 from lowrank.hf.rope import Rope
 
 ATTENTION_NAME = "adaptive_kv"
@@ -82,12 +83,14 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             raise UserError(
                 f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
             )
+    refuse_other_caches(model)
     return model
 
 
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare`; a no-op on a model that was never prepared."""
     previous = None
+    allow_other_caches(model)
     for module in attention_modules(model).values():
         context: AttentionContext | None = module.__dict__.pop(CONTEXT, None)
         if context is not None:
