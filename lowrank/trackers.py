@@ -44,6 +44,7 @@ class Tracker(abc.ABC):
             rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
         """
 
+    @abc.abstractmethod
     def defer(self, rows_PNW: Tensor) -> None:
         """Remember rows for the next :meth:`propose`, because no step follows them now."""
 
@@ -68,6 +69,9 @@ class FixedTracker(Tracker):
 
     def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> None:
         return None
+
+    def defer(self, rows_PNW: Tensor) -> None:
+        pass
 
     def tensors(self) -> Iterator[Tensor]:
         return iter(())
@@ -183,6 +187,9 @@ class FrequentDirections(Tracker):
         rank = self.vectors_PWR.shape[2]
         directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
         return orthonormal(directions_PMW[:, :rank].mT, f"{self.name}: the sketch's directions")
+
+    def defer(self, rows_PNW: Tensor) -> None:
+        pass  # the sketch has them
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         super().move_to(vectors_PWR)

@@ -62,8 +62,8 @@ class OjaKVConfig:
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
     trigger: float = option(
         0.2,
-        help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates would "
-        "have left of them",
+        help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates "
+        "would have left of them",
         unit="times",
     )
     max_loss: float = option(

@@ -188,7 +188,7 @@ class OnlineSequence:
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Forget tokens from place `length` on. Held ones leave no trace; a basis that has followed others does not turn back."""
+        """Forget tokens from place `length` on. Held ones leave no trace; a basis that has followed others stays."""
         low = int((self.low_position() < length).sum())
         stays_F = self.full_position.rows < length
         self.staying = int(stays_F[: self.staying].sum())

@@ -79,8 +79,7 @@ def test_the_cap_is_applied_where_the_backend_underneath_applies_it(method, ids,
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     family = BY_NAME["gemma2"]
-    capped = family.model()
-    assert capped.config._attn_implementation == "eager"
+    capped = family.model(attn_implementation="eager")
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", capless)
     model = family.model(attn_implementation="sdpa")

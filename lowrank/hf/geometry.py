@@ -62,7 +62,7 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
         window = getattr(config, "sliding_window", None)
         raise UserError(
             f"no layer of this {config.model_type} model has full attention (sliding_window={window}), and only such layers "
-            f"are compressed, as a window's cache does not grow with the text; use a model without a window, or no compression"
+            f"are compressed, as a window's cache does not grow with the text; use a model without a window"
         )
     if not layers:
         # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.

@@ -48,7 +48,7 @@ def _prepare_cache_for_generation(
 def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     """Every way into continuous batching starts here."""
     raise UserError(
-        "continuous batching (`generate_batch`, `cache_implementation='paged'`) keeps keys and values uncompressed in a paged "
-        "cache of its own; call generate() with a left-padded batch, or take the compression off first with "
+        "continuous batching (`generate_batch`, `cache_implementation='paged'`) keeps keys and values uncompressed in a "
+        "paged cache of its own; call generate() with a left-padded batch, or take the compression off first with "
         "dynakv.detach(model) or lowrank.hf.attention.restore(model)"
     )
