@@ -139,6 +139,8 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
+        # Up to 5.17 drafting passes a tensor, which would become the length of every sequence at once.
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
         if tokens_to_remove:
