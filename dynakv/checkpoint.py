@@ -111,16 +111,29 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         raise UserError(f"{path} is damaged (missing or wrong entry: {error}); restore the checkpoint") from error
 
 
-def attach(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
+def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> PreTrainedModel:
     """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself.
 
+    Args:
+        model: the stock model it was trained for.
+        directory: of the checkpoint.
+        overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``storage="int8"`` or
+            ``threshold=0.2``.
+
     Raises:
-        UserError: the checkpoint is damaged, or was made for a model of another shape. The model is then unchanged.
+        UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown or out
+            of range. The model is then unchanged.
     """
     config = read_config(directory)
+    fixed = sorted({"inverse"} & overrides.keys())
+    if fixed:
+        raise UserError(
+            f"`{fixed[0]}` cannot be overridden: the checkpoint was trained with {config.compressor.inverse!r}"
+        )
+    settings = build(DynaKVConfig, {**to_dict(config.compressor), **overrides}, source="the overrides of `attach`")
     geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
     state = read_state(Path(directory) / WEIGHTS)
-    add_compressors(model, config.compressor)
+    add_compressors(model, settings)
     load_state(model, state, str(directory))
     return use_ragged_cache(model)
 

@@ -79,6 +79,10 @@ class TokenCompressor(nn.Module):
             coef_BTC = coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype)
         return coef_BTC, self._rank(cumulative_BTC)
 
+    def energies(self) -> Tensor:
+        """Calibrated second moment of each coefficient, (C,) fp32; training moves U away from it a little."""
+        return self.gate.input_scale.float().square().reciprocal()
+
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]
 
@@ -104,4 +108,5 @@ class LayerCompressor(nn.Module):
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache; it reads the current parameters."""
-        return LayerCodec(key=self.key, value=self.value)
+        config = self.key.config
+        return LayerCodec(key=self.key, value=self.value, quantisation=config.quantisation, eviction=config.eviction)

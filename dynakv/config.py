@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from lowrank.config import option, require
+from lowrank.config import option, require, section
+from lowrank.eviction import Eviction
+from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 GAPS = ("hard", "soft_prefix", "straight_through")
@@ -31,7 +33,16 @@ class DynaKVConfig:
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
 
+    storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
+    storage_group: int | None = option(None, help=GROUP_HELP)
+    eviction: Eviction = section(Eviction)
+
     def __post_init__(self):
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
+        self.quantisation  # noqa: B018 - says what is wrong with it
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        return quantisation_of(self.storage, self.storage_group)

@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowrank.eviction import Eviction
+from lowrank.quantise import Quantisation, companding
+
 
 class Codec(Protocol):
     """Maps joint keys or values to coefficients of which each token keeps a prefix."""
@@ -21,13 +24,42 @@ class Codec(Protocol):
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The (C, C) matrix whose first R rows rebuild a token from its first R coefficients."""
 
+    def energies(self) -> Tensor:
+        """About the second moment of each coefficient, (C,) fp32; asked for only where coefficients are quantised."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
-    """How one layer's keys (before rotation) and values are compressed."""
+    """How one layer's keys (before rotation) and values are compressed and held, and which tokens are."""
 
     key: Codec
     value: Codec
+    quantisation: Quantisation | None = None
+    eviction: Eviction = Eviction()
+
+    def __post_init__(self):
+        if self.quantisation is not None:
+            for side in ("key", "value"):
+                object.__setattr__(self, side, Companded(getattr(self, side)))
+
+
+class Companded:
+    """A codec whose coefficients are divided by their spread, so that one scale serves all of a token's; the decoder undoes
+    it."""
+
+    def __init__(self, codec: Codec):
+        self.codec, self.width = codec, codec.width
+        self.spread_C = companding(codec.energies())
+
+    def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        coef_BTC, rank_BT = self.codec.encode(states_BTC)
+        return coef_BTC / self.spread_C.to(coef_BTC), rank_BT
+
+    def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.spread_C.to(device, dtype)[:, None] * self.codec.decoder(dtype, device)
+
+    def energies(self) -> Tensor:
+        return self.codec.energies() / self.spread_C.square()
 
 
 def prefix_mask(rank_BT: Tensor, width: int) -> Tensor:

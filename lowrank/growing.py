@@ -55,13 +55,22 @@ class GrowingTensor:
         """Keep the first `length` rows; the buffer stays, so that a rolled-back draft costs no copy."""
         self.length = min(self.length, length)
 
+    def keep(self, index_N: Tensor) -> None:
+        """Keep the rows at `index_N`, in that order; no room to grow is left. (P, N) is an index for each leading part."""
+        if index_N.dim() == 1:
+            self.buffer = self.rows.index_select(self.dim, index_N)
+        else:
+            self.buffer = self.rows.take_along_dim(index_N.view(*index_N.shape, *[1] * (self.rows.dim() - 2)), dim=1)
+        self.length = index_N.shape[-1]
+
     def to(self, dtype: torch.dtype) -> None:
         """Convert what is held."""
         self.buffer = self.buffer.to(dtype)
 
-    def clone(self) -> "GrowingTensor":
-        """An independent copy without room to grow."""
-        return GrowingTensor(self.rows.clone(memory_format=torch.contiguous_format), self.dim)
+    def clone(self, rows: int | None = None) -> "GrowingTensor":
+        """An independent copy of the first `rows` rows, or all, without room to grow."""
+        taken = self.rows if rows is None else self.rows.narrow(self.dim, 0, rows)
+        return GrowingTensor(taken.clone(memory_format=torch.contiguous_format), self.dim)
 
 
 def grown(capacity: int, needed: int) -> int:

@@ -9,18 +9,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
+from lowrank.memory import POSITIONS
+from lowrank.quantise import Quantisation
 
 
 @dataclasses.dataclass
 class _Bucket:
     """All rows of one rank, in order of position."""
 
-    coef_NR: GrowingTensor
+    coef: Coefficients
     position_N: GrowingTensor
 
     def append(self, coef_NR: Tensor, position_N: Tensor, *, exact: bool) -> None:
-        self.coef_NR.append(coef_NR, exact=exact)
+        self.coef.append(coef_NR, exact=exact)
         self.position_N.append(position_N, exact=exact)
 
 
@@ -35,10 +38,13 @@ class RaggedStore:
         width: C, the most coefficients a row can have.
         dtype: of the coefficients.
         device: where they live.
+        quantisation: how they are held as integers; None to hold them in `dtype`.
     """
 
-    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device):
-        self.width, self.dtype, self.device = width, dtype, device
+    def __init__(
+        self, width: int, *, dtype: torch.dtype, device: torch.device, quantisation: Quantisation | None = None
+    ):
+        self.width, self.dtype, self.device, self.quantisation = width, dtype, device, quantisation
         self.index_dtype = torch.int16
         self.length = 0
         self._buckets: dict[int, _Bucket] = {}
@@ -66,9 +72,9 @@ class RaggedStore:
                 self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
         self.length += count
 
-    def buckets(self) -> list[Tensor]:
+    def buckets(self) -> list[Coefficients]:
         """The coefficients of every non-empty bucket, (N, R) each, in order of rank."""
-        return [self._buckets[rank].coef_NR.rows for rank in self._ranks()]
+        return [self._buckets[rank].coef for rank in self._ranks()]
 
     def order(self) -> Tensor:
         """The places in the sequence of all rows of :meth:`buckets`, one after another, (T,) int64."""
@@ -76,20 +82,22 @@ class RaggedStore:
         return torch.cat(positions).long() if positions else torch.empty(0, dtype=torch.long, device=self.device)
 
     def _ranks(self) -> list[int]:
-        return sorted(rank for rank, bucket in self._buckets.items() if bucket.coef_NR.length)
+        return sorted(rank for rank, bucket in self._buckets.items() if bucket.coef.length)
 
     def dense(self) -> Tensor:
         """All rows as (T, C), zero beyond each row's rank."""
         coef_TC = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.device)
         buckets = self.buckets()
-        for coef_NR, position_N in zip(buckets, self.order().split([len(c) for c in buckets]), strict=True):
-            coef_TC[position_N, : coef_NR.shape[1]] = coef_NR
+        for coef, position_N in zip(buckets, self.order().split([c.length for c in buckets]), strict=True):
+            coef_TC[position_N, : coef.rank] = coef.rows()
         return coef_TC
 
     def ranks(self) -> Tensor:
         """The rank of every row, (T,) int64."""
         rank_T = torch.zeros(self.length, dtype=torch.long, device=self.device)
-        sizes = torch.tensor([coef_NR.shape for coef_NR in self.buckets()], dtype=torch.long, device=self.device)
+        sizes = torch.tensor(
+            [(coef.length, coef.rank) for coef in self.buckets()], dtype=torch.long, device=self.device
+        )
         count_K, rank_K = sizes.view(-1, 2).T
         rank_T[self.order()] = rank_K.repeat_interleave(count_K)
         return rank_T
@@ -101,40 +109,51 @@ class RaggedStore:
         for bucket in self._buckets.values():
             # Positions rise within a bucket, so what goes is a suffix.
             kept = int((bucket.position_N.rows < length).sum())
-            bucket.coef_NR.crop(kept)
+            bucket.coef.crop(kept)
             bucket.position_N.crop(kept)
         self.length = length
+
+    def keep(self, row_N: Tensor) -> None:
+        """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
+        new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
+        new_T[row_N] = torch.arange(len(row_N), device=self.device)
+        for bucket in self._buckets.values():
+            new_N = new_T[bucket.position_N.rows.long()]
+            stays_N = torch.nonzero(new_N >= 0).flatten()
+            bucket.coef.keep(stays_N)
+            bucket.position_N = GrowingTensor(new_N[stays_N].to(self.index_dtype))
+        self.length = len(row_N)
 
     def trim(self) -> None:
         """Give back all room to grow."""
         for bucket in self._buckets.values():
-            bucket.coef_NR.reserve(bucket.coef_NR.length)
+            bucket.coef.reserve(bucket.coef.length)
             bucket.position_N.reserve(bucket.position_N.length)
 
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""
-        copy = RaggedStore(self.width, dtype=self.dtype, device=self.device)
+        copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)
         copy.index_dtype, copy.length = self.index_dtype, self.length
         for rank, bucket in self._buckets.items():
-            copy._buckets[rank] = _Bucket(bucket.coef_NR.clone(), bucket.position_N.clone())
+            copy._buckets[rank] = _Bucket(bucket.coef.clone(), bucket.position_N.clone())
         return copy
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, whole, room to grow included."""
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of everything held, whole, room to grow included."""
         for bucket in self._buckets.values():
-            yield bucket.coef_NR.buffer
-            yield bucket.position_N.buffer
+            yield from bucket.coef.held()
+            yield POSITIONS, bucket.position_N.buffer
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held, room to grow included."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        return sum(tensor.nbytes for _, tensor in self.held())
 
     def _bucket(self, rank: int) -> _Bucket:
         if rank not in self._buckets:
-            coef_NR = torch.empty(0, rank, dtype=self.dtype, device=self.device)
+            coef = Coefficients((rank,), dtype=self.dtype, device=self.device, quantisation=self.quantisation)
             position_N = torch.empty(0, dtype=self.index_dtype, device=self.device)
-            self._buckets[rank] = _Bucket(GrowingTensor(coef_NR), GrowingTensor(position_N))
+            self._buckets[rank] = _Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]
 
     def _widen_index(self, length: int) -> None:

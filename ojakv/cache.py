@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
@@ -41,7 +42,16 @@ class OjaKVLayer(CompressedLayer):
         super().lazy_initialization(key_states, value_states)
 
     def activate_past_recording(self) -> None:
-        """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts."""
+        """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts.
+
+        Raises:
+            UserError: tokens are evicted, which cannot be taken back.
+        """
+        if self.config.eviction.is_on:
+            raise UserError(
+                f"`eviction.keep` is {self.config.eviction.keep}, but a call with drafts must be able to take tokens back; "
+                f"keep the whole prompt (`eviction.keep: 1`), or generate without drafts"
+            )
         self.record_past = True
 
     def new_sequence(self) -> OnlineSequence:
@@ -56,29 +66,58 @@ class OjaKVLayer(CompressedLayer):
         """A prompt, and long chunks after it, run `inner` on exact or rebuilt states; a few queries at a time attend in
         the low-rank space, unless the configuration asks for rebuilding there, too."""
         (key, value), self._new = self._new, None
-        past, scaling = self.get_seq_length(), kwargs["scaling"]
+        past, scaling, new_key = self.get_seq_length(), kwargs["scaling"], key
+        is_few = query.shape[2] <= MAX_DECODE_QUERIES
         self._append(key, value, mask, past)
         is_exact = self.config.prefill == "exact"
         # Few tokens after others may be drafts, whoever drives the cache.
-        may_be_cropped = self.record_past or bool(past and query.shape[2] <= MAX_DECODE_QUERIES)
+        may_be_cropped = self.record_past or bool(past and is_few)
         if not is_exact:
             self._settle(query, scaling, may_be_cropped)
-        if past and query.shape[2] <= MAX_DECODE_QUERIES and self.config.attention == "low_rank":
+        if past and is_few and self.config.attention == "low_rank":
             output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
+        elif any(sequence.fixed for sequence in self.sequences):
+            output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
         else:
             if past or not is_exact:
                 key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
             self._settle(query, scaling, may_be_cropped)
+        if self.config.eviction.is_on and not is_few:
+            for b in range(len(self.sequences)):
+                self._evict(b, query[b], new_key[b], mask, past, scaling)
         return output
+
+    def _evict(
+        self, b: int, query_HQD: Tensor, key_GQD: Tensor, mask: Tensor | None, past: int, scaling: float
+    ) -> None:
+        """Of the tokens just read, forget those that the last of them do not look at: one choice for all heads where they
+        share their coefficients, one for each where it has its own."""
+        present_Q = None if mask is None else _present(mask, b, past, past + key_GQD.shape[1])
+        parts = self.bases[0].vectors_PWR.shape[0]
+        score_PQ = self.config.eviction.scores(query_HQD, key_GQD, scaling, present_Q, parts=parts)
+        self.sequences[b].evict(score_PQ, past, self.config.eviction)
+
+    def _attend_rebuilt(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> Tensor:
+        """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            key, value = sequence.rebuilt(self._rotation(b))
+            mask_1HQT = None
+            if mask is not None:
+                columns = sequence.columns(mask[b if mask.shape[0] > 1 else 0, 0], query.shape[1])
+                mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
+            outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
+        return torch.cat(outputs)
 
     def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, past: int) -> None:
         for b, sequence in enumerate(self.sequences):
             present_Q = None
             if mask is not None:
-                # What no query may see is padding.
-                present_Q = mask[b if mask.shape[0] > 1 else 0, 0, :, past : past + key.shape[2]].any(dim=0)
+                present_Q = _present(mask, b, past, past + key.shape[2])
             sequence.append(key[b], value[b], present_Q)
 
     def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
@@ -91,8 +130,7 @@ class OjaKVLayer(CompressedLayer):
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
             if mask is not None:
-                order_T = torch.cat([sequence.low_position(), sequence.full_position.rows.long()])
-                mask_QT = mask[b if mask.shape[0] > 1 else 0, 0][:, order_T]
+                mask_QT = sequence.columns(mask[b if mask.shape[0] > 1 else 0, 0], query.shape[1])
             outputs.append(
                 lowrank_attention(
                     query[b],
@@ -117,6 +155,11 @@ class OjaKVLayer(CompressedLayer):
 
     def _unrotate(self, b: int) -> Rotate | None:
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
+
+
+def _present(mask: Tensor, b: int, start: int, end: int) -> Tensor:
+    """False for what no query of a sequence may see, which is padding, (end − start,)."""
+    return mask[b if mask.shape[0] > 1 else 0, 0, :, start:end].any(dim=0)
 
 
 class OjaKVCache(LowRankCache):

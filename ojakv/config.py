@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import build, nearest, option, read_yaml, require
+from lowrank.config import build, nearest, option, read_yaml, require, section
 from lowrank.errors import UserError
+from lowrank.eviction import Eviction
+from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")
@@ -81,6 +83,13 @@ class OjaKVConfig:
     keep_prompt_full_rank: bool = option(False, help="keep the whole prompt, compress only what is generated")
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
 
+    # which tokens are forgotten
+    eviction: Eviction = section(Eviction)
+
+    # how coefficients are held
+    storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
+    storage_group: int | None = option(None, help=GROUP_HELP)
+
     # how attention reads them
     prefill: str = option(
         "exact",
@@ -111,6 +120,12 @@ class OjaKVConfig:
             f"false with layout {self.layout} and rope {self.rope}: queries and keys share a head and a rotation only in "
             f"layout per_head with rope post",
         )
+
+        self.quantisation  # noqa: B018 - says what is wrong with it
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        return quantisation_of(self.storage, self.storage_group)
 
     @property
     def rotates(self) -> bool:

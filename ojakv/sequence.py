@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowrank.eviction import Eviction, check_croppable
 from lowrank.growing import GrowingTensor
+from lowrank.memory import BUFFERS, POSITIONS
 from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
@@ -43,6 +45,8 @@ class OnlineSequence:
         self.held_prompt = False  # whether the first tokens are a prompt that was held when it came
         self.prompt_query: Tensor | None = None  # (H, Q, D) of a held prompt, where they choose what stays whole
         self._arrived = 0  # tokens the running call stored
+        self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
+        self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
         self._low_run: slice | None = None  # places of the low-rank tokens, if they follow one another
 
     # -- filling --------------------------------------------------------------------------------------------------
@@ -94,12 +98,13 @@ class OnlineSequence:
             # The call's first token is no draft.
             query_HQD = query_HQD[:, :1]
         self.held_prompt, self.prompt_query = False, None
-        present = self.full_position.length - (self._arrived if is_held else 0)
+        held = self._arrived if is_held else 0
+        present = self.full_position.length - held
         if is_prompt and config.keep_prompt_full_rank:
             self.has_settled = True
             self._compress(present, _all, unrotate=unrotate)
             return
-        if present + self.key.coef.length < config.min_length:
+        if self.length - self.absent_position.shape[0] - held < config.min_length:
             return
         if self.has_settled:
             due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
@@ -141,6 +146,9 @@ class OnlineSequence:
         stays[moving] = picked_N
         self.staying += int(picked_N.sum())
         self._keep_full(stays)
+        if self._low_place is not None:
+            new_N = position_N[~picked_N].to(torch.int32)
+            self._low_place.append(new_N.expand(self._low_place.buffer.shape[0], -1))
         self._note_run()
 
     def _keep_full(self, stays_F: Tensor) -> None:
@@ -152,10 +160,34 @@ class OnlineSequence:
         self.full_position = GrowingTensor(self.full_position.rows[stays_F])
         self.full_position.reserve(max(room, self.full_position.length))
 
+    def evict(self, score_PQ: Tensor, first: int, eviction: Eviction) -> None:
+        """Of the low-rank tokens from place `first` on, forget those of least score; full-rank tokens are all kept.
+
+        Args:
+            score_PQ: of the tokens from `first` on, for all heads (P = 1) or for each part; −inf for padding.
+        """
+        place_PN = torch.atleast_2d(self.low_position()).expand(score_PQ.shape[0], -1)
+        new = int((place_PN[0] >= first).sum())
+        old = place_PN.shape[1] - new
+        full = int((self.full_position.rows >= first).sum())
+        count = min(new, max(0, eviction.count(new + full) - full))
+        score_PN = score_PQ.gather(1, place_PN[:, old:] - first)
+        kept_PN = score_PN.topk(count, dim=1).indices.sort(dim=1).values + old
+        before_PN = torch.arange(old, device=kept_PN.device).expand(len(kept_PN), -1)
+        index_PN = torch.cat([before_PN, kept_PN], dim=1)
+        for side in (self.key, self.value):
+            side.coef.keep(index_PN)
+        self._low_place = GrowingTensor(place_PN.gather(1, index_PN).to(torch.int32), dim=1)
+        self.fixed = self.length
+        self._note_run()
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def low_position(self) -> Tensor:
-        """Places of the low-rank tokens, rising, (N,) int64."""
+        """Places of the low-rank tokens, rising, (N,) int64, or (P, N) where each part holds tokens of its own."""
+        if self._low_place is not None:
+            place_PN = self._low_place.rows.long()
+            return place_PN[0] if len(place_PN) == 1 else place_PN
         is_low = torch.ones(self.length, dtype=torch.bool, device=self.full_position.buffer.device)
         is_low[self.full_position.rows.long()] = False
         is_low[self.absent_position.long()] = False
@@ -167,33 +199,54 @@ class OnlineSequence:
 
     def _note_run(self) -> None:
         low_N = self.low_position()
-        is_run = len(low_N) and int(low_N[-1] - low_N[0]) == len(low_N) - 1
+        is_run = low_N.dim() == 1 and len(low_N) and int(low_N[-1] - low_N[0]) == len(low_N) - 1
         self._low_run = slice(int(low_N[0]), int(low_N[-1]) + 1) if is_run else None
 
-    def dense(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of all tokens in their places, (G, T, D) each; zero where there was padding."""
-        low, full = self.low_position(), self.full_position.rows.long()
+    def columns(self, mask_QT: Tensor, heads: int) -> Tensor:
+        """A mask's columns of the tokens held, low-rank ones first, (Q, N + F), or (H, Q, N + F) where parts differ."""
+        low, full_QF = self.low_position(), mask_QT[:, self.full_position.rows.long()]
+        if low.dim() == 1:
+            return torch.cat([mask_QT[:, low], full_QF], dim=1)
+        low_HQN = mask_QT[:, low].transpose(0, 1).repeat_interleave(heads // len(low), dim=0)
+        return torch.cat([low_HQN, full_QF.expand(heads, -1, -1)], dim=2)
 
-        def placed(side: OnlineSide, rows_GND: Tensor) -> Tensor:
-            states_GTD = rows_GND.new_zeros(rows_GND.shape[0], self.length, rows_GND.shape[2])
-            states_GTD[:, low] = rows_GND
-            states_GTD[:, full] = side.full.rows
-            return states_GTD
-
+    def rebuilt(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of all tokens held, low-rank ones first, (G, N + F, D) each."""
         key_GND = self.key.operands().rebuilt()
         if self.config.rotates and rotation is not None:
-            key_GND = rotation.rotate(key_GND, low)
-        return placed(self.key, key_GND), placed(self.value, self.value.operands().rebuilt())
+            low = self.low_places()
+            if isinstance(low, Tensor) and low.dim() == 2:
+                heads = [rotation.rotate(key_GND[g : g + 1], low[g]) for g in range(len(key_GND))]
+                key_GND = torch.cat(heads)
+            else:
+                key_GND = rotation.rotate(key_GND, low)
+        value_GND = self.value.operands().rebuilt()
+        return torch.cat([key_GND, self.key.full.rows], 1), torch.cat([value_GND, self.value.full.rows], 1)
+
+    def dense(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """The same in their places, (G, T, D) each; zero where there was padding. Not for a sequence with evicted tokens."""
+        order_N = torch.cat([self.low_position(), self.full_position.rows.long()])
+
+        def placed(rows_GND: Tensor) -> Tensor:
+            states_GTD = rows_GND.new_zeros(rows_GND.shape[0], self.length, rows_GND.shape[2])
+            states_GTD[:, order_N] = rows_GND
+            return states_GTD
+
+        key_GND, value_GND = self.rebuilt(rotation)
+        return placed(key_GND), placed(value_GND)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
         """Forget tokens from place `length` on. Held ones leave no trace; a basis that has followed others stays."""
-        low = int((self.low_position() < length).sum())
+        check_croppable(length, self.fixed)
+        low = self.key.coef.length - int((torch.atleast_2d(self.low_position())[0] >= length).sum())
         stays_F = self.full_position.rows < length
         self.staying = int(stays_F[: self.staying].sum())
         for side in (self.key, self.value):
             side.coef.crop(low)
+        if self._low_place is not None:
+            self._low_place.crop(low)
         if not bool(stays_F.all()):
             self._keep_full(stays_F)
         self.absent_position = self.absent_position[self.absent_position < length]
@@ -206,16 +259,19 @@ class OnlineSequence:
         twin = object.__new__(OnlineSequence)
         twin.__dict__.update(self.__dict__)
         twin.key, twin.value = self.key.clone(), self.value.clone()
+        twin._low_place = None if self._low_place is None else self._low_place.clone()
         twin.full_position, twin.absent_position = self.full_position.clone(), self.absent_position.clone()
         return twin
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.key.tensors()
-        yield from self.value.tensors()
-        yield self.full_position.buffer
-        yield self.absent_position
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.held(self.staying)
+        yield from self.value.held(self.staying)
+        yield POSITIONS, self.full_position.buffer
+        yield POSITIONS, self.absent_position
+        if self._low_place is not None:
+            yield POSITIONS, self._low_place.buffer
         if self.prompt_query is not None:
-            yield self.prompt_query
+            yield BUFFERS, self.prompt_query
 
 
 def _all(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:

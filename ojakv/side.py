@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowrank.coefficients import TILE_ROWS, Coefficients
 from lowrank.errors import UserError
 from lowrank.growing import GrowingTensor
+from lowrank.memory import BASES, BUFFERS, FULL_RANK
 from lowrank.ops.lowrank_attention import Operands
+from lowrank.quantise import companding
 from lowrank.trackers import FixedTracker, FrequentDirections, OjaTracker, Tracker
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 
 # A step that loses too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
-# Coefficients are turned so many rows at a time, which stay within the cores' caches.
-TURNED_ROWS = 2048
 # A residual below this is rounding.
 SMALLEST_RESIDUAL = 1e-6
+TINY = torch.finfo(torch.float32).tiny
 
 
 class OnlineSide:
@@ -43,16 +45,24 @@ class OnlineSide:
         self.config, self.name = config, name
         self.tracker = _tracker(start, config, name)
         self.start = start
-        self.coef = GrowingTensor(torch.empty(parts, 0, rank, dtype=dtype, device=device), dim=1)
+        quantisation = config.quantisation
+        # Unquantised coefficients are divided by nothing.
+        self.spread_PR = None if quantisation is None else companding(start.energy_PR)
+        self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self.updates = 0
         self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
+        self.rounding = 0.0  # share of their energy that holding the latest coefficients as integers cost
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def operands(self) -> Operands:
-        return Operands(self.coef.rows, self.tracker.vectors_PWR.to(self.coef.buffer.dtype), self.full.rows)
+        return Operands(self.coef, self._spread(self.tracker.vectors_PWR, 1).to(self.coef.dtype), self.full.rows)
+
+    def _spread(self, states_PXR: Tensor, power: int) -> Tensor:
+        """States times the coefficients' spread (power 1), or divided by it (power −1)."""
+        return states_PXR if self.spread_PR is None else states_PXR * self.spread_PR[:, None] ** power
 
     def parts(self, rows_GND: Tensor) -> Tensor:
         """Rows of heads as rows of parts, fp32, (P, N, W).
@@ -63,14 +73,14 @@ class OnlineSide:
         rows_GND = rows_GND.float()
         if not math.isfinite(float(rows_GND.abs().sum())):
             raise UserError(f"{self.name} hold NaN or infinite entries; check the model's weights and dtype")
-        joint = self.coef.buffer.shape[0] == 1
+        joint = self.start.vectors_PWR.shape[0] == 1
         return rows_GND.transpose(0, 1).flatten(1)[None] if joint else rows_GND
 
     def rebuilt(self, rows_PNW: Tensor) -> Tensor:
         """What is left of rows (P, N, W) in the basis, (G, N, D) fp32."""
         coef_PNR = rows_PNW @ self.tracker.vectors_PWR
         whole = self.full.buffer
-        return Operands(coef_PNR, self.tracker.vectors_PWR, whole[:, :0].float()).rebuilt()
+        return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, whole[:, :0].float()).rebuilt()
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -91,7 +101,11 @@ class OnlineSide:
         """Store rows as coefficients in the present basis."""
         # Coefficients that are rewritten by every update need no room to grow.
         exact = self.config.update_period > 1
-        self.coef.append(rows_PNW @ self.tracker.vectors_PWR, exact=exact)
+        start, coef_PNR = self.coef.length, rows_PNW @ self.tracker.vectors_PWR
+        self.coef.append(self._spread(coef_PNR, -1), exact=exact)
+        if self.spread_PR is not None and coef_PNR.numel():
+            rounded_PNR = self._spread(self.coef.rows(start).float(), 1)
+            self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
     def _step(self, rows_PNW: Tensor, rate: float, *, is_triggered: bool = False) -> None:
         """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy.
@@ -103,14 +117,14 @@ class OnlineSide:
         # Before anything is stored, the calibration stands for so many tokens.
         stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
         if self.coef.length:
-            stored_PNR = self.coef.rows.float()
-            stored_PRR = stored_PNR.mT @ stored_PNR
+            stored_PRR = sum(tile.mT @ tile for tile in self._stored())
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(rows_PNW, stored_PRR, rate / 2**halving)
             if new_PWR is None:
                 return
             turn_PRR = old_PWR.mT @ new_PWR
-            kept = _kept_energy(stored_PRR, turn_PRR) if self.coef.length else 1.0
+            # Turned coefficients are rounded anew where they are held as integers.
+            kept = _kept_energy(stored_PRR, turn_PRR) - self.rounding if self.coef.length else 1.0
             if kept >= 1 - self.config.max_loss:
                 break
         else:
@@ -126,18 +140,26 @@ class OnlineSide:
         self.kept_energy *= kept
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            turned = GrowingTensor(self.coef.buffer[:, :0], dim=1)
-            turned.reserve(self.coef.length + rows_PNW.shape[1] * self.config.pool)
-            for coef_PNR in self.coef.rows.split(TURNED_ROWS, dim=1):
-                turned.append(coef_PNR.float() @ turn_PRR)
+            turned = self.coef.empty_like(self.coef.length + rows_PNW.shape[1] * self.config.pool)
+            for tile_PNR in self._stored():
+                turned.append(self._spread(tile_PNR @ turn_PRR, -1))
             self.coef = turned
+
+    def _stored(self) -> Iterator[Tensor]:
+        """The stored coefficients in the present basis, fp32, a tile at a time."""
+        for start in range(0, self.coef.length, TILE_ROWS):
+            rows_PNR = self.coef.rows(start, min(start + TILE_ROWS, self.coef.length))
+            yield self._spread(rows_PNR.float(), 1)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.coef.buffer
-        yield self.full.buffer
-        yield from self.tracker.tensors()
+    def held(self, staying: int) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of everything held; the first `staying` full-rank tokens stay, the others wait."""
+        yield from self.coef.held()
+        yield FULL_RANK, self.full.buffer[:, :staying]
+        yield BUFFERS, self.full.buffer[:, staying:]
+        for tensor in self.tracker.tensors():
+            yield BASES, tensor
 
     def clone(self) -> "OnlineSide":
         twin = object.__new__(OnlineSide)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from methods import METHODS, calibration_of, tiny_model
 
+from lowrank.errors import UserError
+from lowrank.eviction import Eviction
 from lowrank.hf.backends import backend
 from lowrank.hf.geometry import attention_modules, rotary_function, rotary_module
 from lowrank.hf.rope import Rope
@@ -93,7 +95,7 @@ def assert_same_state(actual, expected, *, tokens: int = TOKENS):
         assert torch.equal(one.tracker.vectors_PWR, other.tracker.vectors_PWR)
         # A token compressed by itself, drafts and all, is a product of another size: the same but for its rounding.
         rounding = 1e-5 if mine.config.compresses_tokens_alone else 0
-        torch.testing.assert_close(one.coef.rows, other.coef.rows, atol=rounding, rtol=0)
+        torch.testing.assert_close(one.coef.rows(), other.coef.rows(), atol=rounding, rtol=0)
         assert torch.equal(one.full.rows, other.full.rows)
 
 
@@ -157,6 +159,15 @@ def test_queries_kept_for_a_held_prompt_are_counted():
     cache = method.build(model, 0.4)()
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.tensors()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.held()}
     assert cache.nbytes == sum(storages.values())
     assert cache.layers[0].sequences[0].prompt_query.shape == (4, TOKENS, 16)
+
+
+def test_drafts_and_eviction_are_refused_together():
+    model = tiny_model()
+    ids = torch.randint(1, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+    config = OjaKVConfig(eviction=Eviction(keep=0.5))
+    cache = OjaKVCache(model, make_plan(calibration_of(model), config))
+    with pytest.raises(UserError, match=r"`eviction.keep` is 0.5.*or generate without drafts"):
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)

@@ -255,7 +255,7 @@ def test_state_is_fp32_whatever_the_models_dtype(calibration, ids):
     cache = filled(model, calibration, ids, 60, update_period=2)
     side = cache.layers[0].sequences[0].key
     assert side.updates > 40
-    assert (side.tracker.vectors_PWR.dtype, side.coef.buffer.dtype) == (torch.float32, torch.bfloat16)
+    assert (side.tracker.vectors_PWR.dtype, side.coef.rows().dtype) == (torch.float32, torch.bfloat16)
     gram = side.tracker.vectors_PWR.mT @ side.tracker.vectors_PWR
     torch.testing.assert_close(gram, torch.eye(gram.shape[1])[None], atol=1e-5, rtol=0)
     assert 0.9 < cache.kept_energy <= 1

@@ -24,9 +24,9 @@ def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
     assert store.ranks().tolist() == [len(row) for row in rows]
     order = store.order()
     assert sorted(order.tolist()) == list(range(len(rows)))
-    stored = [row for bucket in store.buckets() for row in bucket]
+    stored = [row for bucket in store.buckets() for row in bucket.rows()]
     assert all(torch.equal(row, rows[place]) for row, place in zip(stored, order.tolist(), strict=True))
-    assert store.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
+    assert store.nbytes == sum(tensor.untyped_storage().nbytes() for _, tensor in store.held())
 
 
 operations = st.lists(
@@ -71,9 +71,9 @@ def test_a_prompt_is_stored_without_slack():
 def test_growth_is_amortised_and_bounded():
     store, copies = new_store(), 0
     for _ in range(3000):
-        before = [tensor.data_ptr() for tensor in store.tensors()]
+        before = [tensor.data_ptr() for _, tensor in store.held()]
         store.append(torch.randn(1, WIDTH), torch.tensor([8]))
-        copies += before != [tensor.data_ptr() for tensor in store.tensors()]
+        copies += before != [tensor.data_ptr() for _, tensor in store.held()]
     used = 3000 * (8 * 4 + 2)
     assert copies < 80
     assert store.nbytes <= used * (1 + GROWTH) + 64

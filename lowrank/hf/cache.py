@@ -12,6 +12,7 @@ from lowrank.hf.attention import prepare
 from lowrank.hf.geometry import KVGeometry, attention_modules, geometry_of, rotary_function, rotary_module
 from lowrank.hf.layer import CompressedLayer
 from lowrank.hf.rope import RopeHistory
+from lowrank.memory import POSITIONS, MemoryReport
 
 
 class LowRankCache(Cache):
@@ -44,20 +45,25 @@ class LowRankCache(Cache):
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor the compressed layers hold between steps."""
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all the compressed layers hold between steps, each byte once."""
         for layer in self.compressed_layers():
-            yield from layer.tensors()
+            yield from layer.held()
         if self.history is not None:
-            yield from self.history.tensors()
+            for tensor in self.history.tensors():
+                yield POSITIONS, tensor
+
+    def memory(self) -> MemoryReport:
+        """Bytes by kind, and those of an uncompressed cache; ``print(cache.memory())`` shows a table."""
+        return MemoryReport.of(self.held(), self.full_nbytes)
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [self.layers[index] for index in self.geometry.layers]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for the tokens seen: coefficients, row indices, positions, room to grow."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        """Bytes held for the tokens seen, room to grow included; :meth:`memory` says of what."""
+        return self.memory().total
 
     @property
     def full_nbytes(self) -> int:
@@ -70,7 +76,7 @@ class LowRankCache(Cache):
     @property
     def rate(self) -> float:
         """``nbytes / full_nbytes``; 1.0 for an empty cache."""
-        return self.nbytes / self.full_nbytes if self.full_nbytes else 1.0
+        return self.memory().rate
 
     # -- state shared by the layers -------------------------------------------------------------------------------
 

@@ -41,8 +41,8 @@ class SequenceState(Protocol):
     def clone(self) -> "SequenceState":
         """An independent copy."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of per-token or per-sequence state held between steps."""
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
 
 
 class CompressedLayer(CacheLayerMixin, abc.ABC):
@@ -164,10 +164,10 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
     def offload(self) -> None:
         raise UserError("a compressed cache cannot be offloaded; leave `cache_implementation` unset")
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of per-token or per-sequence state held between steps."""
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
         for sequence in self.sequences:
-            yield from sequence.tensors()
+            yield from sequence.held()
 
     def _select(self, rows: list[int]) -> None:
         if not self.is_initialized:

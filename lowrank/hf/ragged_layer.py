@@ -3,7 +3,7 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
 """
 
-import dataclasses
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,34 +11,64 @@ import torch
 from torch import Tensor, nn
 
 from lowrank.codec import Codec, LayerCodec, prefix_mask
+from lowrank.eviction import check_croppable
+from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
+from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
 from lowrank.ragged import RaggedStore
 
 
-@dataclasses.dataclass
 class RaggedSequence:
-    """One sequence's coefficients."""
+    """One sequence's coefficients, and where its tokens were once some of them have been evicted."""
 
-    key: RaggedStore
-    value: RaggedStore
+    def __init__(self, key: RaggedStore, value: RaggedStore):
+        self.key, self.value = key, value
+        self.length = 0  # tokens seen
+        self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
+        self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
 
-    @property
-    def length(self) -> int:
-        return self.key.length
+    def note(self, count: int) -> None:
+        """So many tokens have been appended to both stores."""
+        if self._place is not None:
+            new_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.key.device)
+            self._place.append(new_N)
+        self.length += count
+
+    def places(self) -> Tensor | None:
+        """The place of each row of the stores, (N,) int64; None where row t is token t."""
+        return None if self._place is None else self._place.rows.long()
+
+    def evict(self, row_N: Tensor) -> None:
+        """Keep the rows at `row_N`, which rise."""
+        place_N = torch.arange(self.length, device=row_N.device) if self._place is None else self._place.rows
+        self._place = GrowingTensor(place_N[row_N].to(torch.int32))
+        self.key.keep(row_N)
+        self.value.keep(row_N)
+        self.fixed = self.length
 
     def crop(self, length: int) -> None:
-        self.key.crop(length)
-        self.value.crop(length)
+        check_croppable(length, self.fixed)
+        rows = length if self._place is None else self._place.length - (self.length - length)
+        self.key.crop(rows)
+        self.value.crop(rows)
+        if self._place is not None:
+            self._place.crop(rows)
+        self.length = length
 
     def clone(self) -> "RaggedSequence":
-        return RaggedSequence(self.key.clone(), self.value.clone())
+        twin = copy.copy(self)
+        twin.key, twin.value = self.key.clone(), self.value.clone()
+        twin._place = None if self._place is None else self._place.clone()
+        return twin
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.key.tensors()
-        yield from self.value.tensors()
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.held()
+        yield from self.value.held()
+        if self._place is not None:
+            yield POSITIONS, self._place.buffer
 
 
 class RaggedLayer(CompressedLayer):
@@ -52,18 +82,22 @@ class RaggedLayer(CompressedLayer):
         self._prompt: tuple[Tensor, Tensor] | None = None  # masked coefficients of a prompt, until it is attended
 
     def new_sequence(self) -> RaggedSequence:
-        return RaggedSequence(
-            *(RaggedStore(c.width, dtype=self.dtype, device=self.device) for c in (self.codec.key, self.codec.value))
-        )
+        def store(codec: Codec) -> RaggedStore:
+            return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
+
+        return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        keep = not self.get_seq_length()
+        # A prompt attends what its coefficients give, and what they give once they are rounded is in the store alone.
+        keep = not self.get_seq_length() and self.codec.quantisation is None
         if rope is not None:
             key_BGQD = rope.unrotate(key_BGQD)
         stores = [[getattr(sequence, side) for sequence in self.sequences] for side in ("key", "value")]
         key_coef = self._store(self.codec.key, stores[0], key_BGQD, keep=keep)
         value_coef = self._store(self.codec.value, stores[1], value_BGQD, keep=keep)
         self._prompt = (key_coef, value_coef) if keep else None
+        for sequence in self.sequences:
+            sequence.note(key_BGQD.shape[2])
 
     def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor, *, keep: bool) -> Tensor | None:
         coef_BTC, rank_BT = codec.encode(join_heads(states_BGTD))
@@ -80,8 +114,35 @@ class RaggedLayer(CompressedLayer):
         queries at a time attend in the compressed form."""
         if self._prompt is None and query.shape[2] <= MAX_DECODE_QUERIES:
             return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
-        key, value = self._rebuild()
-        return inner(module, query, key, value, mask, **kwargs)
+        if any(sequence.fixed for sequence in self.sequences):
+            # Sequences no longer have equally many tokens.
+            outputs, keys = [], []
+            for b, sequence in enumerate(self.sequences):
+                key, value = self._rebuild_one(b)
+                mask_1QT = _mask_of(mask, b, sequence)[None, None] if mask is not None else None
+                outputs.append(inner(module, query[b : b + 1], key, value, mask_1QT, **kwargs)[0])
+                keys.append(key[0])
+            output = torch.cat(outputs), None
+        else:
+            key, value = self._rebuild()
+            output = inner(module, query, key, value, mask, **kwargs)
+            keys = list(key)
+        if self.codec.eviction.is_on and query.shape[2] > MAX_DECODE_QUERIES:
+            for b, key_GTD in enumerate(keys):
+                self._evict(b, query[b], key_GTD, mask, kwargs["scaling"])
+        return output
+
+    def _evict(self, b: int, query_HQD: Tensor, key_GTD: Tensor, mask: Tensor | None, scaling: float) -> None:
+        """Of the tokens just read, forget those that the last of them do not look at. Latents are shared by the heads, so
+        all heads choose together."""
+        sequence, eviction = self.sequences[b], self.codec.eviction
+        new = query_HQD.shape[1]
+        present_Q = None if mask is None else _mask_of(mask, b, sequence)[:, -new:].any(dim=0)
+        [score_Q] = eviction.scores(query_HQD, key_GTD[:, -new:], scaling, present_Q, parts=1)
+        count = eviction.count(new if present_Q is None else int(present_Q.sum()))
+        first = sequence.key.length - new
+        kept_N = score_Q.topk(count).indices.sort().values + first
+        sequence.evict(torch.cat([torch.arange(first, device=kept_N.device), kept_N]))
 
     def _attend_compressed(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
@@ -98,7 +159,8 @@ class RaggedLayer(CompressedLayer):
                     scaling=scaling,
                     rotation=None if self.history is None else self.history.rotation(b, self.device),
                     softcap=softcap,
-                    mask_QT=None if mask is None else mask[b if mask.shape[0] > 1 else 0, 0],
+                    place_T=sequence.places(),
+                    mask_QT=None if mask is None else _mask_of(mask, b, sequence),
                 )
                 for b, sequence in enumerate(self.sequences)
             ]
@@ -117,6 +179,18 @@ class RaggedLayer(CompressedLayer):
             key = self.history.rope().rotate(key)
         return key, split_heads(value_coef @ value_decoder, self.head_dim)
 
+    def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""
+        sequence = self.sequences[b]
+        key_decoder, value_decoder = self._decoders()
+        key = split_heads((sequence.key.dense() @ key_decoder)[None], self.head_dim)
+        if self.history is not None:
+            place_N = sequence.places()
+            if place_N is None:
+                place_N = torch.arange(sequence.length, device=self.device)
+            key = self.history.rotation(b, self.device).rotate(key[0], place_N)[None]
+        return key, split_heads((sequence.value.dense() @ value_decoder)[None], self.head_dim)
+
     def _decoders(self) -> tuple[Tensor, Tensor]:
         return (
             self.codec.key.decoder(self.dtype, self.device),
@@ -126,3 +200,10 @@ class RaggedLayer(CompressedLayer):
     def reset(self) -> None:
         super().reset()
         self._prompt = None
+
+
+def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:
+    """The mask's columns of the tokens a sequence still has, (Q, N)."""
+    mask_QT = mask[b if mask.shape[0] > 1 else 0, 0]
+    place_N = sequence.places()
+    return mask_QT if place_N is None else mask_QT[:, place_N]

@@ -7,6 +7,7 @@ C = G·D, R rank.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +21,23 @@ TILE_TOKENS = 2048
 MAX_JOINT_ROWS = 16
 
 
+class Rows(Protocol):
+    """Coefficients of equal rank."""
+
+    length: int
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Rows `start` to `end`, (N, R)."""
+
+
 def rebuilt_scores(
-    query_GMD: Tensor, pieces: list[Tensor], decoder_RC: Tensor, rotation: Rotation, places: Places
+    query_GMD: Tensor, pieces: list[Rows], decoder_RC: Tensor, rotation: Rotation, places: Places
 ) -> Tensor:
     """Scores of all tokens of `pieces`, in the order they lie in.
 
     Args:
         query_GMD: rotated queries.
-        pieces: coefficients (N, R), each piece with a rank of its own.
+        pieces: coefficients, each piece with a rank of its own.
         decoder_RC: rebuilds a key from coefficients; a piece of lower rank uses its first rows.
         rotation: of the keys.
         places: of the pieces' tokens in their sequence, one after another.
@@ -36,7 +46,7 @@ def rebuilt_scores(
         (G, M, T), not yet scaled.
     """
     groups, rows, head_dim = query_GMD.shape
-    total = sum(len(coef_NR) for coef_NR in pieces)
+    total = sum(piece.length for piece in pieces)
     query_GMD, decoder_RC, turn = rotation.prepare(query_GMD, decoder_RC)
     score_GMT = query_GMD.new_empty(groups, rows, total)
     is_joint = groups * rows <= MAX_JOINT_ROWS and query_GMD.device.type == "cpu"
@@ -68,14 +78,16 @@ def _block_diagonal(query_GMD: Tensor) -> Tensor:
     return query_GDGM.view(groups * head_dim, groups * rows)
 
 
-def _tiles(pieces: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+def _tiles(pieces: list[Rows], size: int) -> Iterator[list[Tensor]]:
     """The pieces' rows in runs of at most `size`, each a list of parts of pieces."""
     tile, room = [], size
-    for coef_NR in pieces:
-        while len(coef_NR):
-            part, coef_NR = coef_NR[:room], coef_NR[room:]
-            tile.append(part)
-            room -= len(part)
+    for piece in pieces:
+        start = 0
+        while start < piece.length:
+            end = min(start + room, piece.length)
+            tile.append(piece.rows(start, end))
+            room -= end - start
+            start = end
             if not room:
                 yield tile
                 tile, room = [], size

@@ -22,6 +22,11 @@ def between(places: Places, start: int, end: int) -> Places:
     return places[start:end]
 
 
+def of_part(places: Places, part: int) -> Places:
+    """One part's places, where each part holds tokens of its own, (P, N); the same for all otherwise."""
+    return places[part] if isinstance(places, Tensor) and places.dim() == 2 else places
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """How the keys of one sequence are rotated.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from rotations import rotation
 
+from lowrank.coefficients import Coefficients
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
 
@@ -13,7 +14,7 @@ HEADS, GROUPS, HEAD_DIM = 6, 2, 16
 def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Generator) -> Operands:
     parts, width = (1, GROUPS * HEAD_DIM) if joint else (GROUPS, HEAD_DIM)
     return Operands(
-        torch.randn(parts, low, rank, generator=generator),
+        Coefficients.of(torch.randn(parts, low, rank, generator=generator)),
         torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
         torch.randn(GROUPS, full, HEAD_DIM, generator=generator),
     )
@@ -48,7 +49,7 @@ def test_the_cap_bounds_scores_before_the_mask():
     generator = torch.Generator().manual_seed(0)
     keys = operands(30, 10, 5, joint=True, generator=generator)
     # Values that tell the tokens apart: the output is the sum of the weights of low-rank and of full-rank tokens.
-    ones = Operands(torch.zeros(1, 30, 5), keys.basis_PWR, torch.ones(GROUPS, 10, HEAD_DIM))
+    ones = Operands(Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, torch.ones(GROUPS, 10, HEAD_DIM))
     query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4)
     torch.testing.assert_close(share, torch.full_like(share, 10 / 40), atol=1e-4, rtol=0)

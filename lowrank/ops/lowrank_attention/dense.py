@@ -12,9 +12,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from lowrank.coefficients import Coefficients
 from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import rebuilt_scores
-from lowrank.ops.rotation import Places, Rotation
+from lowrank.ops.rotation import Places, Rotation, of_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,12 @@ class Operands:
     """One sequence's keys, or values, of one layer.
 
     Attributes:
-        coef_PNR: of the low-rank tokens.
-        basis_PWR: orthonormal; token n of part p is ``basis[p] @ coef[p, n]``.
+        coef: of the low-rank tokens, (P, N, R).
+        basis_PWR: token n of part p is ``basis[p] @ coef[p, n]``.
         full_GFD: tokens at full rank; keys are rotated.
     """
 
-    coef_PNR: Tensor
+    coef: Coefficients
     basis_PWR: Tensor
     full_GFD: Tensor
 
@@ -39,7 +40,7 @@ class Operands:
     def rebuilt(self) -> Tensor:
         """Low-rank tokens at full width, (G, N, D)."""
         groups, _, head_dim = self.full_GFD.shape
-        rows_PNW = self.coef_PNR @ self.basis_PWR.mT
+        rows_PNW = self.coef.rows() @ self.basis_PWR.mT
         if rows_PNW.shape[0] == groups:
             return rows_PNW
         return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)
@@ -63,15 +64,16 @@ def lowrank_attention(
         keys, values: of the same tokens.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         rotation: of keys compressed before it; None when they were compressed after it.
-        places: of the low-rank tokens; needed with `rotation`.
+        places: of the low-rank tokens, or (P, N) where each part holds tokens of its own; needed with `rotation`.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
         mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
+            (H, Q, T) where each part holds tokens of its own.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
     """
     heads, queries, head_dim = query_HQD.shape
-    groups, low = keys.full_GFD.shape[0], keys.coef_PNR.shape[1]
+    groups, low = keys.full_GFD.shape[0], keys.coef.length
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     score_GMT = torch.cat(
         [_scores(query_GMD, keys, rotation, places), query_GMD @ keys.full_GFD.mT],
@@ -81,9 +83,9 @@ def lowrank_attention(
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
     weight_GMT = score_HQT.softmax(dim=-1).to(query_HQD.dtype).view(score_GMT.shape)
-    parts, _, rank = values.coef_PNR.shape
+    parts, _, rank = values.basis_PWR.shape
     weight_PMN = weight_GMT[:, :, :low].reshape(parts, heads * queries // parts, low)
-    latent_PMR = weight_PMN @ values.coef_PNR
+    latent_PMR = values.coef.weighted_sum(weight_PMN)
     output_GMD = weight_GMT[:, :, low:] @ values.full_GFD
     output_GMD += latent_PMR.view(groups, -1, rank) @ values.head_basis().mT
     return output_GMD.view(heads, queries, head_dim)
@@ -92,12 +94,27 @@ def lowrank_attention(
 def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Places | None) -> Tensor:
     """Scores of the low-rank tokens, (G, M, N)."""
     groups, rows, _ = query_GMD.shape
-    parts, low, rank = keys.coef_PNR.shape
+    parts, _, rank = keys.basis_PWR.shape
     if rotation is None:
         latent_GMR = query_GMD @ keys.head_basis()
-        return (latent_GMR.view(parts, -1, rank) @ keys.coef_PNR.mT).view(groups, rows, low)
+        return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
-        rebuilt_scores(part_GMD, [coef_NR], basis_WR.T, rotation, places)
-        for part_GMD, coef_NR, basis_WR in zip(query_GMD.chunk(parts), keys.coef_PNR, keys.basis_PWR, strict=True)
+        rebuilt_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))
+        for part, (part_GMD, basis_WR) in enumerate(zip(query_GMD.chunk(parts), keys.basis_PWR, strict=True))
     ]
     return torch.cat(scores) if parts > 1 else scores[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One part's rows of coefficients that hold several."""
+
+    coef: Coefficients
+    part: int
+
+    @property
+    def length(self) -> int:
+        return self.coef.length
+
+    def rows(self, start: int, end: int) -> Tensor:
+        return self.coef.rows(start, end)[self.part]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.lowrank_attention.dense import Operands
-from lowrank.ops.rotation import Rotation
+from lowrank.ops.rotation import Rotation, of_part
 
 
 def lowrank_attention(
@@ -29,12 +29,13 @@ def lowrank_attention(
     def rebuild(operands: Operands) -> Tensor:
         groups, _, head_dim = operands.full_GFD.shape
         joint = operands.basis_PWR.shape[0] == 1
-        per_part = [c.double() @ u.double().T for c, u in zip(operands.coef_PNR, operands.basis_PWR, strict=True)]
+        per_part = [c.double() @ u.double().T for c, u in zip(operands.coef.rows(), operands.basis_PWR, strict=True)]
         return torch.stack(per_part[0].split(head_dim, dim=1)) if joint else torch.stack(per_part)
 
     low_key = rebuild(keys)
     if rotation is not None:
-        low_key = rotation.rotate(low_key, places).double()
+        parts = [rotation.rotate(key_ND[None], of_part(places, part)) for part, key_ND in enumerate(low_key)]
+        low_key = torch.cat(parts).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

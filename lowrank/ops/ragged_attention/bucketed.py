@@ -27,6 +27,7 @@ def ragged_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
+    place_T: Tensor | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -38,8 +39,9 @@ def ragged_attention(
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
+        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        mask_QT: True where a query may see a token; None when it may see all.
+        mask_QT: True where a query may see a row's token; None when it may see all.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
@@ -50,7 +52,7 @@ def ragged_attention(
     if rotation is None:
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
-        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation)
+        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation, place_T)
     score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
@@ -58,18 +60,21 @@ def ragged_attention(
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
     # Weights in the order the buckets lie in: one gather for all of them.
     buckets = values.buckets()
-    for coef_NR, weight_PN in zip(
-        buckets, weight_PT[:, values.order()].split([len(c) for c in buckets], dim=1), strict=True
+    for coef, weight_PN in zip(
+        buckets, weight_PT[:, values.order()].split([coef.length for coef in buckets], dim=1), strict=True
     ):
-        latent_PC[:, : coef_NR.shape[1]] += weight_PN @ coef_NR
+        latent_PC[:, : coef.rank] += coef.weighted_sum(weight_PN)
     value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
 
-def _scores_rebuilt(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation) -> Tensor:
+def _scores_rebuilt(
+    query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation, place_T: Tensor | None
+) -> Tensor:
     order_T = keys.order()
+    places = order_T if place_T is None else place_T[order_T]
     score_GMT = query_GMD.new_empty(*query_GMD.shape[:2], keys.length)
-    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, order_T)
+    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
     return score_GMT
 
 
@@ -78,6 +83,6 @@ def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -
     decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
     latent_PC = (query_GMD @ decoder_GDC).view(groups * rows, -1)
     score_PT = latent_PC.new_empty(groups * rows, keys.length)
-    in_order_PT = [latent_PC[:, : coef_NR.shape[1]] @ coef_NR.T for coef_NR in keys.buckets()]
+    in_order_PT = [coef.dot(latent_PC[:, : coef.rank]) for coef in keys.buckets()]
     score_PT[:, keys.order()] = torch.cat(in_order_PT, dim=1)
     return score_PT.view(groups, rows, -1)

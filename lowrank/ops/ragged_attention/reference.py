@@ -19,6 +19,7 @@ def ragged_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
+    place_T: Tensor | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -35,7 +36,8 @@ def ragged_attention(
 
     key_GTD, value_GTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
     if rotation is not None:
-        key_GTD = rotation.rotate(key_GTD, torch.arange(keys.length, device=query_HQD.device)).double()
+        place_T = torch.arange(keys.length, device=query_HQD.device) if place_T is None else place_T
+        key_GTD = rotation.rotate(key_GTD, place_T).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
     score_HQT = query_HQD.double() @ key_HTD.transpose(1, 2) * scaling

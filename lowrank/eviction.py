@@ -1,0 +1,77 @@
+"""Which tokens of a prompt are worth keeping at all: SnapKV's choice, to be combined with any compression of the rest.
+
+Shapes: H query heads, G KV heads, J = H/G, W queries of the window, T tokens of the prompt, D head dim, P parts (1 where all
+heads of a layer share their coefficients, G where each has its own).
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank.config import option, require
+from lowrank.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """Keep what the prompt's last queries look at, and forget the rest (SnapKV; DynaKV section 5.2)."""
+
+    keep: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
+    window: int = option(32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens")
+    pool: int = option(7, help="neighbouring scores of which each token takes the largest", unit="tokens")
+
+    def __post_init__(self):
+        require(0 < self.keep <= 1, "eviction.keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
+        require(self.window >= 1, "eviction.window", self.window, "at least 1")
+        require(self.pool >= 1 and self.pool % 2, "eviction.pool", self.pool, "odd, so that it is centred on its token")
+
+    @property
+    def is_on(self) -> bool:
+        return self.keep < 1
+
+    def scores(
+        self, query_HQD: Tensor, key_GTD: Tensor, scaling: float, present_T: Tensor | None, *, parts: int
+    ) -> Tensor:
+        """How much the window's queries look at each token, (P, T) fp32; the window's own tokens first of all, padding last.
+
+        Args:
+            query_HQD: rotated queries of the prompt, Q = T.
+            key_GTD: rotated keys of the same tokens.
+            scaling: the model's own score scale.
+            present_T: False for padding, None where there is none.
+            parts: 1 to sum over all heads, G for a choice of each KV head's own.
+        """
+        tokens = key_GTD.shape[1]
+        window = min(self.window, tokens)
+        groups = key_GTD.shape[0]
+        query_GJWD = query_HQD[:, -window:].float().unflatten(0, (groups, -1))
+        place_T = torch.arange(tokens, device=key_GTD.device)
+        sees_WT = place_T <= place_T[-window:, None]
+        if present_T is not None:
+            sees_WT = sees_WT & present_T
+        score_GT = key_GTD.new_zeros(groups, tokens, dtype=torch.float32)
+        # One KV head at a time: the window's weights over a long prompt are much larger than what they are summed to.
+        for score_T, query_JWD, key_TD in zip(score_GT, query_GJWD, key_GTD, strict=True):
+            weight_JWT = (query_JWD @ key_TD.float().T * scaling).masked_fill(~sees_WT, -torch.inf).softmax(dim=-1)
+            score_T.copy_(weight_JWT.nan_to_num(0.0).sum(dim=(0, 1)))
+        score_PT = score_GT.view(parts, -1, tokens).sum(dim=1)
+        score_PT = F.max_pool1d(score_PT, self.pool, 1, self.pool // 2)
+        score_PT[:, -window:] = torch.inf
+        if present_T is not None:
+            score_PT[:, ~present_T] = -torch.inf
+        return score_PT
+
+    def count(self, tokens: int) -> int:
+        """How many of a prompt's tokens are kept."""
+        return min(tokens, max(self.window, round(self.keep * tokens)))
+
+
+def check_croppable(length: int, fixed: int) -> None:
+    """Raise :class:`UserError` for a crop into tokens of which some were evicted."""
+    if length < fixed:
+        raise UserError(
+            f"the cache cannot be cropped to {length} tokens: of the first {fixed} some were evicted; read the prompt "
+            f"again, or keep all of it (`eviction.keep: 1`)"
+        )

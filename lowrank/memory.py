@@ -1,0 +1,47 @@
+"""What a compressed cache holds, by kind, in bytes."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import Tensor
+
+COEFFICIENTS = "coefficients"
+SCALES = "scales"  # of coefficients held as integers
+POSITIONS = "positions"  # places of tokens, and what rotates them
+FULL_RANK = "full-rank tokens"  # that stay whole
+BUFFERS = "buffers"  # tokens that wait to be compressed, and the room for them
+BASES = "bases"  # of each sequence, and what moves them
+KINDS = (COEFFICIENTS, SCALES, POSITIONS, FULL_RANK, BUFFERS, BASES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes of the tensors a cache holds between steps, room to grow included.
+
+    Attributes:
+        kinds: kind → bytes; every kind of :data:`KINDS` is there.
+        full: bytes of an uncompressed cache of the same tokens, in the same layers and the model's dtype.
+    """
+
+    kinds: dict[str, int]
+    full: int
+
+    @classmethod
+    def of(cls, held: Iterable[tuple[str, Tensor]], full: int) -> "MemoryReport":
+        kinds = dict.fromkeys(KINDS, 0)
+        for kind, tensor in held:
+            kinds[kind] += tensor.nbytes
+        return cls(kinds=kinds, full=full)
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def rate(self) -> float:
+        """``total / full``; 1.0 for an empty cache."""
+        return self.total / self.full if self.full else 1.0
+
+    def __str__(self) -> str:
+        lines = [f"{kind:>18} {size:>14,}" for kind, size in self.kinds.items()]
+        return "\n".join([*lines, f"{'total':>18} {self.total:>14,}", f"{'uncompressed':>18} {self.full:>14,}"])

@@ -1,0 +1,187 @@
+"""SnapKV's choice of tokens, alone and together with both methods."""
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+
+import dynakv
+from lowrank.errors import UserError
+from lowrank.eviction import Eviction
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+PROMPT = 40
+
+
+def make_dynakv(model, rate, keep):
+    return dynakv_model(model, rate, eviction=Eviction(keep=keep, window=4, pool=1))
+
+
+def make_preset(preset, **settings):
+    def make(model, rate, keep):
+        eviction = {"keep": keep, "window": 4, "pool": 1}
+        config = OjaKVConfig.preset(
+            preset, rate=rate, eviction=eviction, sinks=2, recent=3, update_period=4, **settings
+        )
+        plan = make_plan(calibration_of(model), config)
+        return lambda: OjaKVCache(model, plan)
+
+    return make
+
+
+MAKERS = {
+    "dynakv": make_dynakv,
+    "ojakv-joint": make_preset("ojakv-joint"),
+    "ojakv-joint-rebuilt": make_preset("ojakv-joint", attention="reconstruct"),
+    "ojakv-pf": make_preset("ojakv-pf"),
+    "per-head-before-rotation": make_preset("ojakv-joint", layout="per_head"),
+    "per-head-before-rotation-rebuilt": make_preset("ojakv-joint", layout="per_head", attention="reconstruct"),
+}
+METHODS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(5))
+
+
+def places_of(sequence) -> torch.Tensor:
+    """Places of the tokens a sequence still has, (1 or P, N)."""
+    if hasattr(sequence, "places"):
+        return sequence.places()[None]
+    low = torch.atleast_2d(sequence.low_position())
+    return torch.cat([low, sequence.full_position.rows.long().expand(len(low), -1)], dim=1).sort().values
+
+
+def test_scores_are_the_windows_attention():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(6, 20, 8, generator=generator)
+    key = torch.randn(2, 20, 8, generator=generator)
+    present = torch.arange(20) >= 3
+    eviction = Eviction(keep=0.5, window=5, pool=3)
+    for parts in (1, 2):
+        actual = eviction.scores(query, key, 0.3, present, parts=parts)
+        expected = torch.zeros(2, 20, dtype=torch.double)
+        for head in range(6):
+            for place in range(15, 20):
+                score = (key[head // 3, 3 : place + 1].double() @ query[head, place].double()) * 0.3
+                expected[head // 3, 3 : place + 1] += score.softmax(0)
+        expected = expected.view(parts, -1, 20).sum(1)
+        pooled = torch.stack([expected[:, max(0, t - 1) : t + 2].amax(1) for t in range(20)], dim=1)
+        torch.testing.assert_close(actual[:, 3:15].double(), pooled[:, 3:15], atol=1e-5, rtol=0)
+        assert (actual[:, 15:] == torch.inf).all()
+        assert (actual[:, :3] == -torch.inf).all()
+
+
+@torch.no_grad()
+@METHODS
+def test_a_token_attends_to_what_was_kept_and_to_nothing_else(make, ids):
+    # With one layer the dense model can be told which tokens to see.
+    model = tiny_model(num_hidden_layers=1)
+    make_cache = make(model, 1.0, 0.5)
+    cache = make_cache()
+    model(ids, past_key_values=cache, use_cache=True)
+    places = places_of(cache.layers[0].sequences[0])
+    assert places.shape[1] == PROMPT // 2
+    token = torch.tensor([[7]])
+    actual = model(token, past_key_values=cache, use_cache=True).logits
+    if len(places) == 1:
+        seen = torch.zeros(1, PROMPT + 1, dtype=torch.long)
+        seen[0, places[0]] = 1
+        seen[0, -1] = 1
+        positions = torch.arange(PROMPT + 1)[None]
+        dynakv_layers = [m for m in model.modules() if "kv_compressor" in getattr(m, "_modules", {})]
+        if dynakv_layers:
+            dynakv.detach(model)
+        dense = model(torch.cat([ids, token], dim=1), use_cache=False, attention_mask=seen, position_ids=positions)
+        torch.testing.assert_close(actual[:, -1], dense.logits[:, -1], atol=1e-4, rtol=0)
+    else:
+        assert not torch.equal(places[0], places[1]), "heads must choose for themselves"
+
+
+@torch.no_grad()
+@METHODS
+def test_a_padded_batch_generates_what_its_sequences_do_alone(make):
+    ids = torch.randint(1, 97, (2, PROMPT), generator=torch.Generator().manual_seed(5))
+    model = tiny_model()
+    make_cache = make(model, 0.5, 0.4)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    batch = model.generate(ids * mask, attention_mask=mask, past_key_values=make_cache(), **options)
+    for row, start in ((0, 0), (1, 13)):
+        part = ids[row : row + 1, start:]
+        alone = model.generate(part, attention_mask=torch.ones_like(part), past_key_values=make_cache(), **options)
+        assert torch.equal(batch[row, PROMPT:], alone[0, PROMPT - start :])
+
+
+@torch.no_grad()
+@METHODS
+def test_later_turns_see_the_kept_tokens_at_their_own_places(make, ids):
+    """Few tokens at a time, one at a time and many at once agree after an eviction."""
+    turn = torch.randint(1, 97, (1, 12), generator=torch.Generator().manual_seed(6))
+    outputs = []
+    for sizes in ([12], [1] * 12, [5, 7]):
+        model = tiny_model()
+        cache = make(model, 1.0, 0.5)()
+        model(ids, past_key_values=cache, use_cache=True)
+        outputs.append(
+            torch.cat([model(p, past_key_values=cache, use_cache=True).logits for p in turn.split(sizes, dim=1)], dim=1)
+        )
+        assert cache.get_seq_length() == PROMPT + 12
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@METHODS
+def test_every_long_turn_is_thinned_and_rebuilt_attention_agrees(make, ids):
+    turn = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(6))
+    model = tiny_model()
+    cache = make(model, 1.0, 0.5)()
+    model(ids, past_key_values=cache, use_cache=True)
+    logits = model(turn, past_key_values=cache, use_cache=True).logits
+    assert places_of(cache.layers[0].sequences[0]).shape[1] == (PROMPT + 30) // 2
+    # The same turn read a few tokens at a time attends in the compressed form and is not thinned.
+    model = tiny_model()
+    cache = make(model, 1.0, 0.5)()
+    model(ids, past_key_values=cache, use_cache=True)
+    steps = [model(part, past_key_values=cache, use_cache=True).logits for part in turn.split(6, dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@METHODS
+def test_beams_copies_and_crops_keep_the_state(make, ids):
+    model = tiny_model()
+    make_cache = make(model, 0.5, 0.5)
+    cache = make_cache()
+    model(ids.repeat(2, 1), past_key_values=cache, use_cache=True)
+    expected = model(torch.tensor([[5], [5]]), past_key_values=cache, use_cache=True).logits
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    again = model(torch.tensor([[5], [5]]), past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+    with pytest.raises(UserError, match="evicted"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == PROMPT + 1
+    beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert model.generate(ids, past_key_values=make_cache(), **beams).shape == (1, PROMPT + 6)
+
+
+@torch.no_grad()
+def test_the_bytes_are_those_of_the_product(ids):
+    rates = {}
+    for keep in (1.0, 0.25):
+        model = tiny_model()
+        cache = make_dynakv(model, 1.0, keep)()
+        model(ids.repeat(1, 5), past_key_values=cache, use_cache=True)
+        assert cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
+        rates[keep] = cache.rate
+    # Places of what is kept cost 4 bytes a token and layer.
+    assert 0.25 <= rates[0.25] / rates[1.0] < 0.25 * 1.05 + 0.01
+
+
+@pytest.mark.parametrize("settings", [{"keep": 0.0}, {"keep": 1.5}, {"window": 0}, {"pool": 2}])
+def test_wrong_settings_are_refused(settings):
+    with pytest.raises(UserError, match=next(iter(settings))):
+        OjaKVConfig.preset("ojakv-joint", eviction=settings)
