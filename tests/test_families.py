@@ -67,6 +67,24 @@ def test_a_compressed_left_padded_batch_equals_single_sequences(family, method):
     assert not torch.equal(batch[0], dense[0]), "0.3 of the coefficients must change what is said"
 
 
+@torch.no_grad()
+@every_family
+@every_method
+def test_drafts_change_nothing_at_full_rank(family, method, ids):
+    """Compressed layers and, where a family has them, native ones with a window are rolled back together."""
+    repetitive = ids[:1, :10].repeat(1, 3)
+    model = family.model()
+    plain = generate(model, repetitive)
+    assert torch.equal(generate(model, repetitive, prompt_lookup_num_tokens=5), plain)
+    cache = method.build(model, 1.0)()
+    cropped = []
+    crop = cache.crop
+    cache.crop = lambda count: (cropped.append(int(count)), crop(count))
+    assert torch.equal(generate(model, repetitive, cache, prompt_lookup_num_tokens=5), plain)
+    assert min(cropped) < 0, "some drafts must have been taken back"
+    assert {layer.get_seq_length() for layer in cache.layers} == {30 + 11}
+
+
 # -- Gemma 2: capped scores --------------------------------------------------------------------------------------
 
 
