@@ -1,7 +1,7 @@
 """Looking values up in a long prompt: what a cache must not lose, whatever it forgets.
 
-A prompt lists facts (``The code of river is 482.``), then begins one of them again; the model must finish it by copying what it
-read. Small language models can do this, which most retrieval benchmarks ask too much of.
+A prompt lists facts (``"amber river": "482",``), each twice, in random order, then begins one again; the model must finish
+it by copying what it read. Small language models can do this, which most retrieval benchmarks ask too much of.
 """
 
 import dataclasses
@@ -16,15 +16,16 @@ from evaluation.perplexity import cache_bytes
 from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
 
+# fmt: off
 WORDS = (
-    "river mountain garden window bridge candle forest engine market island silver doctor basket winter summer castle "
-    "letter mirror pencil rocket saddle temple tunnel velvet violin walnut wagon yellow zebra anchor butter carpet "
-    "desert eagle feather guitar hammer insect jacket kettle ladder magnet needle orange palace quarry rabbit salmon "
-    "teapot umbrella valley whistle barrel camera dragon elbow fabric goblet harbor ink jungle kitten lantern museum "
-    "napkin oyster parrot quilt ribbon spider ticket urchin vessel wizard yogurt acorn beaver cactus donkey emerald "
-    "falcon ginger helmet igloo jewel kernel lemon marble nectar onion pepper quiver radish saturn turtle unicorn "
-    "vacuum willow cotton bamboo copper dagger easel flute"
-).split()
+    "river", "mountain", "garden", "window", "bridge", "candle", "forest", "engine", "market", "island", "silver", "doctor",
+    "basket", "winter", "summer", "castle", "letter", "mirror", "pencil", "rocket", "saddle", "temple", "tunnel", "velvet",
+    "violin", "walnut", "wagon", "yellow", "zebra", "anchor", "butter", "carpet", "desert", "eagle", "feather", "guitar",
+    "hammer", "insect", "jacket", "kettle", "ladder", "magnet", "needle", "orange", "palace", "quarry", "rabbit", "salmon",
+)
+# fmt: on
+KEY_WORDS = 3  # of a key, so that many different ones share words
+REPEATS = 2  # of every fact
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,20 +47,19 @@ class LookupScore:
 
 
 def lookup_prompts(count: int, facts: int, seed: int) -> list[tuple[str, str]]:
-    """`count` pairs (prompt, answer), each with `facts` facts in random order, of which one is asked.
-
-    Raises:
-        UserError: more facts than there are words.
-    """
-    if not 1 <= facts <= len(WORDS):
-        raise UserError(f"`facts` must be in 1..{len(WORDS)}, got {facts}")
+    """`count` pairs (prompt, answer); a prompt lists `facts` facts, of which one is asked."""
+    if facts < 1:
+        raise UserError(f"`facts` must be at least 1, got {facts}")
     generator = random.Random(seed)
     pairs = []
     for _ in range(count):
-        codes = {word: f"{generator.randrange(100, 1000)}" for word in generator.sample(WORDS, facts)}
+        codes: dict[str, str] = {}
+        while len(codes) < facts:
+            codes[" ".join(generator.sample(WORDS, KEY_WORDS))] = f"{generator.randrange(100, 1000)}"
+        lines = [f'"{key}": "{code}",\n' for key, code in codes.items()] * REPEATS
+        generator.shuffle(lines)
         asked = generator.choice(list(codes))
-        listed = "".join(f"The code of {word} is {code}.\n" for word, code in codes.items())
-        pairs.append((f"{listed}The code of {asked} is", f" {codes[asked]}"))
+        pairs.append((f'{"".join(lines)}"{asked}": "', codes[asked]))
     return pairs
 
 

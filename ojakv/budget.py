@@ -13,7 +13,7 @@ _STEPS = 12
 
 
 def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
-    """Bytes over those of an uncompressed cache, for one unpadded sequence.
+    """Bytes over those of an uncompressed cache, for one unpadded sequence whose last token was decoded alone.
 
     Args:
         plan: bases, ranks and settings.
@@ -24,21 +24,24 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     config = plan.config
     if tokens < config.min_length:
         return 1.0
+    # The newest token is held, but for a prompt's.
+    settled = tokens if tokens == prompt or config.compresses_tokens_alone else tokens - 1
     if config.keep_prompt_full_rank:
-        staying, waiting = prompt, max(0, tokens - prompt - config.recent) % config.update_period
+        staying, low = prompt, _full_periods(settled - prompt - config.recent, config)
     else:
-        staying = min(config.sinks, prompt)
+        staying = min(config.sinks, tokens)
         candidates = max(0, prompt - staying - config.recent)
-        staying += round(config.keep * candidates)
-        waiting = (tokens - prompt) % config.update_period if candidates else tokens - staying - config.recent
-    whole = staying + config.recent + waiting
+        waited = settled - prompt if candidates else settled - staying - config.recent
+        low = candidates + _full_periods(waited, config)
+        kept = round(config.keep * (candidates or min(low, config.update_period)))
+        staying, low = staying + kept, low - kept
     # When a period's tokens leave, room is made for as many again.
-    room = staying + config.recent + config.update_period
-    low, seen_low = tokens - whole, max(0, prompt - staying - config.recent)
+    room = max(staying + config.recent + config.full_period, tokens - low)
     evicted = 0
     if config.eviction.is_on:
+        seen_low = max(0, prompt - staying - config.recent)
         evicted = seen_low - min(seen_low, max(0, config.eviction.count(prompt) - (prompt - seen_low)))
-    low -= evicted
+        low -= evicted
     if config.update_period == 1:
         low = grown(prompt - evicted, low)
     positions = 4 * room
@@ -54,6 +57,10 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     if config.rotates:
         held += 4 * tokens
     return held / plan.geometry.full_nbytes(tokens, itemsize)
+
+
+def _full_periods(tokens: int, config: OjaKVConfig) -> int:
+    return max(0, tokens) // config.update_period * config.update_period
 
 
 def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:

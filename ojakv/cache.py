@@ -3,7 +3,6 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached tokens.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowrank.errors import UserError
+from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
@@ -29,6 +30,7 @@ class OjaKVLayer(CompressedLayer):
     def __init__(self, bases: tuple[SideBasis, SideBasis], config: OjaKVConfig, index: int):
         super().__init__()
         self.bases, self.config, self.index = bases, config, index
+        self.record_past = False
         self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
 
     @property
@@ -39,6 +41,19 @@ class OjaKVLayer(CompressedLayer):
         self.bases = tuple(side.to(key_states.device) for side in self.bases)
         super().lazy_initialization(key_states, value_states)
 
+    def activate_past_recording(self) -> None:
+        """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts.
+
+        Raises:
+            UserError: tokens are evicted, which cannot be taken back.
+        """
+        if self.config.eviction.is_on:
+            raise UserError(
+                f"`eviction.keep` is {self.config.eviction.keep}, but a call with drafts must be able to take tokens back; "
+                f"keep the whole prompt (`eviction.keep: 1`), or generate without drafts"
+            )
+        self.record_past = True
+
     def new_sequence(self) -> OnlineSequence:
         return OnlineSequence(self.bases, self.config, head_dim=self.head_dim, dtype=self.dtype, layer=self.index)
 
@@ -46,7 +61,7 @@ class OjaKVLayer(CompressedLayer):
         self._new = (key_BGQD, value_BGQD)
 
     def attend_cached(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on exact or rebuilt states; a few queries at a time attend in
         the low-rank space, unless the configuration asks for rebuilding there, too."""
@@ -55,10 +70,12 @@ class OjaKVLayer(CompressedLayer):
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
         self._append(key, value, mask, past)
         is_exact = self.config.prefill == "exact"
+        # Few tokens after others may be drafts, whoever drives the cache.
+        may_be_cropped = self.record_past or bool(past and is_few)
         if not is_exact:
-            self._settle(query, scaling)
+            self._settle(query, scaling, may_be_cropped)
         if past and is_few and self.config.attention == "low_rank":
-            output = self._attend_low_rank(query, mask, scaling), None
+            output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
         elif any(sequence.fixed for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
         else:
@@ -66,7 +83,7 @@ class OjaKVLayer(CompressedLayer):
                 key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
-            self._settle(query, scaling)
+            self._settle(query, scaling, may_be_cropped)
         if self.config.eviction.is_on and not is_few:
             for b in range(len(self.sequences)):
                 self._evict(b, query[b], new_key[b], mask, past, scaling)
@@ -83,7 +100,7 @@ class OjaKVLayer(CompressedLayer):
         self.sequences[b].evict(score_PQ, past, self.config.eviction)
 
     def _attend_rebuilt(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> Tensor:
         """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
         outputs = []
@@ -103,11 +120,12 @@ class OjaKVLayer(CompressedLayer):
                 present_Q = _present(mask, b, past, past + key.shape[2])
             sequence.append(key[b], value[b], present_Q)
 
-    def _settle(self, query: Tensor, scaling: float) -> None:
+    def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
         for b, sequence in enumerate(self.sequences):
-            sequence.settle(query[b], scaling, self._rotation(b), self._unrotate(b))
+            rotation, unrotate = self._rotation(b), self._unrotate(b)
+            sequence.settle(query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped)
 
-    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         outputs = []
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
@@ -121,6 +139,7 @@ class OjaKVLayer(CompressedLayer):
                     scaling=scaling,
                     rotation=self._rotation(b),
                     places=sequence.low_places() if self.rotates else None,
+                    softcap=softcap,
                     mask_QT=mask_QT,
                 )
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank.eviction import Eviction, check_croppable
 from lowrank.growing import GrowingTensor
-from lowrank.memory import POSITIONS
+from lowrank.memory import BUFFERS, POSITIONS
 from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
@@ -24,6 +24,10 @@ class OnlineSequence:
 
     Tokens at full rank lie in one block for keys and one for values: first those that stay, then, in order, those that
     wait. Keys there are rotated. Padding is never stored.
+
+    What a basis has followed it cannot forget. Tokens that may yet be taken back (drafts) are therefore *held*: they wait,
+    and neither they nor their number nor their queries decide anything, so that a :meth:`crop` of them leaves the very
+    state of a sequence that never saw them.
     """
 
     def __init__(
@@ -38,6 +42,9 @@ class OnlineSequence:
         self.full_position = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
+        self.held_prompt = False  # whether the first tokens are a prompt that was held when it came
+        self.prompt_query: Tensor | None = None  # (H, Q, D) of a held prompt, where they choose what stays whole
+        self._arrived = 0  # tokens the running call stored
         self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
         self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
         self._low_run: slice | None = None  # places of the low-rank tokens, if they follow one another
@@ -58,48 +65,68 @@ class OnlineSequence:
         self.value.full.append(value_GQD, exact=exact)
         self.full_position.append(position_N, exact=exact)
         self.length += count
+        self._arrived = position_N.shape[0]
 
-    def settle(self, query_HQD: Tensor, scaling: float, rotation: Rotation | None, unrotate: Rotate | None) -> None:
+    def settle(
+        self,
+        query_HQD: Tensor,
+        scaling: float,
+        rotation: Rotation | None,
+        unrotate: Rotate | None,
+        *,
+        may_be_cropped: bool = False,
+    ) -> None:
         """Compress every token whose time has come.
 
         Args:
-            query_HQD: the step's queries, which weigh the residuals of a prompt.
+            query_HQD: the call's queries, which weigh the residuals of a prompt.
             scaling: the model's score scale.
             rotation, unrotate: of keys at given places; used where keys are compressed before rotation.
+            may_be_cropped: whether the call's tokens may be taken back: they are held.
         """
         config = self.config
-        is_prompt = query_HQD.shape[1] == self.length
+        first = self.length - query_HQD.shape[1]  # place of the call's first token
+        is_held = may_be_cropped and not config.compresses_tokens_alone
+        if is_held and not first:
+            # A copy, since the call's queries of all sequences share one tensor.
+            self.held_prompt, self.prompt_query = True, query_HQD.detach().clone() if config.keep else None
+            return
+        is_prompt = not first or self.held_prompt
+        if first and self.prompt_query is not None:
+            query_HQD, first = self.prompt_query, 0
+        elif is_held:
+            # The call's first token is no draft.
+            query_HQD = query_HQD[:, :1]
+        self.held_prompt, self.prompt_query = False, None
+        held = self._arrived if is_held else 0
+        present = self.full_position.length - held
         if is_prompt and config.keep_prompt_full_rank:
             self.has_settled = True
-            whole_N = torch.ones_like(self.full_position.rows, dtype=torch.bool)
-            self._compress(self.full_position.length, lambda *_: whole_N, unrotate=unrotate)
+            self._compress(present, _all, unrotate=unrotate)
             return
-        if self.length - self.absent_position.shape[0] < config.min_length:
+        if self.length - self.absent_position.shape[0] - held < config.min_length:
             return
         if self.has_settled:
-            waiting = self.full_position.length - self.staying
-            due = max(0, waiting - config.recent) // config.update_period * config.update_period
+            due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
             if due:
                 self._compress(due, None, unrotate=unrotate)
             return
-        due = max(0, self.full_position.length - config.sinks - config.recent)
+        due = max(0, present - config.sinks - config.recent)
         # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
         if not due or (not is_prompt and due < config.update_period):
             return
         self.staying = config.sinks
         self.has_settled = True
+        position_Q = torch.arange(first, first + query_HQD.shape[1], device=query_HQD.device)
 
         def choose(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
             rebuilt_GND = self.key.rebuilt(rows_PNW)
             if self.config.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
             residual_GND = key_GND.float() - rebuilt_GND
-            return _worst(residual_GND, position_N, query_HQD, scaling, self._query_position(query_HQD), config)
+            return _worst(residual_GND, position_N, query_HQD, scaling, position_Q, config)
 
         self._compress(due, choose if config.keep else None, unrotate=unrotate)
-
-    def _query_position(self, query_HQD: Tensor) -> Tensor:
-        return torch.arange(self.length - query_HQD.shape[1], self.length, device=query_HQD.device)
 
     def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None) -> None:
         """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
@@ -126,12 +153,12 @@ class OnlineSequence:
 
     def _keep_full(self, stays_F: Tensor) -> None:
         """Drop full-rank tokens and leave room for those that will wait until the next update."""
-        room = self.config.update_period
+        room = self.staying + self.config.recent + self.config.full_period
         for side in (self.key, self.value):
             side.full = GrowingTensor(side.full.rows[:, stays_F], dim=1)
-            side.full.reserve(side.full.length + room)
+            side.full.reserve(max(room, side.full.length))
         self.full_position = GrowingTensor(self.full_position.rows[stays_F])
-        self.full_position.reserve(self.full_position.length + room)
+        self.full_position.reserve(max(room, self.full_position.length))
 
     def evict(self, score_PQ: Tensor, first: int, eviction: Eviction) -> None:
         """Of the low-rank tokens from place `first` on, forget those of least score; full-rank tokens are all kept.
@@ -211,7 +238,7 @@ class OnlineSequence:
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Forget tokens from place `length` on. A basis that has followed them does not turn back."""
+        """Forget tokens from place `length` on. Held ones leave no trace; a basis that has followed others stays."""
         check_croppable(length, self.fixed)
         low = self.key.coef.length - int((torch.atleast_2d(self.low_position())[0] >= length).sum())
         stays_F = self.full_position.rows < length
@@ -223,6 +250,8 @@ class OnlineSequence:
         if not bool(stays_F.all()):
             self._keep_full(stays_F)
         self.absent_position = self.absent_position[self.absent_position < length]
+        if self.prompt_query is not None:
+            self.prompt_query = self.prompt_query[:, :length].clone()
         self.length = length
         self._note_run()
 
@@ -241,6 +270,12 @@ class OnlineSequence:
         yield POSITIONS, self.absent_position
         if self._low_place is not None:
             yield POSITIONS, self._low_place.buffer
+        if self.prompt_query is not None:
+            yield BUFFERS, self.prompt_query
+
+
+def _all(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
+    return torch.ones_like(position_N, dtype=torch.bool)
 
 
 def _worst(

@@ -1,7 +1,7 @@
 """Random lives of a cache against a dense model that reads every sequence anew.
 
-The model has one layer, so that the dense model can be told, token by token, what a cache has forgotten. Nothing is truncated:
-whatever a cache then answers differently is a mistake of its bookkeeping.
+The model has one layer, so that the dense model can be told, token by token, what a cache has forgotten. Nothing is
+truncated: whatever a cache then answers differently is a mistake of its bookkeeping.
 """
 
 import copy

@@ -49,14 +49,16 @@ def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
     settings = {"sinks": 3, "recent": 5, "update_period": 4}
     cache = filled(model, calibration, ids[:, :40], 40, **settings)
     assert whole_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
-    cache = filled(model, calibration, ids[:, :46], 40, **settings)
-    # Six more: after four of them the four oldest that waited left.
-    assert whole_positions(cache) == [0, 1, 2, *range(39, 46)]
+    for tokens, first_waiting in ((44, 35), (45, 39), (48, 39), (49, 43)):
+        cache = filled(model, calibration, ids[:, :tokens], 40, **settings)
+        # Four have become too old once 44 tokens are there, and leave with the next: a call's own tokens are held.
+        assert whole_positions(cache) == [0, 1, 2, *range(first_waiting, tokens)]
 
 
 def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibration, ids):
     settings = {"sinks": 3, "recent": 5, "update_period": 4}
-    for tokens, whole in ((8, 8), (11, 11), (12, 8), (15, 11), (16, 8)):
+    # With 12 tokens a period is full; it leaves when the next token comes, which is held.
+    for tokens, whole in ((8, 8), (12, 12), (13, 9), (16, 12), (17, 9)):
         cache = filled(model, calibration, ids[:, :tokens], 6, **settings)
         assert len(whole_positions(cache)) == whole
         assert whole_positions(cache)[:3] == [0, 1, 2]
@@ -122,8 +124,9 @@ def test_padding_is_not_stored(model, calibration, ids):
 def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
     for prompt in (50, 10):
         cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent=20, update_period=10)
-        assert whole_positions(cache) == [*range(prompt), *range(130, 150)]
-        assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 130))
+        # 20 recent ones, and ten that have waited a full period but leave with the next token only.
+        assert whole_positions(cache) == [*range(prompt), *range(120, 150)]
+        assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 120))
 
 
 def test_a_short_sequence_is_not_compressed(model, calibration, ids):
@@ -133,8 +136,10 @@ def test_a_short_sequence_is_not_compressed(model, calibration, ids):
     logits = [model(part, past_key_values=cache).logits for part in ids[:, :99].split([60, 20, 19], dim=1)]
     torch.testing.assert_close(torch.cat(logits, dim=1), dense, atol=1e-4, rtol=0)
     assert cache.layers[0].sequences[0].key.coef.length == 0
-    model(ids[:, 99:100], past_key_values=cache)
-    assert cache.layers[0].sequences[0].key.coef.length == 100
+    # The hundredth token makes the sequence long enough; it is held until the next comes.
+    for token, low in ((99, 0), (100, 100)):
+        model(ids[:, token : token + 1], past_key_values=cache)
+        assert cache.layers[0].sequences[0].key.coef.length == low
 
 
 @torch.no_grad()
@@ -222,13 +227,14 @@ def test_query_key_bases_weigh_queries(calibration):
 
 @torch.no_grad()
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize(("prompt", "tokens"), [(200, 200), (120, 232)])
+@pytest.mark.parametrize(("prompt", "tokens"), [(200, 200), (120, 232), (120, 248), (120, 249)])
 def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, tokens):
     ids = torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
     settings = {"prompt": prompt, "tokens": tokens, "itemsize": 4}
     plan = plan_for_bytes(calibration, OjaKVConfig.preset(preset), 0.85, **settings)
     cache = OjaKVCache(model, plan)
-    for part in (ids[:, :prompt], *ids[:, prompt:].split(16, dim=1)):
+    # The plan is for tokens decoded one by one, of which the last call held one.
+    for part in (ids[:, :prompt], *ids[:, prompt:-1].split(16, dim=1), ids[:, max(prompt, tokens - 1) :]):
         if part.shape[1]:
             model(part, past_key_values=cache)
     assert cache.rate == pytest.approx(planned_rate(plan, **settings), rel=0.005)

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from methods import dynakv_model, tiny_model
+from methods import METHODS, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lowrank.hf.geometry import attention_modules, rotary_function, rotary_module
@@ -32,6 +32,8 @@ KINDS = {
         "rope_theta": 10000.0,
     },
 }
+# The methods that store keys before rotation.
+ROTATING = [method for method in METHODS if method.name in ("dynakv", "ojakv-joint")]
 
 
 def model_of(kind: str):
@@ -110,10 +112,11 @@ def test_history_gives_back_each_token_s_rotation(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_open_gates_equal_the_dense_model_past_the_original_length(kind):
+@pytest.mark.parametrize("method", ROTATING, ids=lambda method: method.name)
+def test_full_rank_equals_the_dense_model_past_the_original_length(kind, method):
     model = model_of(kind)
     ids = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    dense = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
-    dynakv_model(model, 1.0)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False), dense)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    dense = model.generate(ids, **settings)
+    make_cache = method.build(model, 1.0)
+    assert torch.equal(model.generate(ids, past_key_values=make_cache(), **settings), dense)

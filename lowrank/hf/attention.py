@@ -17,8 +17,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank.errors import UserError
-from lowrank.hf.backends import backend, check_backend
+from lowrank.hf.backends import Backend, backend, check_backend, default_backend
 from lowrank.hf.geometry import attention_modules, rotary_function
+from lowrank.hf.refused import allow_other_caches, refuse_other_caches
 from lowrank.hf.rope import Rope
 
 ATTENTION_NAME = "adaptive_kv"
@@ -34,7 +35,7 @@ class CacheLayer(Protocol):
     def arm(self, rope: Rope | None) -> None:
         """Take the rotation of the tokens about to be cached."""
 
-    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any) -> tuple:
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any) -> tuple:
         """Attention over everything cached."""
 
 
@@ -71,8 +72,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     for module in attention_modules(model).values():
         if CONTEXT not in module.__dict__:
             hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
-            # A model loaded from a full checkpoint never had another; sdpa is what loading would have chosen.
-            underneath = "sdpa" if previous == ATTENTION_NAME else previous
+            # A model loaded from a full checkpoint never had another.
+            underneath = default_backend(model) if previous == ATTENTION_NAME else previous
             setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, underneath))
         else:
             _check_not_switched(module)
@@ -82,12 +83,14 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             raise UserError(
                 f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
             )
+    refuse_other_caches(model)
     return model
 
 
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare`; a no-op on a model that was never prepared."""
     previous = None
+    allow_other_caches(model)
     for module in attention_modules(model).values():
         context: AttentionContext | None = module.__dict__.pop(CONTEXT, None)
         if context is not None:

@@ -3,12 +3,14 @@
 Shapes: B batch, H query heads, Q queries, T keys, D head dim.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowrank.errors import UserError
@@ -25,16 +27,37 @@ def check_backend(name: str) -> None:
         )
 
 
-def backend(name: str) -> Callable:
+@dataclasses.dataclass(frozen=True)
+class Backend:
     """A function (module, query, key, value, mask, **kwargs) → ((B, Q, H, D), weights or None).
-
-    Args:
-        name: one of :data:`BACKENDS`; eager attention is the module's family's own.
 
     The mask it takes is the one of the compressed attention: boolean (B, 1, Q, T), True where a query may see a token, or
     None where only causality masks.
+
+    Attributes:
+        caps_scores: whether it honours `softcap`. Up to transformers 5.17 sdpa ignores it, later it refuses it; a model that
+            was loaded so attends without the cap, and must do so when it attends in the compressed form, too.
     """
-    return _FUNCTIONS[name]
+
+    run: Callable
+    caps_scores: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
+        return self.run(*args, **kwargs)
+
+    def softcap(self, kwargs: dict[str, Any]) -> float | None:
+        """The cap on scores that this backend applies when called with `kwargs`."""
+        return kwargs.get("softcap") if self.caps_scores else None
+
+
+def default_backend(model: PreTrainedModel) -> str:
+    """What transformers loads this model with when nothing is asked for."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def backend(name: str) -> Backend:
+    """One of :data:`BACKENDS`; eager attention is the module's family's own."""
+    return _BACKENDS[name]
 
 
 def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
@@ -61,4 +84,8 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
     return ALL_ATTENTION_FUNCTIONS["flash_attention_2"](module, query, key, value, seen_BT, **kwargs)
 
 
-_FUNCTIONS = dict(zip(BACKENDS, (_sdpa, _eager, _flash), strict=True))
+_BACKENDS = {
+    "sdpa": Backend(_sdpa, caps_scores=False),
+    "eager": Backend(_eager, caps_scores=True),
+    "flash_attention_2": Backend(_flash, caps_scores=True),
+}

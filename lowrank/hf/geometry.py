@@ -3,9 +3,8 @@
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -52,17 +51,19 @@ class KVGeometry:
 def geometry_of(model: PreTrainedModel) -> KVGeometry:
     """The geometry of any stock decoder. Raises :class:`UserError` for a model no layer of which can be compressed."""
     config = model.config.get_text_config(decoder=True)
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None:
+    if not model._supports_attention_backend:
         raise UserError(
-            f"{config.model_type} caps attention scores (attn_logit_softcapping={softcap}), which the compressed "
-            f"attention does not do; use a model without the cap"
+            f"{config.model_type} computes attention in its own modules, which transformers does not let a compressed "
+            f"attention replace; use a model of another family"
         )
-    if not model._supports_sdpa:
+    native = DynamicCache(config=config).layers
+    layers = tuple(i for i, layer in enumerate(native) if type(layer) is DynamicLayer)
+    if native and not layers:
+        window = getattr(config, "sliding_window", None)
         raise UserError(
-            f"{config.model_type} does not run on sdpa attention, which the compressed attention is built on"
+            f"no layer of this {config.model_type} model has full attention (sliding_window={window}), and only such layers "
+            f"are compressed, as a window's cache does not grow with the text; use a model without a window"
         )
-    layers = tuple(i for i, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer)
     if not layers:
         # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
         layers = tuple(range(config.num_hidden_layers))
@@ -93,14 +94,36 @@ def rotary_function(module: nn.Module) -> Callable | None:
     return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
 
 
-def rotary_module(model: PreTrainedModel) -> Any | None:
-    """The model's rotary embedding module (position ids → cos, sin), or None for a family without one."""
+@dataclasses.dataclass(frozen=True)
+class TypedRotary:
+    """The rotation of one layer type, of a rotary module that holds frequencies for each."""
+
+    module: nn.Module
+    layer_type: str
+
+    @property
+    def rope_type(self) -> str:
+        return self.module.rope_type[self.layer_type]
+
+    def __call__(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self.module(like, position_BT, self.layer_type)
+
+
+def rotary_module(model: PreTrainedModel) -> Callable | None:
+    """What rotates the compressed layers: (tensor, position ids) → cos, sin; None for a family without rotary embeddings.
+
+    It has the `rope_type` of these layers. Raises :class:`UserError` unless they all rotate alike.
+    """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(found) > 1:
         raise UserError(f"{type(model).__name__} has {len(found)} rotary modules; models with one are supported")
-    if found and isinstance(getattr(found[0], "rope_type", None), dict):
+    if not found or not isinstance(getattr(found[0], "rope_type", None), dict):
+        return found[0] if found else None
+    layer_types = model.config.get_text_config(decoder=True).layer_types
+    types = sorted({layer_types[index] for index in geometry_of(model).layers})
+    if len(types) > 1:
         raise UserError(
-            f"{type(model).__name__} rotates its layer types differently ({', '.join(found[0].rope_type)}); models with one "
-            f"rotation for all layers are supported"
+            f"the compressed layers of {type(model).__name__} rotate differently ({', '.join(types)}), but a cache "
+            f"remembers one rotation of each token; models whose full-attention layers rotate alike are supported"
         )
-    return found[0] if found else None
+    return TypedRotary(found[0], types[0])

@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 
 import abc
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from lowrank.errors import UserError
+from lowrank.hf.backends import Backend
 from lowrank.hf.rope import Rope, RopeHistory
 
 # Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
@@ -82,7 +83,7 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     @abc.abstractmethod
     def attend_cached(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of (B, H, Q, D) queries over all tokens, the newest included → ((B, Q, H, D), None)."""
 
@@ -117,7 +118,7 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         return key_states, value_states
 
     def attend(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """See :meth:`attend_cached`."""
         output = self.attend_cached(module, query, mask, inner, **kwargs)
@@ -138,6 +139,8 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
+        # Up to 5.17 drafting passes a tensor, which would become the length of every sequence at once.
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
         if tokens_to_remove:

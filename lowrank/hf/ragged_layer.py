@@ -4,7 +4,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowrank.codec import Codec, LayerCodec, prefix_mask
 from lowrank.eviction import check_croppable
 from lowrank.growing import GrowingTensor
+from lowrank.hf.backends import Backend
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.memory import POSITIONS
@@ -116,12 +117,12 @@ class RaggedLayer(CompressedLayer):
         return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
 
     def attend_cached(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Callable, **kwargs: Any
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
         if self._prompt is None and query.shape[2] <= MAX_DECODE_QUERIES:
-            return self._attend_compressed(query, mask, kwargs["scaling"])
+            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
         if any(sequence.fixed for sequence in self.sequences):
             # Sequences no longer have equally many tokens.
             outputs, keys = [], []
@@ -152,7 +153,9 @@ class RaggedLayer(CompressedLayer):
         kept_N = score_Q.topk(count).indices.sort().values + first
         sequence.evict(torch.cat([torch.arange(first, device=kept_N.device), kept_N]))
 
-    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, None]:
+    def _attend_compressed(
+        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, None]:
         key_decoder, value_decoder = self._decoders()
         output_BHQD = torch.stack(
             [
@@ -164,6 +167,7 @@ class RaggedLayer(CompressedLayer):
                     value_decoder,
                     scaling=scaling,
                     rotation=None if self.history is None else self.history.rotation(b, self.device),
+                    softcap=softcap,
                     place_T=sequence.places(),
                     mask_QT=None if mask is None else _mask_of(mask, b, sequence),
                 )

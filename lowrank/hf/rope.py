@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +60,11 @@ class RopeHistory:
     keep the rows each token was rotated with, and so do families that do not pass position ids to their layers.
 
     Args:
-        module: the model's rotary module.
+        module: what :func:`lowrank.hf.geometry.rotary_module` found.
         apply: the family's ``apply_rotary_pos_emb``.
     """
 
-    def __init__(self, module: Any, apply: Callable):
+    def __init__(self, module: Callable, apply: Callable):
         self.module, self.apply = module, apply
         self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
         self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lowrank.errors import UserError
 from lowrank.hf.attention import prepare
 from lowrank.hf.cache import LowRankCache
+from lowrank.hf.refused import check_implementation
 
 _STATE = "_compressed_serving"  # attribute of the base model: (cache class, handle of its forward pre-hook)
 
@@ -37,12 +38,7 @@ def stop_serving(model: PreTrainedModel) -> None:
 def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
-    implementation = generation_config.cache_implementation
-    if implementation not in (None, "dynamic"):
-        raise UserError(
-            f"`cache_implementation={implementation!r}` would bypass the compressed cache; leave it unset, or detach "
-            f"the compressor to generate uncompressed"
-        )
+    check_implementation(generation_config.cache_implementation)
     cache_class = self.base_model.__dict__[_STATE][0]
     cache = model_kwargs.get("past_key_values")
     if cache is not None:

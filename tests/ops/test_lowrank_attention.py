@@ -24,12 +24,13 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
 @pytest.mark.parametrize("rotated", ["pairs", "function", None])
 @pytest.mark.parametrize(("low", "full"), [(0, 5), (7, 0), (60, 3), (2500, 40)])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_equals_the_reference(low, full, queries, joint, rotated):
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
+def test_equals_the_reference(low, full, queries, joint, rotated, softcap):
     generator = torch.Generator().manual_seed(low)
     keys = operands(low, full, 5, joint=joint, generator=generator)
     values = operands(low, full, 9, joint=joint, generator=generator)
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
-    options = {"scaling": 0.25}
+    options = {"scaling": 0.25, "softcap": softcap}
     if rotated:
         places = torch.randperm(low + full, generator=generator)[:low].sort().values
         turned = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
@@ -41,3 +42,17 @@ def test_equals_the_reference(low, full, queries, joint, rotated):
     actual = lowrank_attention(query, keys, values, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def test_the_cap_bounds_scores_before_the_mask():
+    """softmax over scores in [-c, c] gives a token e^2c times another's weight at most, and a masked one none."""
+    generator = torch.Generator().manual_seed(0)
+    keys = operands(30, 10, 5, joint=True, generator=generator)
+    # Values that tell the tokens apart: the output is the sum of the weights of low-rank and of full-rank tokens.
+    ones = Operands(Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, torch.ones(GROUPS, 10, HEAD_DIM))
+    query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4)
+    torch.testing.assert_close(share, torch.full_like(share, 10 / 40), atol=1e-4, rtol=0)
+    mask = torch.arange(40)[None] < 35
+    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4, mask_QT=mask)
+    torch.testing.assert_close(share, torch.full_like(share, 5 / 35), atol=1e-4, rtol=0)

@@ -27,7 +27,8 @@ def filled_store(tokens: int, generator: torch.Generator, rank: int | None = Non
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
 @pytest.mark.parametrize("rank", [None, 0, 1, WIDTH])
 @pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (63, 1), (1000, 1), (3000, 3)])
-def test_equals_the_reference(tokens, queries, rank, rotated):
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
+def test_equals_the_reference(tokens, queries, rank, rotated, softcap):
     generator = torch.Generator().manual_seed(tokens)
     keys, values = filled_store(tokens, generator, rank), filled_store(tokens, generator, rank)
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
@@ -36,7 +37,7 @@ def test_equals_the_reference(tokens, queries, rank, rotated):
     if queries > 1:
         mask = torch.arange(tokens) <= torch.arange(tokens - queries, tokens)[:, None]
     arguments = (query, keys, values, key_decoder, value_decoder)
-    options = {"scaling": 0.25, "mask_QT": mask}
+    options = {"scaling": 0.25, "mask_QT": mask, "softcap": softcap}
     if rotated:
         rotary = 8 if rotated == "partial" else None
         turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")

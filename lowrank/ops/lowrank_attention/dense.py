@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank.coefficients import Coefficients
+from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import rebuilt_scores
 from lowrank.ops.rotation import Places, Rotation, of_part
 
@@ -53,6 +54,7 @@ def lowrank_attention(
     scaling: float,
     rotation: Rotation | None = None,
     places: Places | None = None,
+    softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its N low-rank and F full-rank tokens.
@@ -63,6 +65,7 @@ def lowrank_attention(
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         rotation: of keys compressed before it; None when they were compressed after it.
         places: of the low-rank tokens, or (P, N) where each part holds tokens of its own; needed with `rotation`.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
         mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
             (H, Q, T) where each part holds tokens of its own.
 
@@ -76,7 +79,7 @@ def lowrank_attention(
         [_scores(query_GMD, keys, rotation, places), query_GMD @ keys.full_GFD.mT],
         dim=2,
     )
-    score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
+    score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
     weight_GMT = score_HQT.softmax(dim=-1).to(query_HQD.dtype).view(score_GMT.shape)

@@ -18,6 +18,7 @@ def lowrank_attention(
     scaling: float,
     rotation: Rotation | None = None,
     places: Tensor | None = None,
+    softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
@@ -39,6 +40,8 @@ def lowrank_attention(
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     score_HQT = query_HQD.double() @ key_HTD.mT * scaling
+    if softcap is not None:
+        score_HQT = softcap * torch.tanh(score_HQT / softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
     return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)

@@ -12,6 +12,7 @@ T cached tokens, N tokens of a bucket or tile, R rank.
 import torch
 from torch import Tensor
 
+from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
@@ -27,6 +28,7 @@ def ragged_attention(
     scaling: float,
     rotation: Rotation | None = None,
     place_T: Tensor | None = None,
+    softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
@@ -38,6 +40,7 @@ def ragged_attention(
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
         place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
         mask_QT: True where a query may see a row's token; None when it may see all.
 
     Returns:
@@ -50,7 +53,7 @@ def ragged_attention(
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
         score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation, place_T)
-    score_HQT = score_GMT.view(heads, queries, -1).float() * scaling
+    score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
     weight_PT = score_HQT.softmax(dim=-1).view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q

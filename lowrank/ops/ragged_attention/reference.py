@@ -20,6 +20,7 @@ def ragged_attention(
     scaling: float,
     rotation: Rotation | None = None,
     place_T: Tensor | None = None,
+    softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
@@ -40,6 +41,8 @@ def ragged_attention(
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
     score_HQT = query_HQD.double() @ key_HTD.transpose(1, 2) * scaling
+    if softcap is not None:
+        score_HQT = softcap * torch.tanh(score_HQT / softcap)
     if mask_QT is not None:
         score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
     return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)
