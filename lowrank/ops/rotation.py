@@ -44,7 +44,8 @@ class Rotation:
         """(queries, decoder, turn) such that ``queries · turn(key_NGD, places)`` are the scores of rotated keys.
 
         Where the family rotates pairs, decoder and queries are reordered so that a pair lies side by side: turning a tile
-        is then one complex product in place. A score does not depend on the order of the dims.
+        is then one complex product in place. A score does not depend on the order of the dims. Half precision is turned in
+        fp32, which complex numbers need.
 
         Args:
             query_GMD: rotated queries.
@@ -53,16 +54,17 @@ class Rotation:
         Returns:
             the queries, the decoder, and ``turn(key_NGD, places)`` → (G, N, D), which may overwrite its input.
         """
-        if self.angle_TF is None or query_GMD.dtype != torch.float32:
+        if self.angle_TF is None:
             return query_GMD, decoder_XC, lambda key_NGD, places: self.rotate(key_NGD.transpose(0, 1), places)
         head_dim, rotary = query_GMD.shape[-1], 2 * self.angle_TF.shape[1]
 
         def turn(key_NGD: Tensor, places: Places) -> Tensor:
+            key_NGD = key_NGD.float()
             pairs_NGF = torch.view_as_complex(key_NGD[..., :rotary].unflatten(-1, (-1, 2)))
             pairs_NGF.mul_(self.angle_TF[places][:, None])
             return key_NGD.transpose(0, 1)
 
-        return _paired(query_GMD, head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn
+        return _paired(query_GMD.float(), head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn
 
 
 def _paired(states_XC: Tensor, head_dim: int, rotary: int) -> Tensor:

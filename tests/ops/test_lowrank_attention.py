@@ -56,3 +56,23 @@ def test_the_cap_bounds_scores_before_the_mask():
     mask = torch.arange(40)[None] < 35
     share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4, mask_QT=mask)
     torch.testing.assert_close(share, torch.full_like(share, 5 / 35), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_half_precision_is_near_the_reference(dtype, rotated):
+    generator = torch.Generator().manual_seed(1)
+
+    def half(held: Operands) -> Operands:
+        return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), held.full_GFD.to(dtype))
+
+    keys, values = (half(operands(700, 20, 9, joint=True, generator=generator)) for _ in range(2))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    options = {"scaling": 0.25}
+    if rotated:
+        options |= {"rotation": rotation(720, HEAD_DIM, generator), "places": slice(5, 705)}
+    actual = lowrank_attention(query, keys, values, **options)
+    assert actual.dtype == dtype
+    expected = reference(query.double(), keys, values, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)

@@ -59,3 +59,21 @@ def test_masked_tokens_have_no_weight():
     without.append(keys.dense()[15:], keys.ranks()[15:])
     without_values.append(values.dense()[15:], values.ranks()[15:])
     torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, *decoders, scaling=0.25))
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_half_precision_is_near_the_reference(dtype, allowed):
+    generator = torch.Generator().manual_seed(1)
+    stores = []
+    for _ in range(2):
+        store = RaggedStore(WIDTH, dtype=dtype, device=torch.device("cpu"))
+        ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
+        store.append(torch.randn(700, WIDTH, generator=generator), ranks)
+        stores.append(store)
+    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    options = {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
+    actual = ragged_attention(query, *stores, *decoders, **options)
+    assert actual.dtype == dtype
+    expected = reference(query.double(), *stores, *decoders, **options)
+    assert (actual.double() - expected).norm() / expected.norm() < allowed

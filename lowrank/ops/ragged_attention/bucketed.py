@@ -73,8 +73,9 @@ def _scores_rebuilt(
 ) -> Tensor:
     order_T = keys.order()
     places = order_T if place_T is None else place_T[order_T]
-    score_GMT = query_GMD.new_empty(*query_GMD.shape[:2], keys.length)
-    score_GMT[:, :, order_T] = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
+    in_order_GMT = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
+    score_GMT = torch.empty_like(in_order_GMT)
+    score_GMT[:, :, order_T] = in_order_GMT
     return score_GMT
 
 
