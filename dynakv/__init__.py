@@ -3,7 +3,7 @@
 Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full DynaKV checkpoints.
 """
 
-from dynakv.attach import add_compressors, detach, initialise_from_moments, open_gates, use_ragged_cache
+from dynakv.attach import add_compressors, configure, detach, initialise_from_moments, open_gates, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors
 from dynakv.checkpoint import attach, save_compressor, save_full
 from dynakv.config import DynaKVConfig
@@ -14,6 +14,7 @@ __all__ = [
     "add_compressors",
     "attach",
     "compressors",
+    "configure",
     "detach",
     "initialise_from_moments",
     "open_gates",

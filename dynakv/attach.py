@@ -1,5 +1,7 @@
 """Put compressors on a stock model, and take them off again."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -55,6 +57,20 @@ def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
     """Let `generate()`, and plain calls with ``use_cache``, fill a :class:`DynaKVCache`."""
     compressors(model)
     return serve_compressed(model, DynaKVCache)
+
+
+def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
+    """Change how a model with compressors serves, such as ``storage="int8"`` or ``eviction={"keep": 0.3}``; caches made
+    before keep to what they were made with.
+
+    Raises:
+        UserError: an unknown key or a value out of range; nothing is changed.
+    """
+    layers = compressors(model).values()
+    settings = next(iter(layers)).key.config.overridden(**overrides)
+    for layer in layers:
+        layer.key.config = layer.value.config = settings
+    return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

@@ -125,12 +125,7 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
             of range. The model is then unchanged.
     """
     config = read_config(directory)
-    fixed = sorted({"inverse"} & overrides.keys())
-    if fixed:
-        raise UserError(
-            f"`{fixed[0]}` cannot be overridden: the checkpoint was trained with {config.compressor.inverse!r}"
-        )
-    settings = build(DynaKVConfig, {**to_dict(config.compressor), **overrides}, source="the overrides of `attach`")
+    settings = config.compressor.overridden(**overrides)
     geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
     state = read_state(Path(directory) / WEIGHTS)
     add_compressors(model, settings)

@@ -1,8 +1,10 @@
 """Settings of a DynaKV compressor, saved with every checkpoint."""
 
 import dataclasses
+from typing import Any
 
-from lowrank.config import option, require, section
+from lowrank.config import build, option, require, section, to_dict
+from lowrank.errors import UserError
 from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
 
@@ -48,6 +50,16 @@ class DynaKVConfig:
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
         self.quantisation  # noqa: B018 - says what is wrong with it
+
+    def overridden(self, **overrides: Any) -> "DynaKVConfig":
+        """These settings with some replaced, as a user may at inference.
+
+        Raises:
+            UserError: an unknown key, a value out of range, or what the weights were trained for.
+        """
+        if "inverse" in overrides:
+            raise UserError(f"`inverse` cannot be overridden: the weights were trained with {self.inverse!r}")
+        return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
     @property
     def quantisation(self) -> Quantisation | None:

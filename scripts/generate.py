@@ -16,6 +16,7 @@ from dynakv.checkpoint import WEIGHTS, read_config
 from lowrank import cli
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.quantise import STORAGES
 
 
 def main(argv: list[str]) -> None:
@@ -28,6 +29,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="of sampling [default %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--storage", choices=STORAGES, help="of coefficients [default: the checkpoint's]")
+    parser.add_argument(
+        "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the checkpoint's]"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[default %(default)s]"
@@ -39,6 +44,8 @@ def main(argv: list[str]) -> None:
     if arguments.temperature <= 0:
         raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
     model, tokenizer = load(arguments)
+    given = {"storage": arguments.storage, "eviction": None if arguments.evict is None else {"keep": arguments.evict}}
+    dynakv.configure(model, **{key: value for key, value in given.items() if value is not None})
     inputs = encode(tokenizer, arguments).to(model.device)
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
     torch.manual_seed(arguments.seed)
@@ -52,8 +59,9 @@ def main(argv: list[str]) -> None:
         pad_token_id=tokenizer.eos_token_id,
     )
     cache = output.past_key_values
+    print(f"\n{cache.memory()}")
     print(
-        f"\ncache: {cache.nbytes:,} bytes for {cache.get_seq_length():,} tokens, rate {cache.rate:.3f} "
+        f"cache: {cache.nbytes:,} bytes for {cache.get_seq_length():,} tokens, rate {cache.rate:.3f} "
         f"(uncompressed: {cache.full_nbytes:,} bytes)"
     )
 

@@ -155,3 +155,25 @@ def test_attaching_twice_is_refused(trained, tmp_path):
     dynakv.save_compressor(trained, tmp_path / "c")
     with pytest.raises(UserError, match="already has a compressor"):
         dynakv.attach(trained, tmp_path / "c")
+
+
+def test_settings_of_serving_may_differ_from_training(tmp_path):
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(5))
+    rates = {}
+    for storage in ("model", "int8"):
+        served = dynakv.attach(tiny_model(), tmp_path / "checkpoint", storage=storage)
+        with torch.no_grad():
+            rates[storage] = served(ids, use_cache=True).past_key_values.rate
+    assert rates["int8"] < 0.6 * rates["model"]
+    dynakv.configure(served, storage="model")
+    with torch.no_grad():
+        assert served(ids, use_cache=True).past_key_values.rate == rates["model"]
+    for overrides, message in (({"inverse": "orthogonal"}, "inverse"), ({"storge": "int8"}, "did you mean `storage`")):
+        fresh = tiny_model()
+        with pytest.raises(UserError, match=message):
+            dynakv.attach(fresh, tmp_path / "checkpoint", **overrides)
+        with pytest.raises(UserError, match="no DynaKV compressor"):
+            dynakv.compressors(fresh)

@@ -119,12 +119,25 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     assert f"(uncompressed: {18 * 2 * 2 * 32 * 4:,} bytes)" in report
 
 
+def test_generate_serves_int8_and_evicts_where_asked(run, checkpoint):
+    command = ("scripts/generate.py", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
+    sizes = []
+    for options in ((), ("--storage", "int8"), ("--storage", "int8", "--evict", 0.5)):
+        report = run(*command, "--max-new-tokens", 4, *options).stdout.splitlines()
+        sizes.append(int(next(line.split()[1] for line in report if line.strip().startswith("total")).replace(",", "")))
+    assert sizes[2] < 0.75 * sizes[1] < 0.75 * 0.6 * sizes[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--checkpoint", "nowhere", "--prompt", "x"), "checkpoint directory `nowhere` does not exist"),
         (("--prompt", "@nowhere.txt"), "cannot read the prompt file `nowhere.txt`"),
         (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
+        (
+            ("--prompt", "x", "--evict", "0"),
+            "`eviction.keep` must be in (0, 1]; 0.2 keeps a fifth of a prompt; got 0.0",
+        ),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )
@@ -176,6 +189,75 @@ def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
     for static, best in zip(rows[::3], oracle, strict=True):
         assert 0 <= best["relative_error"] <= static["relative_error"] <= 1
     assert done.stdout.count("| same |") == 8
+
+
+def test_storages_and_peers_are_compared_at_their_own_bytes(run, compare_config, bases, tmp_path):
+    arguments = ("--presets", "ojakv-joint", "--storages", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
+    peers = (
+        "--baselines",
+        "quanto-int4,hqq-int4,snapkv",
+        "--prefix",
+        240,
+        "--block_length",
+        320,
+        "--byte_rates",
+        "0.8",
+    )
+    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
+    run(*command, *arguments, *peers)
+    rows = [
+        row for row in json.loads((tmp_path / "out/comparison.json").read_text())["rows"] if row["dataset"] == "same"
+    ]
+    rates = {}
+    for row in rows:
+        rates.setdefault(row["method"], []).append(row["rate"])
+    # fp32 numbers of 4 bytes become 1 and a half; scales and places are left.
+    assert rates["dynakv int4"][0] < rates["dynakv int8"][0] < 0.5 * rates["dynakv"][0]
+    for storage in ("", " int8", " int4"):
+        assert rates["ojakv-joint" + storage][1] <= 0.8
+    # 4 bits and two scales a group, and up to 128 tokens in fp32.
+    for peer in ("quanto-int4", "hqq-int4"):
+        assert (4 + 1) / 32 < rates[peer][0] < (4 + 2) / 32 + 128 / 320
+    assert rates["snapkv"][1] == pytest.approx(0.8, abs=0.1)
+
+
+def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
+    command = ("scripts/measure_updates.py", "--model", tiny_dir, "--bases", bases, "--text", f"same={text_file}")
+    done = run(
+        *command, "--prefix", 128, "--tokens", 256, "--triggers", 0.01, 1e9, "--output", tmp_path / "updates.json"
+    )
+    rows = {row["rule"]: row for row in json.loads((tmp_path / "updates.json").read_text())}
+    assert list(rows) == ["periodic", "triggered 0.01", "triggered 1e+09", "prompt only"]
+    # No update is ever worth so much: the basis stays as the prompt left it.
+    assert rows["triggered 1e+09"]["updates"] == rows["prompt only"]["updates"]
+    assert rows["triggered 1e+09"]["perplexity"] == pytest.approx(rows["prompt only"]["perplexity"], rel=1e-4)
+    assert rows["prompt only"]["updates"] < rows["triggered 0.01"]["updates"] <= rows["periodic"]["updates"]
+    assert done.stdout.count("| same |") == 4
+
+
+def test_lookup_is_measured(run, checkpoint, tmp_path):
+    command = (
+        "scripts/measure_lookup.py",
+        "--checkpoint",
+        checkpoint,
+        "--dtype",
+        "float32",
+        "--facts",
+        6,
+        "--prompts",
+        3,
+    )
+    done = run(*command, "--storages", "model", "int8", "--evict", 1, 0.5, "--output", tmp_path / "lookup.json")
+    full, *rows = json.loads((tmp_path / "lookup.json").read_text())
+    assert (full["method"], full["rate"], full["asked"]) == ("full", 1.0, 3)
+    assert [(row["method"], row["keep"]) for row in rows] == [
+        ("dynakv", 1.0),
+        ("dynakv", 0.5),
+        ("dynakv int8", 1.0),
+        ("dynakv int8", 0.5),
+    ]
+    assert rows[1]["rate"] == pytest.approx(rows[0]["rate"] / 2, rel=0.15)
+    assert done.stdout.count("/3 |") == 5
 
 
 @pytest.mark.parametrize(
