@@ -1,0 +1,97 @@
+"""Mode × family × method: every way to generate, on every family, says at full rank what the uncompressed model says."""
+
+import threading
+
+import pytest
+import torch
+from conftest import byte_tokenizer
+from families import FAMILIES
+from methods import METHODS
+from transformers import TextIteratorStreamer, pipeline
+
+PICKED = [method for method in METHODS if method.name in ("dynakv", "ojakv-joint", "ojakv-pf")]
+VOCABULARY, PROMPT, NEW = 257, 20, 12
+
+
+def generate(model, ids, cache, **settings):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids), **settings}
+    return model.generate(ids, past_key_values=cache, **settings)
+
+
+def sampled(model, ids, cache, **settings):
+    torch.manual_seed(3)
+    return generate(model, ids, cache, do_sample=True, **settings)
+
+
+def left_padded(model, ids, cache):
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    return generate(model, ids * mask, cache, attention_mask=mask)
+
+
+def conversation(model, ids, cache):
+    first = generate(model, ids, cache)
+    return generate(model, torch.cat([first, ids[:, :9]], dim=1), cache)
+
+
+def prompt_lookup(model, ids, cache):
+    return generate(model, ids[:1, :10].repeat(1, 3), cache, prompt_lookup_num_tokens=5)
+
+
+def assisted(model, ids, cache):
+    family = next(family for family in FAMILIES if family.model_class is type(model))
+    assistant = family.model(vocab_size=VOCABULARY)
+    # Wrong now and then, so that drafts are taken back.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in assistant.parameters():
+        parameter.data += 0.05 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return generate(model, ids[:1], cache, assistant_model=assistant)
+
+
+def streamed(model, ids, cache):
+    streamer = TextIteratorStreamer(byte_tokenizer(), skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=generate, args=(model, ids[:1], cache), kwargs={"streamer": streamer})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    return text
+
+
+def piped(model, ids, cache):
+    pipe = pipeline("text-generation", model=model, tokenizer=byte_tokenizer(), device="cpu")
+    given = {} if cache is None else {"past_key_values": cache}
+    return pipe("the cache keeps what later tokens ask for", max_new_tokens=NEW, do_sample=False, **given)
+
+
+MODES = {
+    "greedy": generate,
+    "sampling": sampled,
+    "beam_search": lambda model, ids, cache: generate(model, ids, cache, num_beams=3),
+    "several_sequences": lambda model, ids, cache: sampled(model, ids, cache, num_return_sequences=2),
+    "left_padded_batch": left_padded,
+    "conversation": conversation,
+    "chunked_prefill": lambda model, ids, cache: generate(model, ids, cache, prefill_chunk_size=8),
+    "prompt_lookup": prompt_lookup,
+    "assisted": assisted,
+    "streaming": streamed,
+    "pipeline": piped,
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:You seem to be using the pipelines sequentially")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
+def test_a_mode_says_what_the_uncompressed_model_says(method, family, mode):
+    ids = torch.randint(1, VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(5))
+    model = family.model(vocab_size=VOCABULARY)
+    dense = MODES[mode](model, ids, None)
+    cache = method.build(model, 1.0)()
+    said = MODES[mode](model, ids, cache)
+    assert torch.equal(said, dense) if isinstance(dense, torch.Tensor) else said == dense
+    # It was this cache that was read and filled.
+    assert cache.get_seq_length() > PROMPT
