@@ -77,12 +77,12 @@ class Quantisation:
 
     def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
         """The rows that :meth:`encode` took, rounded, (…, N, R) in `dtype`."""
-        scale_NK, least_NK = scale_NS.to(dtype).chunk(2, dim=-1)
-        level_NR = self._unpacked(code_NY, rank).to(dtype)
-        if self.group is None:
-            return torch.addcmul(least_NK, level_NR, scale_NK)
-        group_of_R = self._group_of(rank, code_NY.device)
-        return torch.addcmul(least_NK[..., group_of_R], level_NR, scale_NK[..., group_of_R])
+        # In place and in fp32, which a CPU does several times as fast as a fused operation on broadcast halves.
+        scale_NK, least_NK = scale_NS.float().chunk(2, dim=-1)
+        if self.group is not None:
+            group_of_R = self._group_of(rank, code_NY.device)
+            scale_NK, least_NK = scale_NK[..., group_of_R], least_NK[..., group_of_R]
+        return self._unpacked(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
 
     def _group_of(self, rank: int, device: torch.device) -> Tensor:
         return torch.arange(rank, device=device) // (self.group or max(rank, 1))
