@@ -21,9 +21,11 @@ from lowrank.quantise import STORAGES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method: `keep` is the share of the prompt's tokens kept, `rate` that of the full cache's bytes."""
+    """One method: `threshold` is the gate's τ, `keep` the share of the prompt's tokens kept, `rate` that of the full cache's
+    bytes."""
 
     method: str
+    threshold: float | None
     keep: float
     rate: float
     right: int
@@ -43,6 +45,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--evict", type=float, nargs="+", default=[1.0], metavar="SHARE", help="shares of a prompt's tokens to keep"
     )
+    parser.add_argument(
+        "--thresholds", type=float, nargs="+", default=[0.1], metavar="τ", help="of the gate; a lower one keeps more"
+    )
     parser.add_argument("--prefill", choices=["exact", "reconstructed"], default="exact", help="[default %(default)s]")
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
@@ -51,10 +56,10 @@ def main(argv: list[str]) -> None:
     model, tokenizer = load_model(name, dtype=arguments.dtype), load_tokenizer(name)
     pairs = lookup_prompts(arguments.prompts, arguments.facts, arguments.seed)
     full = score_lookup(model, tokenizer, pairs, lambda: full_cache(model), description="full")
-    rows = [row("full", 1.0, full, full)]
-    for storage, keep in itertools.product(arguments.storages, arguments.evict):
-        settings = {"storage": storage, "eviction": {"keep": keep}, "prefill": arguments.prefill}
-        dynakv.attach(model, arguments.checkpoint, **settings)
+    rows = [row("full", None, 1.0, full, full)]
+    for storage, threshold, keep in itertools.product(arguments.storages, arguments.thresholds, arguments.evict):
+        settings = {"storage": storage, "threshold": threshold, "eviction": {"keep": keep}}
+        dynakv.attach(model, arguments.checkpoint, prefill=arguments.prefill, **settings)
         method = "dynakv" if storage == "model" else f"dynakv {storage}"
         measured = score_lookup(
             model,
@@ -63,19 +68,24 @@ def main(argv: list[str]) -> None:
             lambda: dynakv.DynaKVCache.from_model(model),
             description=f"{method}, {keep:g} kept",
         )
-        rows.append(row(method, keep, measured, full))
+        rows.append(row(method, threshold, keep, measured, full))
         dynakv.detach(model)
-    print("| method | tokens kept | byte rate | right | of the full cache's |")
-    print("|---|--:|--:|--:|--:|")
+    print("| method | τ | tokens kept | byte rate | right | of the full cache's |")
+    print("|---|--:|--:|--:|--:|--:|")
     for line in rows:
-        print("| {method} | {keep:.2f} | {rate:.3f} | {right}/{asked} | {share_of_full:.1%} |".format(**vars(line)))
+        print(
+            "| {method} | {threshold} | {keep:.2f} | {rate:.3f} | {right}/{asked} | {share_of_full:.1%} |".format(
+                **vars(line)
+            )
+        )
     if arguments.output:
         write_text(arguments.output, json.dumps([dataclasses.asdict(line) for line in rows], indent=2) + "\n")
 
 
-def row(method: str, keep: float, measured: LookupScore, full: LookupScore) -> Row:
+def row(method: str, threshold: float | None, keep: float, measured: LookupScore, full: LookupScore) -> Row:
     return Row(
         method=method,
+        threshold=threshold,
         keep=keep,
         rate=measured.rate,
         right=measured.right,
