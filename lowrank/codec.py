@@ -52,13 +52,17 @@ class Companded:
     def __init__(self, codec: Codec):
         self.codec, self.width = codec, codec.width
         self.spread_C = companding(codec.energies())
+        self._decoders: tuple[Tensor, Tensor] | None = None  # the codec's, and the same times the spread
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         coef_BTC, rank_BT = self.codec.encode(states_BTC)
         return coef_BTC / self.spread_C.to(coef_BTC), rank_BT
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.spread_C.to(device, dtype)[:, None] * self.codec.decoder(dtype, device)
+        plain_CC = self.codec.decoder(dtype, device)
+        if self._decoders is None or self._decoders[0] is not plain_CC:
+            self._decoders = plain_CC, self.spread_C.to(device, dtype)[:, None] * plain_CC
+        return self._decoders[1]
 
     def energies(self) -> Tensor:
         return self.codec.energies() / self.spread_C.square()
