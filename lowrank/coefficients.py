@@ -71,6 +71,11 @@ class Coefficients:
         scale_NS = self._scales.buffer.narrow(self._scales.dim, start, count)
         return self.quantisation.decode(value_NY, scale_NS, self.rank, self.dtype)
 
+    def buffers(self) -> tuple[Tensor, Tensor | None]:
+        """What is held of rows and, where they are integers, of their scales, room to grow included, contiguous: for
+        compiled code."""
+        return self._values.buffer, None if self._scales is None else self._scales.buffer
+
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """All rows, a tile at a time where they must be turned back into numbers."""
         size = self.length if self.quantisation is None else TILE_ROWS

@@ -16,7 +16,7 @@ from lowrank.quantise import Quantisation
 
 
 @dataclasses.dataclass
-class _Bucket:
+class Bucket:
     """All rows of one rank, in order of position."""
 
     coef: Coefficients
@@ -47,7 +47,7 @@ class RaggedStore:
         self.width, self.dtype, self.device, self.quantisation = width, dtype, device, quantisation
         self.index_dtype = torch.int16
         self.length = 0
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, Bucket] = {}
 
     def append(self, coef_TC: Tensor, rank_T: Tensor, *, exact: bool = False) -> None:
         """Add T rows at the end; only the first ``rank_T[t]`` entries of row t are read and kept.
@@ -72,17 +72,18 @@ class RaggedStore:
                 self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
         self.length += count
 
+    def filled(self) -> list["Bucket"]:
+        """The buckets that hold rows, in order of rank."""
+        return [self._buckets[rank] for rank in sorted(self._buckets) if self._buckets[rank].coef.length]
+
     def buckets(self) -> list[Coefficients]:
-        """The coefficients of every non-empty bucket, (N, R) each, in order of rank."""
-        return [self._buckets[rank].coef for rank in self._ranks()]
+        """The coefficients of :meth:`filled`, (N, R) each."""
+        return [bucket.coef for bucket in self.filled()]
 
     def order(self) -> Tensor:
-        """The places in the sequence of all rows of :meth:`buckets`, one after another, (T,) int64."""
-        positions = [self._buckets[rank].position_N.rows for rank in self._ranks()]
+        """The places in the sequence of all rows of :meth:`filled`, one bucket after another, (T,) int64."""
+        positions = [bucket.position_N.rows for bucket in self.filled()]
         return torch.cat(positions).long() if positions else torch.empty(0, dtype=torch.long, device=self.device)
-
-    def _ranks(self) -> list[int]:
-        return sorted(rank for rank, bucket in self._buckets.items() if bucket.coef.length)
 
     def dense(self) -> Tensor:
         """All rows as (T, C), zero beyond each row's rank."""
@@ -135,7 +136,7 @@ class RaggedStore:
         copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)
         copy.index_dtype, copy.length = self.index_dtype, self.length
         for rank, bucket in self._buckets.items():
-            copy._buckets[rank] = _Bucket(bucket.coef.clone(), bucket.position_N.clone())
+            copy._buckets[rank] = Bucket(bucket.coef.clone(), bucket.position_N.clone())
         return copy
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -149,11 +150,11 @@ class RaggedStore:
         """Bytes of the tensors held, room to grow included."""
         return sum(tensor.nbytes for _, tensor in self.held())
 
-    def _bucket(self, rank: int) -> _Bucket:
+    def _bucket(self, rank: int) -> Bucket:
         if rank not in self._buckets:
             coef = Coefficients((rank,), dtype=self.dtype, device=self.device, quantisation=self.quantisation)
             position_N = torch.empty(0, dtype=self.index_dtype, device=self.device)
-            self._buckets[rank] = _Bucket(coef, GrowingTensor(position_N))
+            self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]
 
     def _widen_index(self, length: int) -> None:

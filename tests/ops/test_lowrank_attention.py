@@ -5,8 +5,9 @@ import torch
 from rotations import rotation
 
 from lowrank.coefficients import Coefficients
-from lowrank.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank.ops.lowrank_attention import Operands, compiled, dense, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank.ops.native.library import library
 
 HEADS, GROUPS, HEAD_DIM = 6, 2, 16
 
@@ -20,12 +21,20 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
     )
 
 
+@pytest.fixture(params=["dense", "compiled"])
+def operation(request):
+    """Both ways to attend: plain torch, and compiled code where there is a compiler."""
+    if request.param == "compiled" and library() is None:
+        pytest.skip("there is no C compiler")
+    return {"dense": dense, "compiled": compiled}[request.param]
+
+
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 @pytest.mark.parametrize("rotated", ["pairs", "function", None])
 @pytest.mark.parametrize(("low", "full"), [(0, 5), (7, 0), (60, 3), (2500, 40)])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
-def test_equals_the_reference(low, full, queries, joint, rotated, softcap):
+def test_equals_the_reference(operation, low, full, queries, joint, rotated, softcap):
     generator = torch.Generator().manual_seed(low)
     keys = operands(low, full, 5, joint=joint, generator=generator)
     values = operands(low, full, 9, joint=joint, generator=generator)
@@ -39,7 +48,10 @@ def test_equals_the_reference(low, full, queries, joint, rotated, softcap):
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[:, -1] = True
         options["mask_QT"] = mask
-    actual = lowrank_attention(query, keys, values, **options)
+    if operation is compiled and (not low or rotated == "function"):
+        assert not compiled.serves(keys, options.get("rotation"), options.get("places"), options.get("mask_QT"))
+        return
+    actual = operation.lowrank_attention(query, keys, values, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from rotations import rotation
 
-from lowrank.ops.ragged_attention import ragged_attention
+from lowrank.ops.native.library import library
+from lowrank.ops.ragged_attention import bucketed, compiled, ragged_attention
 from lowrank.ops.ragged_attention.reference import ragged_attention as reference
+from lowrank.quantise import Quantisation
 from lowrank.ragged import RaggedStore
 
 HEADS, GROUPS, HEAD_DIM = 6, 2, 16
@@ -24,11 +26,19 @@ def filled_store(tokens: int, generator: torch.Generator, rank: int | None = Non
     return store
 
 
+@pytest.fixture(params=["bucketed", "compiled"])
+def operation(request):
+    """Both ways to attend: plain torch, and compiled code where there is a compiler."""
+    if request.param == "compiled" and library() is None:
+        pytest.skip("there is no C compiler")
+    return {"bucketed": bucketed, "compiled": compiled}[request.param]
+
+
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
 @pytest.mark.parametrize("rank", [None, 0, 1, WIDTH])
 @pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (63, 1), (1000, 1), (3000, 3)])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
-def test_equals_the_reference(tokens, queries, rank, rotated, softcap):
+def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap):
     generator = torch.Generator().manual_seed(tokens)
     keys, values = filled_store(tokens, generator, rank), filled_store(tokens, generator, rank)
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
@@ -42,7 +52,10 @@ def test_equals_the_reference(tokens, queries, rank, rotated, softcap):
         rotary = 8 if rotated == "partial" else None
         turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
         options["rotation"] = turned
-    actual = ragged_attention(*arguments, **options)
+    if operation is compiled and rotated == "function":
+        assert not compiled.serves(keys, options["rotation"])
+        return
+    actual = operation.ragged_attention(*arguments, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, reference(*arguments, **options), atol=2e-4, rtol=2e-4)
 
@@ -59,6 +72,50 @@ def test_masked_tokens_have_no_weight():
     without.append(keys.dense()[15:], keys.ranks()[15:])
     without_values.append(values.dense()[15:], values.ranks()[15:])
     torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, *decoders, scaling=0.25))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
+    generator = torch.Generator().manual_seed(2)
+    stores = []
+    for _ in range(2):
+        quantisation = Quantisation(bits=bits, group=group)
+        store = RaggedStore(WIDTH, dtype=dtype, device=torch.device("cpu"), quantisation=quantisation)
+        ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
+        store.append(torch.randn(700, WIDTH, generator=generator), ranks)
+        stores.append(store)
+    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    options = {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
+    actual = operation.ragged_attention(query, *stores, *decoders, **options)
+    expected = reference(query.double(), *stores, *decoders, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_places_move_the_rotation(operation):
+    """Rows that stand for other tokens than their number says are rotated as those."""
+    generator = torch.Generator().manual_seed(3)
+    keys, values = filled_store(200, generator), filled_store(200, generator)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    decoders = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    place = torch.randperm(900, generator=generator)[:200].sort().values
+    options = {"scaling": 0.25, "rotation": rotation(900, HEAD_DIM, generator), "place_T": place}
+    actual = operation.ragged_attention(query, keys, values, *decoders, **options)
+    expected = reference(query, keys, values, *decoders, **options)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_equal_inputs_give_equal_bits(operation):
+    generator = torch.Generator().manual_seed(4)
+    keys, values = filled_store(5000, generator), filled_store(5000, generator)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    decoders = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    options = {"scaling": 0.25, "rotation": rotation(5000, HEAD_DIM, generator)}
+    first, *others = [operation.ragged_attention(query, keys, values, *decoders, **options) for _ in range(5)]
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])

@@ -57,21 +57,7 @@ def lowrank_attention(
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
-    """Attention of Q queries of one sequence over its N low-rank and F full-rank tokens.
-
-    Args:
-        query_HQD: rotated queries.
-        keys, values: of the same tokens.
-        scaling: the model's own score scale, usually 1/√D (not 1/√R).
-        rotation: of keys compressed before it; None when they were compressed after it.
-        places: of the low-rank tokens, or (P, N) where each part holds tokens of its own; needed with `rotation`.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        mask_QT: True where a query may see a token, low-rank tokens first, then full-rank ones; None when it may see all.
-            (H, Q, T) where each part holds tokens of its own.
-
-    Returns:
-        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
-    """
+    """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
     heads, queries, head_dim = query_HQD.shape
     groups, low = keys.full_GFD.shape[0], keys.coef.length
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head

@@ -1,5 +1,55 @@
-"""Decode attention over a cache whose tokens keep different numbers of coefficients."""
+"""Decode attention over a cache whose tokens keep different numbers of coefficients.
 
-from lowrank.ops.ragged_attention.bucketed import ragged_attention
+Shapes: H query heads, Q new queries, D head dim, C joint width, T cached tokens.
+"""
+
+from torch import Tensor
+
+from lowrank.ops.ragged_attention import bucketed, compiled
+from lowrank.ops.rotation import Rotation
+from lowrank.ragged import RaggedStore
 
 __all__ = ["ragged_attention"]
+
+
+def ragged_attention(
+    query_HQD: Tensor,
+    keys: RaggedStore,
+    values: RaggedStore,
+    key_decoder_CC: Tensor,
+    value_decoder_CC: Tensor,
+    *,
+    scaling: float,
+    rotation: Rotation | None = None,
+    place_T: Tensor | None = None,
+    softcap: float | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
+
+    Args:
+        query_HQD: rotated queries.
+        keys, values: the sequence's coefficient stores, T rows each; their ranks need not agree.
+        key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
+        scaling: the model's own score scale, usually 1/√D.
+        rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
+        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        mask_QT: True where a query may see a row's token; None when it may see all.
+
+    Returns:
+        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
+    """
+    operation = compiled if compiled.serves(keys, rotation) else bucketed
+    return operation.ragged_attention(
+        query_HQD,
+        keys,
+        values,
+        key_decoder_CC,
+        value_decoder_CC,
+        scaling=scaling,
+        rotation=rotation,
+        place_T=place_T,
+        softcap=softcap,
+        mask_QT=mask_QT,
+    )

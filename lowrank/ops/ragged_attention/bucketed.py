@@ -31,21 +31,7 @@ def ragged_attention(
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
-    """Attention of Q queries of one sequence over its T cached tokens (DynaKV section 3.2, equation 3).
-
-    Args:
-        query_HQD: rotated queries.
-        keys, values: the sequence's coefficient stores, T rows each; their ranks need not agree.
-        key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
-        scaling: the model's own score scale, usually 1/√D.
-        rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
-        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        mask_QT: True where a query may see a row's token; None when it may see all.
-
-    Returns:
-        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
-    """
+    """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
     heads, queries, head_dim = query_HQD.shape
     groups = key_decoder_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head

@@ -1,0 +1,405 @@
+/* Decode attention over compressed tokens on a CPU, in two passes over the coefficients.
+ *
+ * Pass 1, a block of tokens at a time: keys are rebuilt (coefficients · decoder), rotated and multiplied with the queries
+ * while they are in the core's cache, and only the scores are written. Pass 2 weighs the values' coefficients by the
+ * softmax of the scores, which is never written. Values are not rebuilt.
+ *
+ * The work is divided among threads by its cost alone and their results are added in order, so that equal inputs give
+ * equal bits.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Sums of a tile of a matrix product stay in registers: NARROW rows of one vector, or ROWS rows of up to VECTORS. */
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+enum { ROWS = 8, VECTORS = 3, NARROW = 16 }; /* of 32 registers */
+#elif defined(__aarch64__)
+#define VECTOR_BYTES 16
+enum { ROWS = 8, VECTORS = 3, NARROW = 16 };
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+enum { ROWS = 4, VECTORS = 3, NARROW = 8 }; /* of 16 registers */
+#else
+#define VECTOR_BYTES 16
+enum { ROWS = 4, VECTORS = 3, NARROW = 8 };
+#endif
+
+typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+enum { LANES = VECTOR_BYTES / sizeof(float) };
+enum { BLOCK = 32, MAX_PAIRS = 512 }; /* 32 keys of 192 dims are 24 KiB: half a core's first cache */
+
+enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
+
+/* Tokens of one rank. Where heads are compressed apart, each part's coefficients lie `part_bytes` after the part before. */
+struct piece {
+    const uint8_t *rows;   /* (parts, count, row_bytes) */
+    const uint8_t *scales; /* integers: (parts, count, 2K) bfloat16, K steps and then K least values */
+    const void *slot;      /* each token's row in the scores; NULL: 0, 1, … */
+    int64_t count, rank, row_bytes, part_bytes, scale_part_bytes;
+};
+
+struct store {
+    const struct piece *pieces;
+    int64_t count;      /* of pieces */
+    int64_t rank;       /* the largest */
+    int32_t kind;       /* of the rows */
+    int32_t slot_bytes; /* 2, 4 or 8 */
+    int64_t group;      /* integers: coefficients that share a scale; 0 when all of a row do */
+};
+
+struct task {
+    struct store keys, values;
+    /* (parts, depth, lanes): all queries, already scaled, zero in other parts than a head's own and outside its own dims;
+     * over the dims of rebuilt keys, or over coefficients when there is no decoder. */
+    const float *query;
+    const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
+    const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
+    const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
+    const uint8_t *mask;  /* (queries, slots): zero where a query may not see a token; NULL when it sees all */
+    float *score;         /* (slots, lanes), scratch */
+    float *latent;        /* (heads, latent_stride), out: Σ softmax · coefficients */
+    float *logsumexp;     /* (heads), out */
+    int64_t slots, parts;
+    int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
+    int64_t queries, depth, head_dim, pairs, decoder_stride, latent_stride, first_place, threads;
+    float softcap; /* 0: none */
+};
+
+/* One thread's own memory. */
+struct scratch {
+    float *coef;    /* (BLOCK, padded rank) */
+    float *key;     /* (BLOCK, decoder_stride) */
+    float *score;   /* (BLOCK, lanes); pass 2: weights */
+    float *largest; /* (lanes) */
+    float *sum;     /* (lanes) */
+    float *latent;  /* (heads, latent_stride) */
+    int64_t slot[BLOCK], place[BLOCK];
+};
+
+static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+static inline float from_bfloat16(uint16_t bits) {
+    union { uint32_t bits; float value; } u = {(uint32_t)bits << 16};
+    return u.value;
+}
+
+static inline int64_t slot_of(const struct store *store, const struct piece *piece, int64_t token) {
+    if (!piece->slot) return token;
+    switch (store->slot_bytes) {
+    case 2: return ((const int16_t *)piece->slot)[token];
+    case 4: return ((const int32_t *)piece->slot)[token];
+    default: return ((const int64_t *)piece->slot)[token];
+    }
+}
+
+/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87. Written out so that a compiler can vectorise loops over it. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -88.0f : x;
+    float n = floorf(x * 1.44269504f + 0.5f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return x == -88.0f ? 0.0f : p * power.value;
+}
+
+int64_t lanes(void) { return LANES; }
+
+/* -- matrix products --------------------------------------------------------------------------------------------- */
+
+/* c (rows, vectors · LANES) = or += a · b, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */
+static inline __attribute__((always_inline)) void tile_product(
+    const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
+    int64_t b_row, float *c, int64_t c_row, const int adds) {
+    vector sum[NARROW][VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < vectors; j++)
+            sum[i][j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
+    for (int64_t k = 0; k < depth; k++) {
+        vector right[VECTORS];
+#pragma GCC unroll 3
+        for (int j = 0; j < vectors; j++) right[j] = *(const vector *)(b + k * b_row + j * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            const float left = a[i * a_row + k * a_column];
+#pragma GCC unroll 3
+            for (int j = 0; j < vectors; j++) sum[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 3
+        for (int j = 0; j < vectors; j++) *(vector *)(c + i * c_row + j * LANES) = sum[i][j];
+}
+
+#define CASE(R, V)                                                                          \
+    case (R) * 4 + (V):                                                                     \
+        tile_product(R, V, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
+        break;
+#define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3)
+
+/* c (rows, columns) = or += a · b, where `columns` is a multiple of LANES. */
+static inline __attribute__((always_inline)) void product(
+    int64_t all_rows, int64_t columns, int64_t depth, const float *all_a, int64_t a_row, int64_t a_column,
+    const float *all_b, int64_t b_row, float *all_c, int64_t c_row, const int adds) {
+    for (int64_t column = 0; column < columns; column += VECTORS * LANES) {
+        const int64_t left = (columns - column) / LANES, vectors = left < VECTORS ? left : VECTORS;
+        const int64_t most = vectors == 1 ? NARROW : ROWS;
+        const int64_t tiles = (all_rows + most - 1) / most; /* of about equal size: of 9 rows 5 and 4 */
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = all_rows * tile / tiles, rows = all_rows * (tile + 1) / tiles - first;
+            const float *a = all_a + first * a_row, *b = all_b + column;
+            float *c = all_c + first * c_row + column;
+            switch (rows * 4 + vectors) {
+                CASES(1) CASES(2) CASES(3) CASES(4)
+                CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
+#if defined(__AVX512F__) || defined(__aarch64__)
+                CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2)
+                CASE(5, 3) CASE(6, 3) CASE(7, 3) CASE(8, 3)
+                CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1) CASE(13, 1) CASE(14, 1) CASE(15, 1) CASE(16, 1)
+#endif
+            }
+        }
+    }
+}
+
+/* -- reading coefficients ---------------------------------------------------------------------------------------- */
+
+static void dequantise(const struct store *store, const uint8_t *row, const uint16_t *scales, int64_t rank, float *out) {
+    const int64_t size = store->group ? store->group : rank, groups = (rank + size - 1) / size;
+    if (store->kind == INT8) {
+        for (int64_t r = 0; r < rank; r++) out[r] = row[r];
+    } else { /* the first half of a row in the low bits, the second in the high ones */
+        const int64_t half = (rank + 1) / 2;
+        for (int64_t r = 0; r < half; r++) out[r] = row[r] & 15;
+        for (int64_t r = half; r < rank; r++) out[r] = row[r - half] >> 4;
+    }
+    for (int64_t k = 0; k < groups; k++) {
+        const float step = from_bfloat16(scales[k]), least = from_bfloat16(scales[groups + k]);
+        const int64_t end = (k + 1) * size < rank ? (k + 1) * size : rank;
+        for (int64_t r = k * size; r < end; r++) out[r] = out[r] * step + least;
+    }
+}
+
+/* Tokens `first` to `first + count` of a piece's part as floats, (count, padded(rank)), zero beyond the rank. */
+static void read_block(const struct store *store, const struct piece *piece, int64_t part, int64_t first, int64_t count,
+                       float *out) {
+    const int64_t rank = piece->rank, width = padded(rank);
+    if (!rank) return;
+    const int64_t groups = store->group ? (rank + store->group - 1) / store->group : 1;
+    for (int64_t t = 0; t < count; t++, out += width) {
+        const uint8_t *row = piece->rows + part * piece->part_bytes + (first + t) * piece->row_bytes;
+        const uint8_t *scales = piece->scales + part * piece->scale_part_bytes;
+        switch (store->kind) {
+        case FLOAT32: memcpy(out, row, rank * sizeof(float)); break;
+        case BFLOAT16:
+            for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
+            break;
+        default: dequantise(store, row, (const uint16_t *)scales + (first + t) * 2 * groups, rank, out);
+        }
+        for (int64_t r = rank; r < width; r++) out[r] = 0;
+    }
+}
+
+/* -- dividing the work ------------------------------------------------------------------------------------------- */
+
+/* Tokens first..end of a piece that a thread serves, when every token of a piece costs rank + overhead. */
+struct share { int64_t first, end; };
+
+enum { OVERHEAD = 24 };
+
+static int64_t total_cost(const struct store *store) {
+    int64_t cost = 0;
+    for (int64_t p = 0; p < store->count; p++) cost += store->pieces[p].count * (store->pieces[p].rank + OVERHEAD);
+    return cost;
+}
+
+static inline int64_t tokens_below(int64_t cost, int64_t each, int64_t count) {
+    if (cost <= 0) return 0;
+    const int64_t tokens = (cost + each - 1) / each;
+    return tokens < count ? tokens : count;
+}
+
+/* `before` is the cost of the pieces before this one. */
+static inline struct share share_of(const struct piece *piece, int64_t before, int64_t total, int64_t thread, int64_t threads) {
+    const int64_t each = piece->rank + OVERHEAD;
+    return (struct share){tokens_below(total * thread / threads - before, each, piece->count),
+                          tokens_below(total * (thread + 1) / threads - before, each, piece->count)};
+}
+
+/* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
+
+/* Turns the pairs (f, f + pairs) of every head of one key. */
+static void rotate(const struct task *task, int64_t place, int64_t groups, float *key) {
+    const int64_t pairs = task->pairs;
+    const float *angle = task->angle + place * pairs * 2;
+    float cos[MAX_PAIRS], sin[MAX_PAIRS];
+#pragma omp simd
+    for (int64_t f = 0; f < pairs; f++) {
+        cos[f] = angle[2 * f];
+        sin[f] = angle[2 * f + 1];
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        float *restrict first = key + g * task->head_dim, *restrict second = first + pairs;
+#pragma omp simd
+        for (int64_t f = 0; f < pairs; f++) {
+            const float x = first[f], y = second[f];
+            first[f] = x * cos[f] - y * sin[f];
+            second[f] = y * cos[f] + x * sin[f];
+        }
+    }
+}
+
+/* A token's scores, (lanes): capped, and none where its query may not see it. */
+static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
+    for (int64_t m = 0; m < task->lanes; m++) {
+        if (task->softcap) score[m] = task->softcap * tanhf(score[m] / task->softcap);
+        if (task->mask && !task->mask[m % task->queries * task->slots + slot]) score[m] = -FLT_MAX;
+    }
+}
+
+/* Scores of one block's tokens; `largest` rises to the largest of each head's. */
+static void score_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
+                        struct scratch *scratch) {
+    const struct store *store = &task->keys;
+    const int64_t lanes = task->lanes;
+    int64_t *slot = scratch->slot, *place = scratch->place;
+    for (int64_t t = 0; t < count; t++) {
+        slot[t] = slot_of(store, piece, first + t);
+        if (!task->angle) continue;
+        place[t] = task->place ? task->place[slot[t]] : slot[t] + task->first_place;
+        const float *angle = task->angle + place[t] * task->pairs * 2; /* needed once the block is rebuilt */
+        for (int64_t f = 0; f < task->pairs * 2; f += 16) __builtin_prefetch(angle + f);
+    }
+    for (int64_t part = 0; part < task->parts; part++) {
+        read_block(store, piece, part, first, count, scratch->coef);
+        const float *state = scratch->coef; /* what queries are multiplied with */
+        int64_t width = padded(piece->rank), depth = piece->rank;
+        if (task->decoder) {
+            const int64_t stride = task->decoder_stride;
+            product(count, stride, depth, state, width, 1, task->decoder + part * store->rank * stride, stride, scratch->key,
+                    stride, 0);
+            state = scratch->key;
+            width = stride;
+            depth = task->depth;
+            for (int64_t t = 0; task->angle && t < count; t++)
+                rotate(task, place[t], depth / task->head_dim, scratch->key + t * stride);
+        }
+        product(count, lanes, depth, state, width, 1, task->query + part * task->depth * lanes, lanes, scratch->score, lanes,
+                part > 0);
+    }
+    for (int64_t t = 0; t < count; t++) {
+        float *found = scratch->score + t * lanes;
+        float *restrict score = task->score + slot[t] * lanes, *restrict largest = scratch->largest;
+        if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
+#pragma omp simd
+        for (int64_t m = 0; m < lanes; m++) {
+            score[m] = found[m];
+            largest[m] = largest[m] > found[m] ? largest[m] : found[m];
+        }
+    }
+}
+
+/* -- pass 2: values ---------------------------------------------------------------------------------------------- */
+
+/* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
+static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
+                        const float *restrict largest, struct scratch *scratch) {
+    const struct store *store = &task->values;
+    const int64_t lanes = task->lanes, width = padded(piece->rank), part_heads = task->heads / task->parts;
+    float *restrict sum = scratch->sum;
+    for (int64_t t = 0; t < count; t++) {
+        const float *restrict score = task->score + slot_of(store, piece, first + t) * lanes;
+        float *restrict weight = scratch->score + t * lanes;
+#pragma omp simd
+        for (int64_t m = 0; m < lanes; m++) {
+            weight[m] = exponential(score[m] - largest[m]);
+            sum[m] += weight[m];
+        }
+    }
+    for (int64_t part = 0; part < task->parts; part++) {
+        read_block(store, piece, part, first, count, scratch->coef);
+        product(part_heads, width, count, scratch->score + part * part_heads, 1, lanes, scratch->coef, width,
+                scratch->latent + part * part_heads * task->latent_stride, task->latent_stride, 1);
+    }
+}
+
+/* -- the whole --------------------------------------------------------------------------------------------------- */
+
+/* Runs one pass of one thread over its share of a store. */
+static void run_share(const struct task *task, int64_t thread, const float *largest, struct scratch *scratch) {
+    const struct store *store = largest ? &task->values : &task->keys;
+    const int64_t total = total_cost(store);
+    int64_t before = 0;
+    for (int64_t p = 0; p < store->count; p++) {
+        const struct piece *piece = store->pieces + p;
+        const struct share share = share_of(piece, before, total, thread, task->threads);
+        for (int64_t t = share.first; t < share.end; t += BLOCK) {
+            const int64_t count = share.end - t < BLOCK ? share.end - t : BLOCK;
+            if (largest)
+                value_block(task, piece, t, count, largest, scratch);
+            else
+                score_block(task, piece, t, count, scratch);
+        }
+        before += piece->count * (piece->rank + OVERHEAD);
+    }
+}
+
+/* Returns 0, or 1 when there is no memory. `latent` and `logsumexp` are written. */
+int attend(const struct task *task) {
+    const int64_t threads = task->threads, stride = task->latent_stride, lanes = task->lanes;
+    const int64_t rank = padded(task->keys.rank > task->values.rank ? task->keys.rank : task->values.rank);
+    const int64_t latents = task->heads * stride;
+    const int64_t size = BLOCK * (rank + task->decoder_stride + lanes) + latents + 2 * lanes;
+    float *memory = aligned_alloc(64, (threads * size * sizeof(float) + 63) / 64 * 64);
+    struct scratch *all = malloc(threads * sizeof(struct scratch));
+    if (!memory || !all) {
+        free(memory);
+        free(all);
+        return 1;
+    }
+    for (int64_t thread = 0; thread < threads; thread++) {
+        struct scratch *scratch = all + thread;
+        scratch->coef = memory + thread * size;
+        scratch->key = scratch->coef + BLOCK * rank;
+        scratch->score = scratch->key + BLOCK * task->decoder_stride;
+        scratch->largest = scratch->score + BLOCK * lanes;
+        scratch->sum = scratch->largest + lanes;
+        scratch->latent = scratch->sum + lanes;
+        for (int64_t m = 0; m < lanes; m++) scratch->largest[m] = -FLT_MAX;
+        memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
+    }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) run_share(task, thread, NULL, all + thread);
+    float *largest = all[0].largest;
+    for (int64_t thread = 1; thread < threads; thread++)
+        for (int64_t m = 0; m < lanes; m++) largest[m] = fmaxf(largest[m], all[thread].largest[m]);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) run_share(task, thread, largest, all + thread);
+    for (int64_t head = 0; head < task->heads; head++) {
+        float sum = 0;
+        for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
+        task->logsumexp[head] = largest[head] + logf(sum);
+        float *restrict out = task->latent + head * stride;
+        for (int64_t r = 0; r < stride; r++) {
+            float value = 0;
+            for (int64_t thread = 0; thread < threads; thread++) value += all[thread].latent[head * stride + r];
+            out[r] = value / sum;
+        }
+    }
+    free(all);
+    free(memory);
+    return 0;
+}

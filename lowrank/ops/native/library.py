@@ -1,0 +1,65 @@
+"""The compiled kernels: built from ``attend.c`` for the processor at hand when they are first needed, and kept.
+
+Only a C compiler with OpenMP is needed (``$CC``, or ``cc``); it takes about two seconds. The shared object lies in the user
+cache directory under a name that says of what source, by what command and for what processor it was made.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+from lowrank.paths import home
+
+# Set to 0 to do without compiled code.
+SWITCH = "ADAPTIVE_KV_NATIVE"
+_SOURCE = Path(__file__).with_name("attend.c")
+# Sums may be reordered only where the source says so: the exponential depends on the order of its terms.
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+_FLAGS_OF_X86 = ["-mprefer-vector-width=512"]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None (after one warning) where they cannot be compiled or ``$ADAPTIVE_KV_NATIVE`` is 0."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler[0]) is None:
+        return _without(f"there is no C compiler `{compiler[0]}`; install one (e.g. gcc) or name yours in $CC")
+    command = [*compiler, *_FLAGS, *(_FLAGS_OF_X86 if platform.machine() == "x86_64" else []), "-shared", "-fPIC"]
+    macros = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+    if macros.returncode:
+        return _without(f"`{shlex.join(command)}` fails: {macros.stderr.strip()}")
+    made_of = "\n".join([shlex.join(command), macros.stdout, _SOURCE.read_text(encoding="utf-8")])
+    target = home() / "native" / f"attend-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+            built = Path(directory) / target.name
+            result = subprocess.run([*command, "-o", str(built), str(_SOURCE), "-lm"], capture_output=True, text=True)
+            if result.returncode:
+                return _without(f"compiling {_SOURCE.name} fails: {result.stderr.strip()}")
+            os.replace(built, target)
+    return ctypes.CDLL(str(target))
+
+
+@functools.cache
+def lanes() -> int:
+    """Floats of a vector register; sizes of matrices are multiples of it."""
+    return library().lanes()
+
+
+def _without(reason: str) -> None:
+    warnings.warn(
+        f"decoding on this CPU runs without compiled kernels, two to three times slower: {reason}. "
+        f"{SWITCH}=0 silences this.",
+        stacklevel=3,
+    )

@@ -1,0 +1,66 @@
+"""Decode attention over a ragged cache on a CPU, in compiled code.
+
+Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, R rank, T cached tokens.
+"""
+
+from torch import Tensor
+
+from lowrank.ops import native
+from lowrank.ops.rebuilt import block_diagonal
+from lowrank.ops.rotation import Rotation
+from lowrank.ragged import RaggedStore
+
+
+def serves(keys: RaggedStore, rotation: Rotation | None) -> bool:
+    """Whether :func:`ragged_attention` can attend over these stores."""
+    return keys.length > 0 and native.serves(keys.dtype, keys.device, rotation)
+
+
+def ragged_attention(
+    query_HQD: Tensor,
+    keys: RaggedStore,
+    values: RaggedStore,
+    key_decoder_CC: Tensor,
+    value_decoder_CC: Tensor,
+    *,
+    scaling: float,
+    rotation: Rotation | None = None,
+    place_T: Tensor | None = None,
+    softcap: float | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
+    heads, queries, head_dim = query_HQD.shape
+    groups = key_decoder_CC.shape[1] // head_dim
+    query_GMD = query_HQD.reshape(groups, -1, head_dim).float()
+    if rotation is None:
+        key_decoder_GDC = key_decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0).float()
+        query_PXH = (query_GMD @ key_decoder_GDC).flatten(0, 1).mT[None]
+        options = {}
+    else:
+        query_PXH = block_diagonal(query_GMD)[None]
+        options = {
+            "decoder_PRW": key_decoder_CC[None],
+            "angle_TF": rotation.angle_TF,
+            "place_T": place_T,
+            "head_dim": head_dim,
+        }
+    latent_MR, _ = native.attend(
+        query_PXH,
+        _pieces(keys),
+        _pieces(values),
+        scaling=scaling,
+        slots=keys.length,
+        queries=queries,
+        softcap=softcap,
+        mask_QT=mask_QT,
+        **options,
+    )
+    # One product over the heads of all groups, of which a head then takes its own group's.
+    all_MGD = (latent_MR @ value_decoder_CC[: latent_MR.shape[1]].float()).view(groups, -1, groups, head_dim)
+    output_GMD = all_MGD.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return output_GMD.reshape(heads, queries, head_dim).to(query_HQD.dtype)
+
+
+def _pieces(store: RaggedStore) -> list[native.Piece]:
+    return [native.Piece(bucket.coef, bucket.position_N.buffer) for bucket in store.filled()]
