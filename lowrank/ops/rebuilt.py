@@ -50,7 +50,7 @@ def rebuilt_scores(
     query_GMD, decoder_RC, turn = rotation.prepare(query_GMD, decoder_RC)
     score_GMT = query_GMD.new_empty(groups, rows, total)
     is_joint = groups * rows <= MAX_JOINT_ROWS and query_GMD.device.type == "cpu"
-    query_CP = block_diagonal(query_GMD) if is_joint else None
+    query_CP = _block_diagonal(query_GMD) if is_joint else None
     rebuilt_NC = decoder_RC.new_empty(min(TILE_TOKENS, total), decoder_RC.shape[1])
     start = 0
     for tile in _tiles(pieces, TILE_TOKENS):
@@ -70,7 +70,7 @@ def rebuilt_scores(
     return score_GMT
 
 
-def block_diagonal(query_GMD: Tensor) -> Tensor:
+def _block_diagonal(query_GMD: Tensor) -> Tensor:
     """Queries as columns that are zero outside their own KV head, (C, P) with P = G·M."""
     groups, rows, head_dim = query_GMD.shape
     query_GDGM = query_GMD.new_zeros(groups, head_dim, groups, rows)

@@ -9,7 +9,6 @@ from torch import Tensor
 from lowrank.ops import native
 from lowrank.ops.capped import capped
 from lowrank.ops.lowrank_attention.dense import Operands
-from lowrank.ops.rebuilt import block_diagonal
 from lowrank.ops.rotation import Places, Rotation
 
 
@@ -33,27 +32,20 @@ def lowrank_attention(
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
     heads, queries, head_dim = query_HQD.shape
     groups, low = keys.full_GFD.shape[0], keys.coef.length
-    parts = keys.basis_PWR.shape[0]
     query_GMD = query_HQD.reshape(groups, -1, head_dim).float()
+    options = {}
     if rotation is None:
-        latent_GMR = query_GMD @ keys.head_basis().float()
-        rank = latent_GMR.shape[2]
-        query_PXH = block_diagonal(latent_GMR.view(parts, -1, rank)).view(parts, rank, -1)
-        options = {}
+        low_query_GMX = query_GMD @ keys.head_basis().float()
     else:
-        query_PXH = block_diagonal(query_GMD).view(parts, -1, heads * queries)
-        options = {
-            "decoder_PRW": keys.basis_PWR.mT,
-            "angle_TF": rotation.angle_TF,
-            "place_T": places,
-            "head_dim": head_dim,
-        }
+        low_query_GMX = query_GMD
+        options = {"decoder_PRW": keys.basis_PWR.mT, "angle_TF": rotation.angle_TF, "place_T": places}
     latent_HR, logsumexp_H = native.attend(
-        query_PXH,
+        low_query_GMX,
         [native.Piece(keys.coef)],
         [native.Piece(values.coef)],
         scaling=scaling,
         slots=low,
+        parts=keys.basis_PWR.shape[0],
         queries=queries,
         softcap=softcap,
         mask_QT=None if mask_QT is None else mask_QT[:, :low],

@@ -13,23 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Sums of a tile of a matrix product stay in registers: NARROW rows of one vector, or ROWS rows of up to VECTORS. */
-#if defined(__AVX512F__)
-#define VECTOR_BYTES 64
-enum { ROWS = 8, VECTORS = 3, NARROW = 16 }; /* of 32 registers */
-#elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-enum { ROWS = 8, VECTORS = 3, NARROW = 16 };
-#elif defined(__AVX__)
-#define VECTOR_BYTES 32
-enum { ROWS = 4, VECTORS = 3, NARROW = 8 }; /* of 16 registers */
-#else
-#define VECTOR_BYTES 16
-enum { ROWS = 4, VECTORS = 3, NARROW = 8 };
-#endif
+#include "common.h"
 
-typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
-enum { LANES = VECTOR_BYTES / sizeof(float) };
 enum { BLOCK = 32, MAX_PAIRS = 512 }; /* 32 keys of 192 dims are 24 KiB: half a core's first cache */
 
 enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
@@ -53,9 +38,7 @@ struct store {
 
 struct task {
     struct store keys, values;
-    /* (parts, depth, lanes): all queries, already scaled, zero in other parts than a head's own and outside its own dims;
-     * over the dims of rebuilt keys, or over coefficients when there is no decoder. */
-    const float *query;
+    const float *query;   /* (heads, depth), scaled: over the dims of a head, or over coefficients when there is no decoder */
     const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
     const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
@@ -63,9 +46,9 @@ struct task {
     float *score;         /* (slots, lanes), scratch */
     float *latent;        /* (heads, latent_stride), out: Σ softmax · coefficients */
     float *logsumexp;     /* (heads), out */
-    int64_t slots, parts;
-    int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
-    int64_t queries, depth, head_dim, pairs, decoder_stride, latent_stride, first_place, threads;
+    int64_t slots, parts, groups; /* groups: KV heads */
+    int64_t heads, lanes;         /* rows of queries, the new tokens fastest; the same, padded */
+    int64_t queries, depth, pairs, decoder_stride, latent_stride, first_place, threads;
     float softcap; /* 0: none */
 };
 
@@ -80,7 +63,6 @@ struct scratch {
     int64_t slot[BLOCK], place[BLOCK];
 };
 
-static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 static inline float from_bfloat16(uint16_t bits) {
     union { uint32_t bits; float value; } u = {(uint32_t)bits << 16};
@@ -93,85 +75,6 @@ static inline int64_t slot_of(const struct store *store, const struct piece *pie
     case 2: return ((const int16_t *)piece->slot)[token];
     case 4: return ((const int32_t *)piece->slot)[token];
     default: return ((const int64_t *)piece->slot)[token];
-    }
-}
-
-/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87. Written out so that a compiler can vectorise loops over it. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -88.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return x == -88.0f ? 0.0f : p * power.value;
-}
-
-int64_t lanes(void) { return LANES; }
-
-/* -- matrix products --------------------------------------------------------------------------------------------- */
-
-/* c (rows, vectors · LANES) = or += a · b, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */
-static inline __attribute__((always_inline)) void tile_product(
-    const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, float *c, int64_t c_row, const int adds) {
-    vector sum[NARROW][VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 3
-        for (int j = 0; j < vectors; j++)
-            sum[i][j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
-    for (int64_t k = 0; k < depth; k++) {
-        vector right[VECTORS];
-#pragma GCC unroll 3
-        for (int j = 0; j < vectors; j++) right[j] = *(const vector *)(b + k * b_row + j * LANES);
-#pragma GCC unroll 16
-        for (int i = 0; i < rows; i++) {
-            const float left = a[i * a_row + k * a_column];
-#pragma GCC unroll 3
-            for (int j = 0; j < vectors; j++) sum[i][j] += left * right[j];
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 3
-        for (int j = 0; j < vectors; j++) *(vector *)(c + i * c_row + j * LANES) = sum[i][j];
-}
-
-#define CASE(R, V)                                                                          \
-    case (R) * 4 + (V):                                                                     \
-        tile_product(R, V, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
-        break;
-#define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3)
-
-/* c (rows, columns) = or += a · b, where `columns` is a multiple of LANES. */
-static inline __attribute__((always_inline)) void product(
-    int64_t all_rows, int64_t columns, int64_t depth, const float *all_a, int64_t a_row, int64_t a_column,
-    const float *all_b, int64_t b_row, float *all_c, int64_t c_row, const int adds) {
-    for (int64_t column = 0; column < columns; column += VECTORS * LANES) {
-        const int64_t left = (columns - column) / LANES, vectors = left < VECTORS ? left : VECTORS;
-        const int64_t most = vectors == 1 ? NARROW : ROWS;
-        const int64_t tiles = (all_rows + most - 1) / most; /* of about equal size: of 9 rows 5 and 4 */
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const int64_t first = all_rows * tile / tiles, rows = all_rows * (tile + 1) / tiles - first;
-            const float *a = all_a + first * a_row, *b = all_b + column;
-            float *c = all_c + first * c_row + column;
-            switch (rows * 4 + vectors) {
-                CASES(1) CASES(2) CASES(3) CASES(4)
-                CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
-#if defined(__AVX512F__) || defined(__aarch64__)
-                CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2)
-                CASE(5, 3) CASE(6, 3) CASE(7, 3) CASE(8, 3)
-                CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1) CASE(13, 1) CASE(14, 1) CASE(15, 1) CASE(16, 1)
-#endif
-            }
-        }
     }
 }
 
@@ -252,7 +155,7 @@ static void rotate(const struct task *task, int64_t place, int64_t groups, float
         sin[f] = angle[2 * f + 1];
     }
     for (int64_t g = 0; g < groups; g++) {
-        float *restrict first = key + g * task->head_dim, *restrict second = first + pairs;
+        float *restrict first = key + g * task->depth, *restrict second = first + pairs;
 #pragma omp simd
         for (int64_t f = 0; f < pairs; f++) {
             const float x = first[f], y = second[f];
@@ -270,6 +173,13 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     }
 }
 
+/* Products of queries with tokens' states, score[t][m]. */
+static void score_rows(int64_t queries, int64_t count, int64_t depth, const float *query, int64_t query_stride,
+                       const float *state, int64_t stride, float *score, int64_t lanes) {
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t m = 0; m < queries; m++) score[t * lanes + m] = dot(query + m * query_stride, state + t * stride, depth);
+}
+
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
 static void score_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
                         struct scratch *scratch) {
@@ -283,22 +193,23 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         const float *angle = task->angle + place[t] * task->pairs * 2; /* needed once the block is rebuilt */
         for (int64_t f = 0; f < task->pairs * 2; f += 16) __builtin_prefetch(angle + f);
     }
+    const int64_t part_heads = task->heads / task->parts, part_groups = task->groups / task->parts;
     for (int64_t part = 0; part < task->parts; part++) {
+        float *score = scratch->score + part * part_heads;
+        const float *query = task->query + part * part_heads * task->depth;
+        const int64_t width = padded(piece->rank), stride = task->decoder_stride;
         read_block(store, piece, part, first, count, scratch->coef);
-        const float *state = scratch->coef; /* what queries are multiplied with */
-        int64_t width = padded(piece->rank), depth = piece->rank;
-        if (task->decoder) {
-            const int64_t stride = task->decoder_stride;
-            product(count, stride, depth, state, width, 1, task->decoder + part * store->rank * stride, stride, scratch->key,
-                    stride, 0);
-            state = scratch->key;
-            width = stride;
-            depth = task->depth;
-            for (int64_t t = 0; task->angle && t < count; t++)
-                rotate(task, place[t], depth / task->head_dim, scratch->key + t * stride);
+        if (!task->decoder) {
+            score_rows(part_heads, count, piece->rank, query, task->depth, scratch->coef, width, score, lanes);
+            continue;
         }
-        product(count, lanes, depth, state, width, 1, task->query + part * task->depth * lanes, lanes, scratch->score, lanes,
-                part > 0);
+        product(count, stride, piece->rank, scratch->coef, width, 1, task->decoder + part * store->rank * stride, stride,
+                scratch->key, stride, 0);
+        for (int64_t t = 0; task->angle && t < count; t++) rotate(task, place[t], part_groups, scratch->key + t * stride);
+        const int64_t rows = part_heads / part_groups;
+        for (int64_t g = 0; g < part_groups; g++)
+            score_rows(rows, count, task->depth, query + g * rows * task->depth, task->depth,
+                       scratch->key + g * task->depth, stride, score + g * rows, lanes);
     }
     for (int64_t t = 0; t < count; t++) {
         float *found = scratch->score + t * lanes;
@@ -335,6 +246,8 @@ static void value_block(const struct task *task, const struct piece *piece, int6
                 scratch->latent + part * part_heads * task->latent_stride, task->latent_stride, 1);
     }
 }
+
+int64_t lanes(void) { return LANES; }
 
 /* -- the whole --------------------------------------------------------------------------------------------------- */
 
@@ -379,6 +292,7 @@ int attend(const struct task *task) {
         scratch->sum = scratch->largest + lanes;
         scratch->latent = scratch->sum + lanes;
         for (int64_t m = 0; m < lanes; m++) scratch->largest[m] = -FLT_MAX;
+        memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays zero */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
 #pragma omp parallel for num_threads(threads) schedule(static, 1)

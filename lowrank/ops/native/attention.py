@@ -1,7 +1,7 @@
 """Calling the compiled decode attention.
 
-Shapes: H rows of queries (heads × new queries), P parts (1, or as many as KV heads where heads are compressed apart),
-D head dim, W width of a part, N tokens of a piece, T tokens in all, R rank, F pairs of a rotation.
+Shapes: G KV heads, M rows of queries that share one (heads × new queries), H = G·M, P parts (1, or G where heads are
+compressed apart), D head dim, W width of a part, N tokens of a piece, T tokens in all, R rank, F pairs of a rotation.
 """
 
 import ctypes
@@ -40,15 +40,15 @@ def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) 
 
 
 def attend(
-    query_PXH: Tensor,
+    query_GMX: Tensor,
     keys: list[Piece],
     values: list[Piece],
     *,
     scaling: float,
     slots: int,
+    parts: int = 1,
     queries: int = 1,
     decoder_PRW: Tensor | None = None,
-    head_dim: int | None = None,
     angle_TF: Tensor | None = None,
     place_T: Tensor | slice | None = None,
     softcap: float | None = None,
@@ -57,14 +57,13 @@ def attend(
     """Weighted sums of the values' coefficients, softmax over all pieces' tokens.
 
     Args:
-        query_PXH: rotated queries as columns, zero in other parts than a head's own and outside its own dims (X = W); without
-            a decoder over the coefficients (X = R).
+        query_GMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) without a decoder.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
         scaling: of the scores.
         slots: T.
-        queries: new queries, the fastest of the columns.
+        parts: P.
+        queries: new queries, the fastest of the M rows.
         decoder_PRW: rebuilds keys; R is at least the largest rank.
-        head_dim: D, where keys are rotated.
         angle_TF: complex64 cos + i·sin that turn the pairs (j, j + F) of rebuilt keys; None to leave them.
         place_T: the place of each slot in `angle_TF`; None where they are the same.
         softcap, mask_QT: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
@@ -81,7 +80,8 @@ def attend(
         return tensor.data_ptr()
 
     key_store, value_store = _store(keys, held), _store(values, held)
-    parts, depth, heads = query_PXH.shape
+    groups, rows, depth = query_GMX.shape
+    heads = groups * rows
     width, stride = heads + -heads % lanes(), 0
     if decoder_PRW is not None:
         decoder_PRW = _padded(decoder_PRW.float())
@@ -94,7 +94,7 @@ def attend(
     task = _Task(
         keys=key_store,
         values=value_store,
-        query=address(_padded(query_PXH.float() * scaling)),
+        query=address((query_GMX.float() * scaling).contiguous()),
         decoder=address(decoder_PRW),
         angle=address(None if angle_TF is None else angle_TF.contiguous()),
         place=address(None if place_T is None else place_T.long().contiguous()),
@@ -104,11 +104,11 @@ def attend(
         logsumexp=address(logsumexp),
         slots=slots,
         parts=parts,
+        groups=groups,
         heads=heads,
         lanes=width,
         queries=queries,
         depth=depth,
-        head_dim=head_dim or 0,
         pairs=0 if angle_TF is None else angle_TF.shape[1],
         decoder_stride=stride,
         latent_stride=latent.shape[1],
@@ -148,7 +148,7 @@ class _Task(ctypes.Structure):
         ],
         *[
             (name, ctypes.c_int64)
-            for name in ("slots", "parts", "heads", "lanes", "queries", "depth", "head_dim", "pairs")
+            for name in ("slots", "parts", "groups", "heads", "lanes", "queries", "depth", "pairs")
             + ("decoder_stride", "latent_stride", "first_place", "threads")
         ],
         ("softcap", ctypes.c_float),
@@ -182,4 +182,3 @@ def _store(pieces: list[Piece], held: list) -> _Store:
         slot_bytes=0 if first.slot_N is None else first.slot_N.itemsize,
         group=0 if quantisation is None else quantisation.group or 0,
     )
-

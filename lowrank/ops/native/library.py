@@ -1,4 +1,4 @@
-"""The compiled kernels: built from ``attend.c`` for the processor at hand when they are first needed, and kept.
+"""The compiled kernels: built from the C files here for the processor at hand when they are first needed, and kept.
 
 Only a C compiler with OpenMP is needed (``$CC``, or ``cc``); it takes about two seconds. The shared object lies in the user
 cache directory under a name that says of what source, by what command and for what processor it was made.
@@ -20,7 +20,7 @@ from lowrank.paths import home
 
 # Set to 0 to do without compiled code.
 SWITCH = "ADAPTIVE_KV_NATIVE"
-_SOURCE = Path(__file__).with_name("attend.c")
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # Sums may be reordered only where the source says so: the exponential depends on the order of its terms.
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 _FLAGS_OF_X86 = ["-mprefer-vector-width=512"]
@@ -38,15 +38,16 @@ def library() -> ctypes.CDLL | None:
     macros = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
     if macros.returncode:
         return _without(f"`{shlex.join(command)}` fails: {macros.stderr.strip()}")
-    made_of = "\n".join([shlex.join(command), macros.stdout, _SOURCE.read_text(encoding="utf-8")])
-    target = home() / "native" / f"attend-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    made_of = "\n".join([shlex.join(command), macros.stdout, *(path.read_text(encoding="utf-8") for path in _SOURCES)])
+    target = home() / "native" / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             built = Path(directory) / target.name
-            result = subprocess.run([*command, "-o", str(built), str(_SOURCE), "-lm"], capture_output=True, text=True)
+            files = [str(path) for path in _SOURCES if path.suffix == ".c"]
+            result = subprocess.run([*command, "-o", str(built), *files, "-lm"], capture_output=True, text=True)
             if result.returncode:
-                return _without(f"compiling {_SOURCE.name} fails: {result.stderr.strip()}")
+                return _without(f"compiling them fails: {result.stderr.strip()}")
             os.replace(built, target)
     return ctypes.CDLL(str(target))
 

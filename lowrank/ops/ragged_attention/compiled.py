@@ -6,7 +6,6 @@ Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint wid
 from torch import Tensor
 
 from lowrank.ops import native
-from lowrank.ops.rebuilt import block_diagonal
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
@@ -33,20 +32,13 @@ def ragged_attention(
     heads, queries, head_dim = query_HQD.shape
     groups = key_decoder_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim).float()
+    options = {}
     if rotation is None:
-        key_decoder_GDC = key_decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0).float()
-        query_PXH = (query_GMD @ key_decoder_GDC).flatten(0, 1).mT[None]
-        options = {}
+        query_GMD = query_GMD @ key_decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0).float()
     else:
-        query_PXH = block_diagonal(query_GMD)[None]
-        options = {
-            "decoder_PRW": key_decoder_CC[None],
-            "angle_TF": rotation.angle_TF,
-            "place_T": place_T,
-            "head_dim": head_dim,
-        }
-    latent_MR, _ = native.attend(
-        query_PXH,
+        options = {"decoder_PRW": key_decoder_CC[None], "angle_TF": rotation.angle_TF, "place_T": place_T}
+    latent_HR, _ = native.attend(
+        query_GMD,
         _pieces(keys),
         _pieces(values),
         scaling=scaling,
@@ -57,8 +49,8 @@ def ragged_attention(
         **options,
     )
     # One product over the heads of all groups, of which a head then takes its own group's.
-    all_MGD = (latent_MR @ value_decoder_CC[: latent_MR.shape[1]].float()).view(groups, -1, groups, head_dim)
-    output_GMD = all_MGD.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    all_HGD = (latent_HR @ value_decoder_CC[: latent_HR.shape[1]].float()).view(groups, -1, groups, head_dim)
+    output_GMD = all_HGD.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     return output_GMD.reshape(heads, queries, head_dim).to(query_HQD.dtype)
 
 
