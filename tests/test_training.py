@@ -187,7 +187,7 @@ def test_blocks_depend_on_the_seed_alone_and_split_over_processes(tiny_dir, text
     whole = take(12)
     assert torch.equal(take(6, rank=0, world=2), whole[0::2])
     assert torch.equal(take(6, rank=1, world=2), whole[1::2])
-    assert torch.equal(take(4, skip=8), whole[8:])
+    assert torch.equal(take(4, start=8), whole[8:])
 
 
 def test_schedule_rises_then_falls():
