@@ -13,7 +13,6 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig
 
 from dynakv.compressor import LayerCompressor
 from lowrank.errors import UserError
@@ -104,6 +103,8 @@ class Engine:
         deepspeed["zero_force_ds_cpu_optimizer"] = False
         if self._autocast_dtype is not None:
             deepspeed["torch_autocast"] = {"enabled": True, "dtype": str(self._autocast_dtype).removeprefix("torch.")}
+        from transformers.integrations import HfDeepSpeedConfig
+
         # transformers shards a ZeRO-3 model while loading it, in the precision it finds here; it keeps a weak reference.
         self._loading = HfDeepSpeedConfig({**deepspeed, "bf16": {"enabled": self.loading_dtype == "bfloat16"}})
         return plugin.zero_stage
@@ -113,12 +114,19 @@ class Engine:
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_modules
 
-            # A projection is read by its parent, not called: all of a layer's compressor is gathered together.
+            # A projection is read by its parent, not called, so all of a layer's compressor is gathered together.
             set_z3_leaf_modules(model, [LayerCompressor])
-        self.wrapped, prepared = self.accelerator.prepare(model, optimizer)
+            # DeepSpeed reduces such a group's gradients when those of its inputs are there, or at once if inputs have none,
+            # as behind a frozen embedding.
+            model.enable_input_require_grads()
+            for module in model.modules():
+                if isinstance(module, LayerCompressor):
+                    module.register_forward_hook(_carry_rates)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
-        self.optimizer = prepared
         self.parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        if self.deepspeed:
+            self._start_moments()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add a pass's gradients; the `last` pass of a step reduces them over processes."""
@@ -153,9 +161,9 @@ class Engine:
             write: they are changed, alike on every process; the change is kept.
         """
         if self.stage == 3:
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
-            with GatheredParameters(list(parameters), modifier_rank=0 if write else None):
+            with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if write else None):
                 yield
         else:
             yield
@@ -197,18 +205,63 @@ class Engine:
             return
         from deepspeed.utils import safe_set_full_optimizer_state
 
+        for partition in self._partitions():
+            self.optimizer.optimizer.optimizer.state[partition]["step"].fill_(step)
+        for name, parameter in self.parameters.items():
+            for key, value in moments[name].items():
+                safe_set_full_optimizer_state(parameter, value.to(self.device), key)
+
+
+    def _partitions(self) -> list[Tensor]:
+        """The flat tensors that AdamW works on under ZeRO."""
         zero = self.optimizer.optimizer
-        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        for partition in flat:
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _start_moments(self) -> None:
+        """Make AdamW's state under ZeRO before the first step: stages 1 and 2 link it to the parameters once, in the step
+        of the first of several groups, when the others' does not exist yet."""
+        zero = self.optimizer.optimizer
+        for partition in self._partitions():
             zero.optimizer.state[partition] = {
-                "step": torch.tensor(float(step)),
+                "step": torch.zeros(()),
                 **{key: torch.zeros_like(partition) for key in MOMENTS},
             }
         if self.stage != 3:
             zero._lazy_init_hp_params_optimizer_state()
-        for name, parameter in self.parameters.items():
-            for key, value in moments[name].items():
-                safe_set_full_optimizer_state(parameter, value.to(self.device), key)
+
+
+def _carry_rates(module: LayerCompressor, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """A forward hook for ZeRO-3, which gathers a module's parameters when backward reaches the module's output.
+
+    Retain rates leave the compressor beside its output, so that backward would come to its parameters by another way and
+    find them released. The rates are therefore cut off as leaves, and their gradients come in through the output.
+    """
+    sides = (module.key, module.value)
+    if not sides[0].rate.soft.requires_grad:
+        return None
+    attached = [side.rate.soft for side in sides]
+    leaves = [soft.detach().requires_grad_() for soft in attached]
+    for side, leaf in zip(sides, leaves, strict=True):
+        side.rate.soft = leaf
+    key, value = output
+    return _CarryRates.apply(key, leaves, *attached), value
+
+
+class _CarryRates(torch.autograd.Function):
+    """The identity on its first argument; its backward hands the leaves' gradients to the rates they were cut from.
+
+    The objective is computed from the leaves after the forward pass, and autograd runs the newest nodes first, so their
+    gradients are complete before backward reaches the model.
+    """
+
+    @staticmethod
+    def forward(ctx, output: Tensor, leaves: list[Tensor], *attached: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *(leaf.grad for leaf in ctx.leaves)
 
 
 def _never_build_shared_memory() -> None:
