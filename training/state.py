@@ -52,6 +52,8 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
     with engine.gathered(compressor):
         weights = compressor_state(engine.model) if engine.main else {}
     if engine.main:
+        for leftover in root.glob(".step-*"):
+            shutil.rmtree(leftover)  # of a process that was killed while it wrote
         with new_directory(step_directory(root, step)) as partial:
             write_compressor(engine.model, partial, weights)
             save_file(moments, partial / OPTIMIZER)
