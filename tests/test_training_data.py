@@ -8,7 +8,7 @@ import lzma
 import pytest
 import torch
 from conftest import byte_tokenizer
-from families import BY_NAME, FAMILIES
+from families import BY_NAME
 from methods import calibration_moments, spread_gates
 from torch.utils.data import DataLoader
 
@@ -96,7 +96,9 @@ def test_positions_restart_with_documents(texts):
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_a_document_in_a_packed_block_is_a_document_alone(name, backend):
     """With compressors attached, whose rotation must follow the restarted positions, too."""
-    model = BY_NAME[name].build()
+    model = BY_NAME[name].model()
+    if backend == "sdpa" and not model._supports_sdpa:
+        pytest.skip("transformers runs this family on eager attention alone")
     model.set_attn_implementation(backend)
     moments = calibration_moments(model)
     dynakv.add_compressors(model, DynaKVConfig(granularity=1))
@@ -147,7 +149,8 @@ def test_files_of_every_kind_are_read(tmp_path):
             assert [row["text"] for row in load(tmp_path / name, text_field="body", streaming=streaming)] == ["one", "two"]
     (tmp_path / "book.txt").write_text("one\n\ntwo\n")
     assert [row["text"] for row in load(tmp_path / "book.txt")] == ["one\n\ntwo\n"]
-    assert len(load(tmp_path / "pa*.j*", text_field="body")) == 4
+    (tmp_path / "plain-2.jsonl").write_text(lines)
+    assert len(load(tmp_path / "plain*.jsonl", text_field="body")) == 4
 
 
 def test_blocks_of_a_stream_are_its_first(texts):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynakv.objective import RetainRates, objective, retain_rates
+from lowrank.errors import UserError
 from training.data import Batch
 from training.engine import Engine
 from training.watch import GradientWatch, Watch
@@ -52,7 +53,7 @@ def optimizer_step(
         last = index == len(batches) - 1
         with engine.one_pass(last=last):
             with engine.computing():
-                logits = engine.wrapped(**batch.inputs, use_cache=False).logits
+                logits = _logits(engine, batch, watch, number)
             cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
             rates = _global_rates(engine, retain_rates(engine.model))
             loss = objective(cross_entropy, rates, alpha)
@@ -66,6 +67,14 @@ def optimizer_step(
     engine.step()
     means = RetainRates(soft_L2=soft_L2 / passes, hard_L2=hard_L2 / passes)
     return StepResult(loss, cross_entropy, float(means.soft), means.hard, means)
+
+
+def _logits(engine: Engine, batch: Batch, watch: Watch, number: int) -> Tensor:
+    try:
+        return engine.wrapped(**batch.inputs, use_cache=False).logits
+    except UserError as error:
+        # A projection that cannot be inverted names its layer, but neither the step nor where to go back to.
+        raise watch.stop(number, str(error), None) from error
 
 
 def _summed_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
