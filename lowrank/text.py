@@ -4,6 +4,7 @@ Shapes: T tokens of a block.
 """
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -86,15 +87,19 @@ def hold_out(rows: Documents, share: float) -> tuple[Documents, Documents]:
     Args:
         share: of the documents to hold out, in [0, 1].
     """
-
-    def is_held_out(text: str) -> bool:
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < share * 2**64
-
     return (
-        rows.filter(lambda text: not is_held_out(text), input_columns="text"),
-        rows.filter(is_held_out, input_columns="text"),
+        rows.filter(functools.partial(_hashes_above, share=share), input_columns="text"),
+        rows.filter(functools.partial(_hashes_below, share=share), input_columns="text"),
     )
+
+
+def _hashes_below(text: str, share: float) -> bool:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _hashes_above(text: str, share: float) -> bool:
+    return not _hashes_below(text, share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

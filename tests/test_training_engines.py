@@ -5,8 +5,16 @@ import shutil
 import pytest
 from training_runs import launch, losses, rows, summary, train_here
 
-SHORT = {"optimizer": {"steps": 4, "batch_size": 4}, "checkpoint_every": 2, "rate": {"target_retain_rate": 0.5, "gain": 0.0}}
-HALF = {"optimizer": {"steps": 4, "batch_size": 2}, "checkpoint_every": 2, "rate": {"target_retain_rate": 0.5, "gain": 0.0}}
+SHORT = {
+    "optimizer": {"steps": 4, "batch_size": 4},
+    "checkpoint_every": 2,
+    "rate": {"target_retain_rate": 0.5, "gain": 0.0},
+}
+HALF = {
+    "optimizer": {"steps": 4, "batch_size": 2},
+    "checkpoint_every": 2,
+    "rate": {"target_retain_rate": 0.5, "gain": 0.0},
+}
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import sys
 import time
 
 import pytest
-import torch
 import yaml
-from training_runs import ROOT, SINGLE_THREAD, launch, losses, merged, rows, train_here
+from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from lowrank.errors import UserError
 
@@ -49,7 +48,9 @@ def same_as(whole, output):
 
 
 def start(command, **kwargs):
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}, **kwargs
+    )
 
 
 def test_killed_while_writing_a_state(training_values, whole, tmp_path):

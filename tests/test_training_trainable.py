@@ -1,13 +1,15 @@
 """What may be trained beside the compressor: LoRA adapters or the whole backbone, and that it comes back from disk."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_runs import launch, losses, summary, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import training.loop
 from lowrank.errors import UserError
-from safetensors.torch import load_file
 
 KINDS = ("lora", "full")
 FEW = {"optimizer": {"steps": 3, "batch_size": 2, "lr_backbone": 1e-3}, "checkpoint_every": 2}
@@ -43,7 +45,9 @@ def test_the_reloaded_model_is_the_trained_one(training_values, tmp_path, caught
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, caught["logits"], atol=2e-4, rtol=0)
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=12, do_sample=False), caught["tokens"])
     stock = AutoModelForCausalLM.from_pretrained(training_values["model"])
-    moved = [name for name, value in stock.named_parameters() if not torch.equal(value, dict(model.named_parameters())[name])]
+    moved = [
+        name for name, value in stock.named_parameters() if not torch.equal(value, dict(model.named_parameters())[name])
+    ]
     if kind == "full":
         assert len(moved) == len(list(stock.parameters()))
     else:
@@ -55,13 +59,9 @@ def test_the_reloaded_model_is_the_trained_one(training_values, tmp_path, caught
 def test_a_resumed_run_is_the_uninterrupted_one(training_values, tmp_path, kind):
     pytest.importorskip("peft")
     train_here(training_values, tmp_path / "whole", trainable=kind, **FEW)
-    stopped = {**FEW, "optimizer": {**FEW["optimizer"], "steps": 3}}
-    train_here(training_values, tmp_path / "parts", trainable=kind, **stopped)
-    for name in ("full",):
-        import shutil
-
-        shutil.rmtree(tmp_path / "parts" / name)
-    train_here(training_values, tmp_path / "parts", trainable=kind, resume=True, **stopped)
+    train_here(training_values, tmp_path / "parts", trainable=kind, **FEW)
+    shutil.rmtree(tmp_path / "parts/full")
+    train_here(training_values, tmp_path / "parts", trainable=kind, resume=True, **FEW)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for file in sorted((tmp_path / "whole/full").glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "parts/full" / file.name).read_bytes()
@@ -71,7 +71,14 @@ def test_lora_under_zero_3_equals_plain(training_values, tmp_path):
     pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
     train_here(training_values, tmp_path / "plain", trainable="lora", **FEW)
-    launch("zero3", 2, training_values, tmp_path / "zero", trainable="lora", **{**FEW, "optimizer": {**FEW["optimizer"], "batch_size": 1}})
+    launch(
+        "zero3",
+        2,
+        training_values,
+        tmp_path / "zero",
+        trainable="lora",
+        **{**FEW, "optimizer": {**FEW["optimizer"], "batch_size": 1}},
+    )
     assert summary(tmp_path / "zero")["engine"] == {"type": "DEEPSPEED", "zero_stage": 3}
     assert losses(tmp_path / "zero") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "full/model.safetensors") for name in ("plain", "zero"))

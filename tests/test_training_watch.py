@@ -84,7 +84,9 @@ def test_divergence_is_told_from_hard_text(tmp_path):
     watch = a_watch(tmp_path)
     for step in range(1, 60):
         watch.check(step, 5.0, 4.0 + (step % 7 == 0) * 6.0, rates, squares)  # single hard texts
-    with pytest.raises(UserError, match=r"step \d+: the run diverges.*layer 1 keys, projection.weight, which has the largest"):
+    with pytest.raises(
+        UserError, match=r"step \d+: the run diverges.*layer 1 keys, projection.weight, which has the largest"
+    ):
         for step in range(60, 120):
             watch.check(step, 20.0, 10.0, rates, squares)
     assert 65 < step < 90

@@ -30,12 +30,23 @@ def train_here(values: dict, output: Path, *, resume: bool = False, **changes) -
     return train(config, resume=resume)
 
 
-def launch(engine: str, processes: int, values: dict, output: Path, *extra: str, **changes) -> subprocess.CompletedProcess:
+def launch(
+    engine: str, processes: int, values: dict, output: Path, *extra: str, **changes
+) -> subprocess.CompletedProcess:
     """Train under `accelerate launch`: `engine` is ``ddp`` or ``zero1`` to ``zero3``. Fails unless the run succeeds."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(merged({**values, "output": str(output)}, changes)))
-    flags = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    flags = [
+        "--num_processes",
+        str(processes),
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     flags += ["--main_process_port", "0"]
     environment = dict(SINGLE_THREAD)
     if engine == "ddp":
@@ -43,7 +54,16 @@ def launch(engine: str, processes: int, values: dict, output: Path, *extra: str,
         environment["ACCELERATE_USE_CPU"] = "true"
     else:
         flags += ["--use_deepspeed", "--zero_stage", engine.removeprefix("zero")]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, "train_dynakv.py", "--config", str(file), *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *flags,
+        "train_dynakv.py",
+        "--config",
+        str(file),
+        *extra,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("checkpoint:") == 1, "not two runs side by side"

@@ -39,7 +39,8 @@ class DatasetConfig:
     )
     heldout_split: str = option("test", help="split of a held-out hub data set")
     heldout_share: float = option(
-        0.0, help="share of each data set's documents, picked by a hash of their text, held out of training and measured"
+        0.0,
+        help="share of each data set's documents, picked by a hash of their text, held out of training and measured",
     )
     sequence_length: int = option(1024, help="length of a training sequence", unit="tokens")
 
@@ -49,7 +50,9 @@ class DatasetConfig:
         for key in ("subset", "split", "text_field"):
             values = getattr(self, key)
             if values is not None:
-                require(len(values) in (1, len(self.name)), f"dataset.{key}", values, "one for all or one for each name")
+                require(
+                    len(values) in (1, len(self.name)), f"dataset.{key}", values, "one for all or one for each name"
+                )
         if self.weights is not None:
             require(len(self.weights) == len(self.name), "dataset.weights", self.weights, "one number for each name")
             require(min(self.weights) > 0, "dataset.weights", self.weights, "positive numbers")

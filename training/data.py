@@ -170,7 +170,9 @@ class _Reader:
         text = next(self._texts, None)
         if text is None:
             if self.document == 0:
-                raise UserError("a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`")
+                raise UserError(
+                    "a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`"
+                )
             self.epoch, self.document = self.epoch + 1, 0
             self._texts = self._epoch_from(0)
             return self._next_text()

@@ -189,7 +189,11 @@ class Engine:
             found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
         else:
             found = {key: self.optimizer.state[parameter][key] for key in MOMENTS}
-        return {key: value.detach().to("cpu", copy=True).contiguous() for key, value in found.items()} if self.main else None
+        return (
+            {key: value.detach().to("cpu", copy=True).contiguous() for key, value in found.items()}
+            if self.main
+            else None
+        )
 
     def set_moments(self, moments: dict[str, dict[str, Tensor]], step: int) -> None:
         """Fill AdamW's state.
@@ -210,7 +214,6 @@ class Engine:
         for name, parameter in self.parameters.items():
             for key, value in moments[name].items():
                 safe_set_full_optimizer_state(parameter, value.to(self.device), key)
-
 
     def _partitions(self) -> list[Tensor]:
         """The flat tensors that AdamW works on under ZeRO."""

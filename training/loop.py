@@ -24,7 +24,7 @@ from training.heldout import measure
 from training.reporting import Reporter
 from training.schedule import learning_rate_factor
 from training.setup import heldout_blocks, initialise, training_stream
-from training.state import check_same_run, load_into, newest_state, save_state, saved_states
+from training.state import check_same_run, load_into, newest_state, save_state
 from training.step import optimizer_step
 from training.threshold import settle_threshold
 from training.trainable import build_optimizer, merged_state
@@ -91,7 +91,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         start=start * blocks_per_step,
         cursor_S3=cursor_S3,
     )
-    batches = iter(DataLoader(part, batch_size=None, num_workers=config.dataset.workers))
+    # A forked worker inherits locks that the threads of a process with a model and a tokenizer may hold.
+    context = "spawn" if config.dataset.workers else None
+    loader = DataLoader(part, batch_size=None, num_workers=config.dataset.workers, multiprocessing_context=context)
+    batches = iter(loader)
     reporter = Reporter(
         output,
         steps=settings.steps,

@@ -47,7 +47,9 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
     compressor = engine.compressor_parameters()
     theirs = {id(parameter) for parameter in compressor}
     # Everything is gathered before anything is written: a process that is killed leaves the others' collectives whole.
-    moments = {f"{name}.{key}": value for name in engine.parameters for key, value in (engine.moments(name) or {}).items()}
+    moments = {
+        f"{name}.{key}": value for name in engine.parameters for key, value in (engine.moments(name) or {}).items()
+    }
     backbone = {name: engine.whole(value) for name, value in engine.parameters.items() if id(value) not in theirs}
     with engine.gathered(compressor):
         weights = compressor_state(engine.model) if engine.main else {}

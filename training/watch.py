@@ -78,7 +78,9 @@ class Watch:
         """
         if not math.isfinite(loss):
             raise self.stop(step, f"the loss is {loss}", self._first_in_forward(soft_L2))
-        broken = [name for name, square in zip(self.names, squares_P.tolist(), strict=True) if not math.isfinite(square)]
+        broken = [
+            name for name, square in zip(self.names, squares_P.tolist(), strict=True) if not math.isfinite(square)
+        ]
         if broken:
             # Backward runs from the last layer to the first, so what is not finite started in the last one.
             raise self.stop(step, "a gradient is not finite", place_of(broken[-1]))
