@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor
 from lowrank.errors import UserError
+from lowrank.hf.loading import shard_while_loading
 from training.config import FULL, TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,10 +104,7 @@ class Engine:
         deepspeed["zero_force_ds_cpu_optimizer"] = False
         if self._autocast_dtype is not None:
             deepspeed["torch_autocast"] = {"enabled": True, "dtype": str(self._autocast_dtype).removeprefix("torch.")}
-        from transformers.integrations import HfDeepSpeedConfig
-
-        # transformers shards a ZeRO-3 model while loading it, in the precision it finds here; it keeps a weak reference.
-        self._loading = HfDeepSpeedConfig({**deepspeed, "bf16": {"enabled": self.loading_dtype == "bfloat16"}})
+        self._loading = shard_while_loading(deepspeed, dtype=self.loading_dtype)
         return plugin.zero_stage
 
     def prepare(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

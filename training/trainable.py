@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 import dynakv
 from lowrank.errors import UserError
-from lowrank.hf.geometry import attention_modules
+from lowrank.hf.geometry import attention_projections
 from training.config import FULL, LORA, LoraConfig, TrainConfig
 from training.engine import Engine
 
@@ -48,18 +47,12 @@ def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> No
         raise UserError(
             "`trainable: lora` needs peft; install it with: pip install -c constraints.txt -e '.[lora]'"
         ) from error
-    attention = set(attention_modules(model).values())
-    names = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if module in attention
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear | Conv1D)
-    ]
+    projections = attention_projections(model)
     torch.manual_seed(seed)  # the same adapters on every process
-    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    # GPT-2's projections are no nn.Linear, and hold their weight the other way round.
+    transposed = not all(isinstance(module, nn.Linear) for module in projections.values())
     config = peft.LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=names, fan_in_fan_out=transposed
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(projections), fan_in_fan_out=transposed
     )
     frozen = {id(parameter) for parameter in model.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
