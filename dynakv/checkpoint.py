@@ -163,9 +163,16 @@ def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) ->
         tensor.copy_(state[name])
 
 
-def save_full(model: PreTrainedModel, directory: str | Path) -> None:
-    """Write a full checkpoint: after ``import dynakv``, ``AutoModelForCausalLM.from_pretrained(directory)`` loads it."""
-    full_checkpoint.save_full(model, directory, METHOD, to_dict(settings_of(model)))
+def save_full(model: PreTrainedModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
+    """Write a full checkpoint: after ``import dynakv``, ``AutoModelForCausalLM.from_pretrained(directory)`` loads it.
+
+    Args:
+        model: an attached model.
+        directory: to write; an existing one is replaced.
+        state: the tensors to write instead of the model's own, by their names in a stock model with compressors; sharded
+            training gathers them first.
+    """
+    full_checkpoint.save_full(model, directory, METHOD, to_dict(settings_of(model)), state)
 
 
 def _before_loading(model: PreTrainedModel, settings: dict[str, Any]) -> None:

@@ -4,6 +4,10 @@ Shapes: T tokens of a block.
 """
 
 import dataclasses
+import functools
+import glob
+import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,44 +19,87 @@ from transformers import PreTrainedTokenizerBase
 from lowrank.config import option, require
 from lowrank.errors import UserError
 
-_LOCAL_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".gz": "json", ".parquet": "parquet"}
+_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_PACKED = (".gz", ".zst", ".xz")
+
+Documents = datasets.Dataset | datasets.IterableDataset
 
 
-def load_documents(name: str, *, subset: str | None, split: str, text_field: str) -> datasets.Dataset:
-    """One data set, a row per document.
+def load_documents(name: str, *, subset: str | None, split: str, text_field: str, streaming: bool = False) -> Documents:
+    """One data set, a row per document, its text in the column ``text``.
 
     Args:
-        name: a hub id, or a local .txt (one document), .jsonl, .jsonl.gz or .parquet file.
+        name: a hub id, or a .txt (one document), .json, .jsonl or .parquet file, also packed as .gz, .zst or .xz. A file
+            may be a pattern (``texts/*.jsonl.gz``) and lie elsewhere (``hf://datasets/…``, ``https://…``).
         subset: the hub data set's configuration name, if it has several.
         split: of a hub data set, e.g. ``train`` or ``train[:1%]``.
         text_field: the column that holds the text.
+        streaming: read while iterating, without a local copy; the result then has no length.
 
     Raises:
         UserError: nothing there, no such column, or no text in it.
     """
-    path = Path(name)
     try:
-        if path.suffix in _LOCAL_FORMATS:
-            if not path.is_file():
-                raise UserError(f"the data file `{name}` does not exist; check `dataset.name`")
-            format = _LOCAL_FORMATS[path.suffix]
-            options = {"sample_by": "document"} if format == "text" else {}
-            rows = datasets.load_dataset(format, data_files=str(path), split="train", **options)
+        format = _format(name)
+        if format is None:
+            rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
-            rows = datasets.load_dataset(name, subset, split=split)
+            if "://" not in name and not glob.glob(name, recursive=True):
+                raise UserError(f"the data file `{name}` does not exist; check `dataset.name`")
+            options = {"sample_by": "document"} if format == "text" else {}
+            rows = datasets.load_dataset(format, data_files=name, split="train", streaming=streaming, **options)
+        first = next(iter(rows), None)
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot load the data set `{name}`: {' '.join(str(error).split())[:300]}") from error
-    if text_field not in rows.column_names:
+    if first is not None and text_field not in first:
         raise UserError(
-            f"the data set `{name}` has no column `{text_field}`, only {', '.join(rows.column_names)}; "
-            f"set `dataset.text_field`"
+            f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `dataset.text_field`"
         )
-    rows = rows.select_columns([text_field]).filter(lambda text: bool(text and text.strip()), input_columns=text_field)
-    if not len(rows):
+    if first is not None:
+        rows = rows.select_columns([text_field]).filter(_has_text, input_columns=text_field)
+        first = next(iter(rows), None)
+    if first is None:
         raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
     return rows.rename_column(text_field, "text") if text_field != "text" else rows
+
+
+def _format(name: str) -> str | None:
+    """The loader of a file name; None for a hub id."""
+    path = Path(name)
+    if path.suffix in _PACKED:
+        path = path.with_suffix("")
+        # A bare .gz has always been read as .jsonl.gz.
+        return _FORMATS.get(path.suffix, "json")
+    return _FORMATS.get(path.suffix)
+
+
+def _has_text(text: str | None) -> bool:
+    return bool(text and text.strip())
+
+
+def hold_out(rows: Documents, share: float) -> tuple[Documents, Documents]:
+    """(documents to train on, documents held out), split by a hash of each document's text.
+
+    A document is on the same side in every run, process and order, and so are its duplicates.
+
+    Args:
+        share: of the documents to hold out, in [0, 1].
+    """
+    return (
+        rows.filter(functools.partial(_hashes_above, share=share), input_columns="text"),
+        rows.filter(functools.partial(_hashes_below, share=share), input_columns="text"),
+    )
+
+
+def _hashes_below(text: str, share: float) -> bool:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _hashes_above(text: str, share: float) -> bool:
+    return not _hashes_below(text, share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,24 +130,29 @@ class CalibrationText:
         return torch.cat([of(name) for name in self.name])
 
 
-def token_stream(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, order: list[int] | None = None
-) -> Iterator[int]:
-    """The tokens of all documents in turn, each ended by the tokenizer's end-of-text token."""
-    end = tokenizer.eos_token_id
-    for index in range(len(rows)) if order is None else order:
-        # Documents are cut into blocks afterwards, so the tokenizer's warning about their length means nothing here.
-        yield from tokenizer(rows[index]["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        if end is not None:
-            yield end
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a document, ended by the tokenizer's end-of-text token."""
+    # Documents are cut into blocks afterwards, so the tokenizer's warning about their length means nothing here.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
 
 
-def blocks(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
-    """`count` blocks (or as many as there are) at even distances through all documents, (count, T) int64.
+def token_stream(rows: Documents, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    """The tokens of all documents in turn."""
+    for row in rows:
+        yield from tokens_of(row["text"], tokenizer)
 
-    Even distances make a few blocks stand for the whole text, whatever the order of its documents.
+
+def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
+    """`count` blocks (or as many as there are), (count, T) int64.
+
+    They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
+    its documents; of documents that are streamed they are the first.
     """
-    tokens = torch.tensor(list(token_stream(rows, tokenizer)))
+    stream = token_stream(rows, tokenizer)
+    if isinstance(rows, datasets.IterableDataset):
+        stream = itertools.islice(stream, count * length)
+    tokens = torch.tensor(list(stream))
     usable = len(tokens) // length
     if not usable:
         raise UserError(f"the text has {len(tokens)} tokens, too few for one block of {length}; use a shorter block")

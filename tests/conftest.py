@@ -76,6 +76,20 @@ def text_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def training_values(tiny_dir, text_file) -> dict:
+    """The configuration of a training run of eight short steps, without its output."""
+    return {
+        "model": str(tiny_dir),
+        "checkpoint_every": 4,
+        "heldout_blocks": 1,
+        "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
+        "calibration": {"tokens": 256},
+        "compressor": {"granularity": 4},
+        "optimizer": {"steps": 8, "batch_size": 2},
+    }
+
+
+@pytest.fixture(scope="session")
 def demo_dir() -> Path:
     """The demo model, fetched on first use."""
     directory = paths.home() / "SmolLM2-135M-Instruct"

@@ -1,34 +1,21 @@
 """The training command, run as a user runs it, on a tiny model."""
 
 import json
-import os
 import shutil
 
 import pytest
-import torch
 import yaml
 
-from training.data import TrainingBlocks
 from training.schedule import learning_rate_factor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/single.yaml")
 
 
 @pytest.fixture
-def config_file(tiny_dir, text_file, tmp_path):
+def config_file(training_values, tmp_path):
     """A configuration of eight short steps."""
-    values = {
-        "model": str(tiny_dir),
-        "output": str(tmp_path / "run"),
-        "checkpoint_every": 4,
-        "heldout_blocks": 1,
-        "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
-        "calibration": {"tokens": 256},
-        "compressor": {"granularity": 4},
-        "optimizer": {"steps": 8, "batch_size": 2},
-    }
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump({**training_values, "output": str(tmp_path / "run")}))
     return path
 
 
@@ -95,32 +82,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(run, config_file, tmp_path):
     ).read_bytes()
 
 
-def test_two_processes_see_the_same_global_batch(run, config_file, tmp_path):
-    run("train_dynakv.py", "--config", config_file, "--output", tmp_path / "one", "--optimizer.steps", "3")
-    done = run(
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        "train_dynakv.py",
-        "--config",
-        config_file,
-        *("--output", tmp_path / "two", "--optimizer.steps", "3", "--optimizer.batch_size", "1"),
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.count("checkpoint:") == 1
-    summary = json.loads((tmp_path / "two/checkpoint/config.json").read_text())["summary"]
-    assert summary["processes"] == 2, "not silently one process"
-    assert summary["tokens"] == 3 * 2 * 64
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert one.keys() == two.keys() == {1, 2, 3}
-    for step in one:
-        assert two[step] == pytest.approx(one[step], rel=1e-5)
-
-
 def test_straight_through_switches_masks_midway(run, config_file, tmp_path):
     late, never = tmp_path / "late", tmp_path / "never"
     arguments = ("train_dynakv.py", "--config", config_file, "--compressor.gap", "straight_through")
@@ -170,24 +131,6 @@ def test_mistakes_end_in_one_paragraph(run, config_file, tmp_path, arguments, me
     assert message in error
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_blocks_depend_on_the_seed_alone_and_split_over_processes(tiny_dir, text_file):
-    from lowrank.hf.loading import load_tokenizer
-    from lowrank.text import load_documents
-
-    tokenizer = load_tokenizer(str(tiny_dir))
-    rows = load_documents(str(text_file), subset=None, split="train", text_field="text")
-
-    stream = TrainingBlocks([rows, rows], [1, 2], tokenizer, 32, seed=3)
-
-    def take(count, **options):
-        return stream.part(**options).first(count)
-
-    whole = take(12)
-    assert torch.equal(take(6, rank=0, world=2), whole[0::2])
-    assert torch.equal(take(6, rank=1, world=2), whole[1::2])
-    assert torch.equal(take(4, skip=8), whole[8:])
 
 
 def test_schedule_rises_then_falls():

@@ -6,30 +6,59 @@ from dynakv.config import DynaKVConfig
 from lowrank.config import option, require, section
 from lowrank.hf.loading import DTYPES
 
+COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """What text the compressor learns from."""
 
     name: list[str] = option(
-        ["Salesforce/wikitext"], help="hub ids or local .txt/.jsonl/.jsonl.gz/.parquet files, mixed; comma-separated"
+        ["Salesforce/wikitext"],
+        help="hub ids or .txt/.json/.jsonl/.parquet files (also .gz, .zst, .xz; patterns; hf:// and https://), mixed; "
+        "comma-separated",
     )
-    subset: str | None = option(None, help="configuration name of a hub data set, e.g. wikitext-2-raw-v1")
-    split: str = option("train", help="split of a hub data set")
-    text_field: str = option("text", help="column that holds the text")
+    subset: list[str] | None = option(
+        None, help="configuration name of hub data sets, e.g. wikitext-2-raw-v1; one for all or one for each name"
+    )
+    split: list[str] = option(["train"], help="split of hub data sets; one for all or one for each name")
+    text_field: list[str] = option(["text"], help="column that holds the text; one for all or one for each name")
     weights: list[float] | None = option(None, help="how often each data set is drawn, e.g. 2,1; equal by default")
+    streaming: bool = option(
+        False, help="read while training instead of making a local copy first; shuffles within `shuffle_buffer`"
+    )
+    shuffle_buffer: int = option(10_000, help="what streamed data sets are shuffled among", unit="documents")
+    workers: int = option(0, help="processes that read and tokenize beside training; the order does not depend on them")
+    isolate_documents: bool = option(
+        True,
+        help="no token attends to another document of its block, positions restart with each, and no document's first "
+        "token is predicted from the one before",
+    )
     heldout: list[str] | None = option(
         None, help="data sets never trained on, for the held-out rate and perplexity; none by default"
     )
     heldout_split: str = option("test", help="split of a held-out hub data set")
+    heldout_share: float = option(
+        0.0,
+        help="share of each data set's documents, picked by a hash of their text, held out of training and measured",
+    )
     sequence_length: int = option(1024, help="length of a training sequence", unit="tokens")
 
     def __post_init__(self):
         require(len(self.name) > 0, "dataset.name", self.name, "at least one data set")
         require(self.sequence_length >= 2, "dataset.sequence_length", self.sequence_length, "at least 2 tokens")
+        for key in ("subset", "split", "text_field"):
+            values = getattr(self, key)
+            if values is not None:
+                require(
+                    len(values) in (1, len(self.name)), f"dataset.{key}", values, "one for all or one for each name"
+                )
         if self.weights is not None:
             require(len(self.weights) == len(self.name), "dataset.weights", self.weights, "one number for each name")
             require(min(self.weights) > 0, "dataset.weights", self.weights, "positive numbers")
+        require(self.shuffle_buffer >= 1, "dataset.shuffle_buffer", self.shuffle_buffer, "at least 1")
+        require(self.workers >= 0, "dataset.workers", self.workers, "zero or positive")
+        require(0 <= self.heldout_share < 1, "dataset.heldout_share", self.heldout_share, "at least 0 and below 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +107,7 @@ class OptimizerConfig:
         5e-2,
         help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once",
     )
+    lr_backbone: float = option(1e-5, help="peak learning rate of the backbone, or of its LoRA adapters")
     warmup: float = option(0.05, help="share of the run over which the learning rates rise")
     final_lr: float = option(0.1, help="share of the peak rate that the cosine ends at")
     weight_decay: float = option(0.0, help="AdamW weight decay")
@@ -86,10 +116,22 @@ class OptimizerConfig:
     def __post_init__(self):
         for key in ("steps", "batch_size", "accumulate"):
             require(getattr(self, key) >= 1, f"optimizer.{key}", getattr(self, key), "at least 1")
-        for key in ("lr_projection", "lr_gate", "lr_gate_bias", "weight_decay", "clip"):
+        for key in ("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone", "weight_decay", "clip"):
             require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), "zero or positive")
         for key in ("warmup", "final_lr"):
             require(0 <= getattr(self, key) <= 1, f"optimizer.{key}", getattr(self, key), "between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters of `trainable: lora`, on every projection of every attention module."""
+
+    rank: int = option(16, help="of an adapter")
+    alpha: float = option(32.0, help="an adapter's output is scaled by alpha / rank")
+
+    def __post_init__(self):
+        require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        require(self.alpha > 0, "lora.alpha", self.alpha, "positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +140,15 @@ class TrainConfig:
 
     model: str = option(help="hub id or directory of the model to compress")
     output: str = option("runs/dynakv", help="directory of the run: checkpoints, TensorBoard files, final checkpoint")
-    dtype: str = option("float32", help="of the model; the compressor trains in float32", choices=DTYPES)
+    dtype: str = option(
+        "float32", help="the model computes in; whatever is trained is held and updated in float32", choices=DTYPES
+    )
+    trainable: str = option(
+        "compressor",
+        help="beside the compressor: nothing, LoRA adapters on the attention's projections, or the whole backbone (the "
+        "paper's continued pre-training)",
+        choices=TRAINABLE,
+    )
     seed: int = option(0, help="of data order and mixture")
     straight_through_from: float = option(
         0.5, help="with `compressor.gap: straight_through`, share of the run after which the hard mask is trained on"
@@ -106,6 +156,11 @@ class TrainConfig:
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
     checkpoint_every: int = option(200, help="steps between resumable checkpoints; 0 writes none", unit="steps")
     keep_checkpoints: int = option(2, help="resumable checkpoints kept", unit="checkpoints")
+    divergence: float = option(
+        3.0,
+        help="stop when the cross-entropy, averaged over about 20 steps, is this far above its lowest; 0 never does",
+        unit="nats",
+    )
     log_every: int = option(1, help="steps between TensorBoard rows", unit="steps")
     heldout_blocks: int = option(4, help="held-out sequences measured at the end", unit="sequences")
     full_checkpoint: bool = option(False, help="also write backbone and compressor together, for from_pretrained")
@@ -114,6 +169,7 @@ class TrainConfig:
     compressor: DynaKVConfig = section(DynaKVConfig)
     rate: RateConfig = section(RateConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
+    lora: LoraConfig = section(LoraConfig)
 
     def __post_init__(self):
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
@@ -121,3 +177,6 @@ class TrainConfig:
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
+        require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
+        if self.trainable == FULL:
+            require(self.dtype != "float16", "dtype", self.dtype, "float32 or bfloat16 with `trainable: full`")

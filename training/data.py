@@ -1,9 +1,10 @@
 """The stream of training blocks.
 
-Shapes: T tokens of a block.
+Shapes: B batch, T tokens of a block, S data sets.
 """
 
 import copy
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -13,57 +14,177 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowrank.text import token_stream
+from lowrank.errors import UserError
+from lowrank.text import Documents, tokens_of
+
+
+@dataclasses.dataclass
+class Batch:
+    """One forward pass of one process.
+
+    Attributes:
+        ids_BT: token ids, int64.
+        position_BT: place of each token in its document within the block, int64. It starts at 0 with every document, and
+            that is how transformers knows where one ends; without boundaries it runs through the block.
+        cursor_S3: (epoch, document, token) that each data set goes on from after the batch, int64.
+    """
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    cursor_S3: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.cursor_S3)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The model's arguments."""
+        return {"input_ids": self.ids_BT, "position_ids": self.position_BT}
+
+    @property
+    def targets(self) -> Tensor:
+        """What position t is to predict, (B, T − 1) int64; −100 (ignored) where the next token starts a document."""
+        return self.ids_BT[:, 1:].masked_fill(self.position_BT[:, 1:] == 0, -100)
 
 
 class TrainingBlocks(torch.utils.data.IterableDataset):
-    """An endless, deterministic stream of packed blocks, mixed from several data sets.
+    """An endless, deterministic stream of batches of packed blocks, mixed from several data sets.
 
     Every data set is read document by document in a shuffled order, anew each epoch, and cut into blocks; which data set
-    gives the next block is drawn by weight. The order depends on the seed alone; :meth:`part` gives process `rank` of
-    `world` every `world`-th block, so that the same global batch is seen whatever the number of processes.
+    gives the next block is drawn by weight. The order of blocks depends on the seed alone: batch n of process r of W holds
+    blocks (n·B + i)·W + r, so that the same global batch is seen whatever the number of processes, and worker w of V of a
+    data loader makes the batches w, w + V, …, which the loader hands out in turn. Every process and worker reads the
+    whole stream and keeps its part; tokenizing costs little beside training.
 
     Args:
         sources: documents of each data set.
         weights: how often each is drawn, any positive numbers.
         tokenizer, length: blocks of `length` tokens.
         seed: of order and mixture.
+        isolate: let positions start at 0 with every document.
+        shuffle_buffer: documents that streamed data sets are shuffled among.
     """
 
     def __init__(
         self,
-        sources: list[datasets.Dataset],
+        sources: list[Documents],
         weights: list[float],
         tokenizer: PreTrainedTokenizerBase,
         length: int,
         *,
         seed: int,
+        isolate: bool = True,
+        shuffle_buffer: int = 10_000,
     ):
         self.sources, self.weights, self.tokenizer, self.length = sources, weights, tokenizer, length
-        self.seed, self.rank, self.world, self.skip = seed, 0, 1, 0
+        self.seed, self.isolate, self.shuffle_buffer = seed, isolate, shuffle_buffer
+        self.batch, self.rank, self.world, self.start = 1, 0, 1, 0
+        self.cursor_S3: Tensor | None = None
 
-    def part(self, *, rank: int = 0, world: int = 1, skip: int = 0) -> "TrainingBlocks":
-        """The same global stream seen by one process, or from a later block on."""
+    def part(
+        self, *, batch: int = 1, rank: int = 0, world: int = 1, start: int = 0, cursor_S3: Tensor | None = None
+    ) -> "TrainingBlocks":
+        """The batches of one process of `world`, from global block `start` on.
+
+        Args:
+            cursor_S3: of the batch that block `start` follows. With it no text before that block is read again; without it
+                the stream is run through from its beginning.
+        """
         twin = copy.copy(self)
-        twin.rank, twin.world, twin.skip = rank, world, skip
+        twin.batch, twin.rank, twin.world, twin.start, twin.cursor_S3 = batch, rank, world, start, cursor_S3
         return twin
 
     def first(self, count: int) -> Tensor:
         """The first `count` blocks, (count, T) int64."""
-        return torch.stack(list(itertools.islice(self, count)))
+        return torch.cat([batch.ids_BT for batch in itertools.islice(self, count)])
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
         picker = random.Random(self.seed)
-        streams = [self._endless(source, self.seed + 1 + i) for i, source in enumerate(self.sources)]
+        cursors = [(0, 0, 0)] * len(self.sources) if self.cursor_S3 is None else self.cursor_S3.tolist()
+        readers = [
+            _Reader(rows, self.tokenizer, self.seed + 1 + i, self.shuffle_buffer, cursors[i])
+            for i, rows in enumerate(self.sources)
+        ]
+        ids, positions = [], []
         for number in itertools.count():
-            [stream] = picker.choices(streams, self.weights)
-            block = list(itertools.islice(stream, self.length))
-            if number >= self.skip and number % self.world == self.rank:
-                yield torch.tensor(block)
+            [reader] = picker.choices(readers, self.weights)
+            if number < self.start and self.cursor_S3 is not None:
+                continue
+            block, starts = reader.take(self.length)
+            place = number - self.start
+            batch_number = place // self.world // self.batch
+            if place < 0 or place % self.world != self.rank or batch_number % workers != worker:
+                continue
+            ids.append(block)
+            positions.append(_positions(starts if self.isolate else [0], self.length))
+            if len(ids) == self.batch:
+                cursor_S3 = torch.tensor([reader.cursor for reader in readers])
+                yield Batch(torch.tensor(ids), torch.tensor(positions), cursor_S3)
+                ids, positions = [], []
 
-    def _endless(self, rows: datasets.Dataset, seed: int) -> Iterator[int]:
-        shuffler = random.Random(seed)
-        while True:
-            order = list(range(len(rows)))
-            shuffler.shuffle(order)
-            yield from token_stream(rows, self.tokenizer, order)
+
+def _positions(starts: list[int], length: int) -> list[int]:
+    ends = [*starts[1:], length]
+    return [place for start, end in zip(starts, ends, strict=True) for place in range(end - start)]
+
+
+class _Reader:
+    """The tokens of one data set without end, from a cursor (epoch, document of that epoch, token of that document) on."""
+
+    def __init__(
+        self,
+        rows: Documents,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        shuffle_buffer: int,
+        cursor: tuple[int, int, int],
+    ):
+        self.rows, self.tokenizer, self.seed, self.shuffle_buffer = rows, tokenizer, seed, shuffle_buffer
+        self.epoch, self.document, self.token = cursor
+        self._texts = self._epoch_from(self.document)
+        self._tokens: list[int] | None = None
+
+    @property
+    def cursor(self) -> tuple[int, int, int]:
+        return self.epoch, self.document, self.token
+
+    def take(self, length: int) -> tuple[list[int], list[int]]:
+        """The next `length` token ids, and the places among them where documents start."""
+        ids: list[int] = []
+        starts = []
+        while len(ids) < length:
+            if self._tokens is None:
+                self._tokens = tokens_of(self._next_text(), self.tokenizer)
+            piece = self._tokens[self.token : self.token + length - len(ids)]
+            if piece:
+                starts.append(len(ids))
+                ids += piece
+                self.token += len(piece)
+            if self.token >= len(self._tokens):
+                self.document, self.token, self._tokens = self.document + 1, 0, None
+        return ids, starts
+
+    def _next_text(self) -> str:
+        text = next(self._texts, None)
+        if text is None:
+            if self.document == 0:
+                raise UserError(
+                    "a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`"
+                )
+            self.epoch, self.document = self.epoch + 1, 0
+            self._texts = self._epoch_from(0)
+            return self._next_text()
+        return text
+
+    def _epoch_from(self, document: int) -> Iterator[str]:
+        if isinstance(self.rows, datasets.IterableDataset):
+            rows = self.rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
+            rows.set_epoch(self.epoch)
+            # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
+            texts = (text for batch in rows.iter(batch_size=1) for text in batch["text"])
+            return itertools.islice(texts, document, None)
+        order = list(range(len(self.rows)))
+        random.Random(self.seed + 1_000_003 * self.epoch).shuffle(order)
+        return (self.rows[index]["text"] for index in order[document:])

@@ -1,63 +1,93 @@
-"""From a configuration to what the loop runs on: text, an attached model, an optimizer."""
+"""From a configuration to what the loop runs on: text, and compressors started from it."""
 
+import contextlib
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
+from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.calibration import calibrate
-from lowrank.text import blocks, load_documents
+from lowrank.hf.geometry import attention_modules
+from lowrank.text import Documents, blocks, hold_out, load_documents
 from training.config import DatasetConfig, TrainConfig
 from training.data import TrainingBlocks
+from training.engine import Engine
 
 
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:
-    """The global stream of training blocks."""
+    """The global stream of training blocks, without the documents that are held out."""
     dataset = config.dataset
-    sources = [_documents(dataset, name, dataset.split) for name in dataset.name]
-    weights = dataset.weights or [1.0] * len(sources)
-    return TrainingBlocks(sources, weights, tokenizer, dataset.sequence_length, seed=config.seed)
+    sources = [_training_documents(dataset, index) for index in range(len(dataset.name))]
+    if dataset.heldout_share:
+        sources = [hold_out(rows, dataset.heldout_share)[0] for rows in sources]
+    return TrainingBlocks(
+        sources,
+        dataset.weights or [1.0] * len(sources),
+        tokenizer,
+        dataset.sequence_length,
+        seed=config.seed,
+        isolate=dataset.isolate_documents,
+        shuffle_buffer=dataset.shuffle_buffer,
+    )
 
 
 def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """Name of each held-out data set → its first blocks."""
+    """Name of each held-out text → blocks of it, (N, T) int64.
+
+    Those are the data sets of `dataset.heldout` and, with `dataset.heldout_share`, what is held out of each training one.
+    """
     dataset, count = config.dataset, config.heldout_blocks
-    names = dataset.heldout or [] if count else []
-    return {
-        name: blocks(_documents(dataset, name, dataset.heldout_split), tokenizer, dataset.sequence_length, count)
-        for name in names
-    }
+    if not count:
+        return {}
+    documents: dict[str, Documents] = {}
+    for name in dataset.heldout or []:
+        documents[Path(name).name] = load_documents(
+            name, subset=_of(dataset.subset, 0), split=dataset.heldout_split, text_field=_of(dataset.text_field, 0)
+        )
+    if dataset.heldout_share:
+        for index, name in enumerate(dataset.name):
+            rows = _training_documents(dataset, index)
+            documents[f"{Path(name).name} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
+    return {name: blocks(rows, tokenizer, dataset.sequence_length, count) for name, rows in documents.items()}
 
 
-def _documents(dataset: DatasetConfig, name: str, split: str):
-    return load_documents(name, subset=dataset.subset, split=split, text_field=dataset.text_field)
+def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
+    return load_documents(
+        dataset.name[index],
+        subset=_of(dataset.subset, index),
+        split=_of(dataset.split, index),
+        text_field=_of(dataset.text_field, index),
+        streaming=dataset.streaming,
+    )
 
 
-def attach_calibrated(model: PreTrainedModel, config: TrainConfig, stream: TrainingBlocks, *, progress: bool) -> None:
-    """Give the model compressors started from the PCA of the leading training blocks; every process computes the same."""
+def _of(values: list[str] | None, index: int) -> str | None:
+    """The entry for one data set of a list that has one for all or one for each."""
+    return None if values is None else values[index if len(values) > 1 else 0]
+
+
+def initialise(engine: Engine, stream: TrainingBlocks) -> None:
+    """Start a prepared engine's compressors from the PCA of the leading training blocks; every process computes the same."""
+    config, model = engine.config, engine.model
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
-    moments = calibrate(model, stream.first(count)[:, :length], progress=progress)
-    dynakv.add_compressors(model, config.compressor)
-    dynakv.initialise_from_moments(model, moments)
+    with _uncompressed(model):
+        moments = calibrate(model, stream.first(count)[:, :length], progress=engine.main)
+    with engine.gathered(engine.compressor_parameters(), write=True):
+        dynakv.initialise_from_moments(model, moments)
 
 
-def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the compressors, with a peak learning rate for each kind of parameter; the backbone is frozen."""
-    model.requires_grad_(False)
-    groups: dict[str, list[torch.nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
-    for layer in dynakv.compressors(model).values():
-        layer.requires_grad_(True)
-        for compressor in (layer.key, layer.value):
-            groups["projection"] += compressor.projection.parameters()
-            groups["gate"].append(compressor.gate.weight)
-            groups["gate_bias"].append(compressor.gate.bias)
-    settings = config.optimizer
-    peaks = {"projection": settings.lr_projection, "gate": settings.lr_gate, "gate_bias": settings.lr_gate_bias}
-    return torch.optim.AdamW(
-        [{"params": parameters, "lr": peaks[name], "peak": peaks[name]} for name, parameters in groups.items()],
-        weight_decay=settings.weight_decay,
-        betas=(0.9, 0.99),
-    )
+@contextlib.contextmanager
+def _uncompressed(model: PreTrainedModel) -> Iterator[None]:
+    """The model's own keys and values, its compressors set aside."""
+    taken = {module: module._modules.pop(TRANSFORM, None) for module in attention_modules(model).values()}
+    try:
+        yield
+    finally:
+        for module, compressor in taken.items():
+            if compressor is not None:
+                module._modules[TRANSFORM] = compressor

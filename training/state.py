@@ -1,44 +1,30 @@
-"""Resumable training state: compressor, optimizer and position in the run, in one directory that appears whole.
+"""Resumable training state: what is trained, its optimizer and the position in the run, in a directory that appears whole.
 
-Tensors are safetensors and everything else JSON; nothing is pickled.
+A state holds whole tensors by parameter name, whatever engine and number of processes wrote it, so that any other can read
+it. Tensors are safetensors and everything else JSON; nothing is pickled.
 """
 
 import json
 import re
 import shutil
+import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
 from lowrank.atomic import new_directory
 from lowrank.errors import UserError
+from training.engine import MOMENTS, Engine
 
-OPTIMIZER, PROGRESS = "optimizer.safetensors", "progress.json"
+BACKBONE, OPTIMIZER, PROGRESS = "backbone.safetensors", "optimizer.safetensors", "progress.json"
 
 
 def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
-
-
-def save_state(
-    root: Path, step: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer, progress: dict[str, Any], keep: int
-) -> None:
-    """Write the state after `step` steps and remove all but the newest `keep`."""
-    tensors = {
-        f"{index}.{name}": value.detach().to("cpu", copy=True).contiguous()
-        for index, entries in optimizer.state_dict()["state"].items()
-        for name, value in entries.items()
-    }
-    with new_directory(step_directory(root, step)) as partial:
-        write_compressor(model, partial, compressor_state(model))
-        save_file(tensors, partial / OPTIMIZER)
-        (partial / PROGRESS).write_text(json.dumps({"step": step, **progress}) + "\n", encoding="utf-8")
-    for old in saved_states(root)[:-keep]:
-        shutil.rmtree(old)
 
 
 def saved_states(root: Path) -> list[Path]:
@@ -48,43 +34,123 @@ def saved_states(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name))
 
 
+def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], keep: int) -> None:
+    """Write the state after `step` steps and remove all but the newest `keep`; every process must call this.
+
+    Args:
+        root: directory of all states.
+        step: optimizer steps done.
+        engine: prepared.
+        progress: what else a resumed run needs, ready for JSON.
+        keep: how many states stay.
+    """
+    compressor = engine.compressor_parameters()
+    theirs = {id(parameter) for parameter in compressor}
+    # Everything is gathered before anything is written: a process that is killed leaves the others' collectives whole.
+    moments = {
+        f"{name}.{key}": value for name in engine.parameters for key, value in (engine.moments(name) or {}).items()
+    }
+    backbone = {name: engine.whole(value) for name, value in engine.parameters.items() if id(value) not in theirs}
+    with engine.gathered(compressor):
+        weights = compressor_state(engine.model) if engine.main else {}
+    if engine.main:
+        for leftover in root.glob(".step-*"):
+            shutil.rmtree(leftover)  # of a process that was killed while it wrote
+        with new_directory(step_directory(root, step)) as partial:
+            write_compressor(engine.model, partial, weights)
+            save_file(moments, partial / OPTIMIZER)
+            if backbone:
+                save_file(backbone, partial / BACKBONE)
+            sums = {path.name: checksum(path) for path in sorted(partial.iterdir())}
+            text = json.dumps({"step": step, "checksums": sums, **progress}) + "\n"
+            (partial / PROGRESS).write_text(text, encoding="utf-8")
+        for old in saved_states(root)[:-keep]:
+            shutil.rmtree(old)
+    engine.accelerator.wait_for_everyone()
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: it finds what a crash or a bad disk does to it."""
+    value = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """The progress entries of a state.
+
+    Raises:
+        UserError: the state is damaged; the message names the file.
+    """
+    path = directory / PROGRESS
+    try:
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        for name, expected in progress["checksums"].items():
+            path = directory / name
+            if checksum(path) != expected:
+                raise UserError(f"{path} does not have the checksum it was written with")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from error
+    return progress
+
+
+def newest_state(root: Path, *, main: bool) -> tuple[Path, dict[str, Any]]:
+    """The newest undamaged state and its progress entries; for each newer one there is a warning on stderr.
+
+    Args:
+        root: directory of all states.
+        main: whether to warn.
+
+    Raises:
+        UserError: there is no state, or all are damaged.
+    """
+    states = saved_states(root)
+    if not states:
+        raise UserError(f"nothing to resume: `{root}` holds no checkpoint; leave out --resume, or check `output`")
+    for directory in reversed(states):
+        try:
+            return directory, read_progress(directory)
+        except UserError as error:
+            if main:
+                print(f"warning: {directory} is damaged and is passed over: {error}", file=sys.stderr, flush=True)
+    raise UserError(f"every checkpoint under `{root}` is damaged; remove the directory and start the run again")
+
+
 # What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
-_SAME = ("model", "seed", "dtype", "dataset", "compressor", "optimizer.batch_size", "optimizer.accumulate")
+_SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor")
+_MAY_DIFFER = {"dataset": ("workers",)}
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise :class:`UserError` naming the first key in which a resumed run would not continue the saved one."""
     for key in _SAME:
-        before, now = saved, current
-        for name in key.split("."):
-            before, now = before[name], now[name]
+        before, now = saved[key], current[key]
+        if isinstance(now, dict):
+            before, now = ({k: v for k, v in d.items() if k not in _MAY_DIFFER.get(key, ())} for d in (before, now))
         if before != now:
             raise UserError(
                 f"--resume cannot change `{key}`: the run was started with {before!r}, and now it is {now!r}"
             )
 
 
-def load_latest(root: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill an attached model and its optimizer from the newest state; returns its progress entries.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    states = saved_states(root)
-    if not states:
-        raise UserError(f"nothing to resume: `{root}` holds no checkpoint; leave out --resume, or check `output`")
-    latest = states[-1]
-    try:
-        progress = json.loads((latest / PROGRESS).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{latest / PROGRESS} is damaged ({error}); remove {latest} to resume from the one before"
-        ) from error
-    tensors = read_state(latest / OPTIMIZER)
-    load_state(model, read_state(latest / WEIGHTS), str(latest))
-    entries: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        entries.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progress
+def load_into(engine: Engine, directory: Path, step: int) -> None:
+    """Fill a prepared engine's parameters and moments from an undamaged state; every process must call this."""
+    tensors = read_state(directory / OPTIMIZER)
+    expected = {f"{name}.{key}" for name in engine.parameters for key in MOMENTS}
+    if tensors.keys() != expected:
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise UserError(f"`{directory}` does not fit this run: missing {missing[:3]}, unexpected {extra[:3]}")
+    compressor = engine.compressor_parameters()
+    theirs = {id(parameter) for parameter in compressor}
+    with engine.gathered(compressor, write=True):
+        load_state(engine.model, read_state(directory / WEIGHTS), str(directory))
+    if (directory / BACKBONE).exists():
+        backbone = read_state(directory / BACKBONE)
+        for name, parameter in engine.parameters.items():
+            if id(parameter) not in theirs:
+                with engine.gathered([parameter], write=True), torch.no_grad():
+                    parameter.copy_(backbone[name])
+    moments = {name: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in engine.parameters}
+    engine.set_moments(moments, step)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -61,8 +62,15 @@ def register_method(
     register_quantizer(method)(MethodLoader)
 
 
-def save_full(model: PreTrainedModel, directory: str | Path, method: str, settings: dict[str, Any]) -> None:
-    """Write backbone and compressor as one checkpoint for `from_pretrained`, whole or not at all."""
+def save_full(
+    model: PreTrainedModel,
+    directory: str | Path,
+    method: str,
+    settings: dict[str, Any],
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Write backbone and compressor as one checkpoint for `from_pretrained`, whole or not at all; `state` replaces the
+    model's own tensors."""
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is not None and getattr(occupied, "quant_method", None) != method:
         raise UserError(
@@ -72,7 +80,7 @@ def save_full(model: PreTrainedModel, directory: str | Path, method: str, settin
     with new_directory(directory) as partial:
         model.config.quantization_config = {"quant_method": method, "settings": settings}
         try:
-            model.save_pretrained(partial)
+            model.save_pretrained(partial, state_dict=state)
         finally:
             if occupied is None:
                 del model.config.quantization_config

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
 from lowrank.errors import UserError
 
@@ -87,6 +88,18 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
             f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported"
         )
     return dict(sorted(found.items()))
+
+
+def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name in the model → linear projection, of all that stand directly in attention modules."""
+    attention = set(attention_modules(model).values())
+    return {
+        f"{path}.{name}": child
+        for path, module in model.named_modules()
+        if module in attention
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear | Conv1D)
+    }
 
 
 def rotary_function(module: nn.Module) -> Callable | None:

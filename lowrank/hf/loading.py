@@ -26,6 +26,21 @@ def load_model(name: str, *, dtype: str = "float32", device: str | torch.device 
     return model.to(device).eval() if device is not None else model.eval()
 
 
+def shard_while_loading(deepspeed: dict[str, Any], *, dtype: str) -> object:
+    """Let transformers spread a ZeRO-3 model over processes while loading it.
+
+    Args:
+        deepspeed: DeepSpeed's configuration.
+        dtype: what the model is loaded in; transformers reads it from the same configuration.
+
+    Returns:
+        What must be kept alive for as long as this is to hold; transformers keeps a weak reference.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig({**deepspeed, "bf16": {"enabled": dtype == "bfloat16"}})
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer that stands beside a model."""
     return _pretrained(AutoTokenizer, name)

@@ -1,0 +1,98 @@
+"""One run on every engine: the same losses, and states that any other engine goes on from."""
+
+import shutil
+
+import pytest
+from training_runs import launch, losses, rows, summary, train_here
+
+SHORT = {
+    "optimizer": {"steps": 4, "batch_size": 4},
+    "checkpoint_every": 2,
+    "rate": {"target_retain_rate": 0.5, "gain": 0.0},
+}
+HALF = {
+    "optimizer": {"steps": 4, "batch_size": 2},
+    "checkpoint_every": 2,
+    "rate": {"target_retain_rate": 0.5, "gain": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(training_values, tmp_path_factory):
+    """The run that all others are compared with: one process, batches of four."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    train_here(training_values, output, **SHORT)
+    return output
+
+
+@pytest.fixture(scope="module")
+def sharded(training_values, tmp_path_factory):
+    """The same run under ZeRO-3 on two processes."""
+    pytest.importorskip("deepspeed")
+    output = tmp_path_factory.mktemp("sharded") / "run"
+    launch("zero3", 2, training_values, output, **HALF)
+    return output
+
+
+def forget_second_half(source, target):
+    """A run as it was after step 2."""
+    shutil.copytree(source, target)
+    shutil.rmtree(target / "states/step-000004")
+    shutil.rmtree(target / "checkpoint")
+
+
+def check(output, reference, kind, stage, tolerance):
+    found = summary(output)
+    assert (found["engine"]["type"], found["engine"]["zero_stage"], found["processes"]) == (kind, stage, 2)
+    assert losses(output) == pytest.approx(losses(reference), rel=tolerance)
+    assert found["settled"] == pytest.approx(summary(reference)["settled"], rel=1e-3)
+
+
+def test_ddp(training_values, alone, tmp_path):
+    launch("ddp", 2, training_values, tmp_path / "run", **HALF)
+    check(tmp_path / "run", alone, "MULTI_CPU", 0, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_1_and_2(training_values, alone, tmp_path, stage):
+    pytest.importorskip("deepspeed")
+    launch(f"zero{stage}", 2, training_values, tmp_path / "run", **HALF)
+    check(tmp_path / "run", alone, "DEEPSPEED", stage, 1e-5)
+
+
+def test_zero_3(alone, sharded):
+    # Inputs of the first compressor require gradients there, so that keys are rotated by another function; AdamW's first
+    # steps divide gradients by themselves and turn such rounding into steps.
+    check(sharded, alone, "DEEPSPEED", 3, 3e-4)
+    assert rows(sharded)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=1e-6)
+
+
+def test_one_process_goes_on_from_a_sharded_state(training_values, sharded, tmp_path):
+    forget_second_half(sharded, tmp_path / "run")
+    train_here(training_values, tmp_path / "run", resume=True, **SHORT)
+    assert losses(tmp_path / "run")[:2] == losses(sharded)[:2]
+    assert losses(tmp_path / "run") == pytest.approx(losses(sharded), rel=3e-4)
+    assert summary(tmp_path / "run")["processes"] == 1
+
+
+def test_sharded_processes_go_on_exactly(training_values, sharded, tmp_path):
+    forget_second_half(sharded, tmp_path / "run")
+    launch("zero3", 2, training_values, tmp_path / "run", "--resume", **HALF)
+    assert losses(tmp_path / "run") == losses(sharded)
+    weights = "checkpoint/compressor.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (sharded / weights).read_bytes()
+
+
+def test_zero_2_goes_on_from_one_process(training_values, alone, tmp_path):
+    pytest.importorskip("deepspeed")
+    forget_second_half(alone, tmp_path / "run")
+    launch("zero2", 2, training_values, tmp_path / "run", "--resume", **HALF)
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_accumulated_passes_are_one_batch(training_values, alone, tmp_path):
+    # Equal but for R², which is taken of each pass: α = 0 takes it out.
+    for name, changes in {"whole": (4, 1), "parts": (1, 4)}.items():
+        optimizer = {"steps": 3, "batch_size": changes[0], "accumulate": changes[1]}
+        train_here(training_values, tmp_path / name, rate={"alpha": 0.0}, optimizer=optimizer)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

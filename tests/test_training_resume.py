@@ -1,0 +1,142 @@
+"""Runs that end in the middle, of themselves or not, and go on."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
+
+from lowrank.errors import UserError
+
+TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
+
+# Stops for ever in the middle of writing the state of a given step, as on a disk that does not answer.
+HANG = """
+import sys, time, pathlib
+import training.state as state
+from lowrank import cli
+import train_dynakv
+whole = state.save_file
+def half(tensors, path):
+    whole(tensors, path)
+    if "step-000004" in str(path) and path.name == state.OPTIMIZER:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        pathlib.Path(sys.argv[3]).touch()
+        time.sleep(600)
+state.save_file = half
+train_dynakv.main(sys.argv[1:3])
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(training_values, tmp_path_factory):
+    """An uninterrupted run with a state after every other step."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, **TEXT)
+    return output
+
+
+def same_as(whole, output):
+    assert losses(output) == losses(whole)
+    weights = "checkpoint/compressor.safetensors"
+    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def start(command, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}, **kwargs
+    )
+
+
+def test_killed_while_writing_a_state(training_values, whole, tmp_path):
+    output, writing = tmp_path / "run", tmp_path / "writing"
+    values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
+    process = start(["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(1200):
+            if writing.exists():
+                break
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert writing.exists()
+    left = sorted(path.name for path in (output / "states").iterdir())
+    assert left[-1] == "step-000002"
+    assert left[0].startswith(".step-000004-partial-"), "it was in the middle of writing"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_killed_between_states(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
+    process = start(["train_dynakv.py", "--config", str(tmp_path / "c.yaml")], stderr=subprocess.DEVNULL)
+    metrics = output / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it was running"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("optimizer.safetensors", lambda data: data[: len(data) // 2]),
+        ("compressor.safetensors", lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]),
+        ("progress.json", lambda data: data[:20]),
+        ("config.json", None),
+    ],
+)
+def test_a_damaged_state_is_passed_over(training_values, whole, tmp_path, capfd, file, damage):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    damaged = output / "states/step-000008" / file
+    if damage is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damage(damaged.read_bytes()))
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert f"{output}/states/step-000008 is damaged and is passed over: {damaged} " in warning
+
+
+def test_when_all_are_damaged_there_is_nothing_to_resume(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    for state in (output / "states").iterdir():
+        (state / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match="every checkpoint under .* is damaged"):
+        train_here(training_values, output, resume=True, **TEXT)
+
+
+def test_workers_may_change_and_the_global_batch_may_not(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    changes = {"checkpoint_every": 2, "rate": {"target_retain_rate": 0.5}}
+    with pytest.raises(UserError, match="the run had 2 sequences a step, and .* is 3"):
+        train_here(training_values, output, resume=True, optimizer={"batch_size": 3}, **changes, **TEXT)
+    train_here(training_values, output, resume=True, **changes, dataset={**TEXT["dataset"], "workers": 2})
+    same_as(whole, output)
+
+
+def test_a_share_of_the_documents_is_held_out_and_measured(whole):
+    measured = json.loads((whole / "checkpoint/config.json").read_text())["summary"]["heldout"]
+    assert measured.keys() == {"text.jsonl", "text.jsonl (held-out share)"}

@@ -1,0 +1,84 @@
+"""Run trainings from tests: inside this process, or launched over several."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from lowrank.config import build
+from training.config import TrainConfig
+from training.loop import train
+
+ROOT = Path(__file__).parent.parent
+SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def merged(values: dict, changes: dict) -> dict:
+    """A nested mapping with some entries replaced."""
+    out = dict(values)
+    for key, value in changes.items():
+        out[key] = merged(out.get(key, {}), value) if isinstance(value, dict) else value
+    return out
+
+
+def train_here(values: dict, output: Path, *, resume: bool = False, **changes) -> Path:
+    """Train in this process; returns the final checkpoint."""
+    config = build(TrainConfig, merged({**values, "output": str(output)}, changes))
+    return train(config, resume=resume)
+
+
+def launch(
+    engine: str, processes: int, values: dict, output: Path, *extra: str, **changes
+) -> subprocess.CompletedProcess:
+    """Train under `accelerate launch`: `engine` is ``ddp`` or ``zero1`` to ``zero3``. Fails unless the run succeeds."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = output.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(merged({**values, "output": str(output)}, changes)))
+    flags = [
+        "--num_processes",
+        str(processes),
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    flags += ["--main_process_port", "0"]
+    environment = dict(SINGLE_THREAD)
+    if engine == "ddp":
+        flags += ["--multi_gpu"]
+        environment["ACCELERATE_USE_CPU"] = "true"
+    else:
+        flags += ["--use_deepspeed", "--zero_stage", engine.removeprefix("zero")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *flags,
+        "train_dynakv.py",
+        "--config",
+        str(file),
+        *extra,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("checkpoint:") == 1, "not two runs side by side"
+    return done
+
+
+def rows(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> list[float]:
+    found = rows(output)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1)), "every step once"
+    return [row["loss"] for row in found]
+
+
+def summary(output: Path) -> dict:
+    return yaml.safe_load((output / "summary.yaml").read_text())

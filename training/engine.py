@@ -1,0 +1,272 @@
+"""What a run is carried by: one process, DDP, or DeepSpeed ZeRO-1/2/3, as `accelerate` was configured.
+
+The loop is the same on all of them. Here is what differs: how a step is taken, and how parameters and optimizer moments
+that are spread over processes are read and written as whole tensors.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynakv.compressor import LayerCompressor
+from lowrank.errors import UserError
+from lowrank.hf.loading import shard_while_loading
+from training.config import FULL, TrainConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Engine:
+    """The processes of a run and, after :meth:`prepare`, its model and optimizer.
+
+    Attributes:
+        accelerator: of the whole run.
+        model: the stock model with its compressors, unwrapped.
+        wrapped: the same model as forward passes call it.
+        optimizer: AdamW; DeepSpeed's flat partitions stand in its groups where ZeRO shards it.
+
+    Raises:
+        UserError: `accelerate` was configured for something else than what the run can do.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        handlers = []
+        if self.deepspeed and not torch.cuda.is_available():
+            handlers.append(InitProcessGroupKwargs(backend="gloo"))
+            _never_build_shared_memory()
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=config.optimizer.accumulate, kwargs_handlers=handlers
+        )
+        kind = self.accelerator.distributed_type
+        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.DEEPSPEED)
+        if kind not in kinds:
+            raise UserError(
+                f"accelerate is configured for `distributed_type: {kind.value}`; training runs on one process, DDP "
+                f"(MULTI_GPU, MULTI_CPU) or DEEPSPEED, see configs/accelerate/"
+            )
+        if self.accelerator.mixed_precision != "no":
+            raise UserError(
+                f"accelerate is configured with `mixed_precision: {self.accelerator.mixed_precision}`; set it to `no` and "
+                f"give the precision as `dtype`: the compressor stays in float32 whatever the model computes in"
+            )
+        self.stage = self._configure_deepspeed() if self.deepspeed else 0
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def world(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def loading_dtype(self) -> str:
+        """What the backbone is held in: trained weights are float32, frozen ones as the model computes."""
+        return "float32" if self.config.trainable == FULL else self.config.dtype
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """What a float32 backbone computes in, if it is something else."""
+        return None if self.loading_dtype == self.config.dtype else getattr(torch, self.config.dtype)
+
+    def computing(self) -> contextlib.AbstractContextManager:
+        """The context of forward passes."""
+        dtype = self._autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _configure_deepspeed(self) -> int:
+        """Give DeepSpeed what the run's own configuration says; returns the ZeRO stage."""
+        plugin, settings = self.accelerator.state.deepspeed_plugin, self.config.optimizer
+        deepspeed = plugin.deepspeed_config
+        for section in ("optimizer", "scheduler"):
+            if section in deepspeed:
+                raise UserError(
+                    f"the DeepSpeed configuration has a section `{section}`; remove it: the run's `optimizer` section says "
+                    f"what is done"
+                )
+        deepspeed["train_micro_batch_size_per_gpu"] = settings.batch_size
+        deepspeed["gradient_accumulation_steps"] = settings.accumulate
+        deepspeed["train_batch_size"] = settings.batch_size * settings.accumulate * self.world
+        deepspeed["gradient_clipping"] = settings.clip
+        # One AdamW on every engine, offloaded or not, so that they differ by rounding alone.
+        deepspeed["zero_force_ds_cpu_optimizer"] = False
+        if self._autocast_dtype is not None:
+            deepspeed["torch_autocast"] = {"enabled": True, "dtype": str(self._autocast_dtype).removeprefix("torch.")}
+        self._loading = shard_while_loading(deepspeed, dtype=self.loading_dtype)
+        return plugin.zero_stage
+
+    def prepare(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Hand model and optimizer to the engine."""
+        if self.stage == 3:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            # A projection is read by its parent, not called, so all of a layer's compressor is gathered together.
+            set_z3_leaf_modules(model, [LayerCompressor])
+            # DeepSpeed reduces such a group's gradients when those of its inputs are there, or at once if inputs have none,
+            # as behind a frozen embedding.
+            model.enable_input_require_grads()
+            for module in model.modules():
+                if isinstance(module, LayerCompressor):
+                    module.register_forward_hook(_carry_rates)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model = self.accelerator.unwrap_model(self.wrapped)
+        self.parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        if self.deepspeed:
+            self._start_moments()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a pass's gradients; the `last` pass of a step reduces them over processes."""
+        if self.deepspeed:
+            self.wrapped.set_gradient_accumulation_boundary(last)
+            self.wrapped.backward(loss)
+        else:
+            self.accelerator.backward(loss)
+
+    def one_pass(self, *, last: bool) -> contextlib.AbstractContextManager:
+        """The context of a pass: before the last of a step, gradients are not reduced."""
+        return contextlib.nullcontext() if last or self.deepspeed else self.accelerator.no_sync(self.wrapped)
+
+    def step(self) -> None:
+        """Clip the gradients and take the optimizer's step."""
+        if self.deepspeed:
+            self.wrapped.step()
+            # DeepSpeed writes parameters behind autograd's back; what is cached of them must notice.
+            for parameter in self.parameters.values():
+                torch.autograd.graph.increment_version(parameter)
+            return
+        if self.config.optimizer.clip:
+            self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def gathered(self, parameters: Iterable[torch.nn.Parameter], *, write: bool = False) -> Iterator[None]:
+        """Parameters are whole in this context, on every process.
+
+        Args:
+            write: they are changed, alike on every process; the change is kept.
+        """
+        if self.stage == 3:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if write else None):
+                yield
+        else:
+            yield
+        if write and self.deepspeed:
+            # The optimizer works on a copy of its own.
+            self.optimizer.optimizer.refresh_fp32_params()
+
+    def compressor_parameters(self) -> list[torch.nn.Parameter]:
+        layers = [module for module in self.model.modules() if isinstance(module, LayerCompressor)]
+        return [parameter for layer in layers for parameter in layer.parameters()]
+
+    def whole(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """A copy of a parameter on the CPU; None on all processes but the first, which must call this, too."""
+        with self.gathered([parameter]):
+            return parameter.detach().to("cpu", copy=True).contiguous() if self.main else None
+
+    def moments(self, name: str) -> dict[str, Tensor] | None:
+        """Whole copies of AdamW's moments of a trained parameter, as :meth:`whole` makes them."""
+        parameter = self.parameters[name]
+        if self.deepspeed:
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            found = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        else:
+            found = {key: self.optimizer.state[parameter][key] for key in MOMENTS}
+        return (
+            {key: value.detach().to("cpu", copy=True).contiguous() for key, value in found.items()}
+            if self.main
+            else None
+        )
+
+    def set_moments(self, moments: dict[str, dict[str, Tensor]], step: int) -> None:
+        """Fill AdamW's state.
+
+        Args:
+            moments: of every trained parameter, whole, the same on every process.
+            step: optimizer steps done.
+        """
+        if not self.deepspeed:
+            for name, parameter in self.parameters.items():
+                state = {key: value.to(parameter.device) for key, value in moments[name].items()}
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
+            return
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for partition in self._partitions():
+            self.optimizer.optimizer.optimizer.state[partition]["step"].fill_(step)
+        for name, parameter in self.parameters.items():
+            for key, value in moments[name].items():
+                safe_set_full_optimizer_state(parameter, value.to(self.device), key)
+
+    def _partitions(self) -> list[Tensor]:
+        """The flat tensors that AdamW works on under ZeRO."""
+        zero = self.optimizer.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _start_moments(self) -> None:
+        """Make AdamW's state under ZeRO before the first step: stages 1 and 2 link it to the parameters once, in the step
+        of the first of several groups, when the others' does not exist yet."""
+        zero = self.optimizer.optimizer
+        for partition in self._partitions():
+            zero.optimizer.state[partition] = {
+                "step": torch.zeros(()),
+                **{key: torch.zeros_like(partition) for key in MOMENTS},
+            }
+        if self.stage != 3:
+            zero._lazy_init_hp_params_optimizer_state()
+
+
+def _carry_rates(module: LayerCompressor, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """A forward hook for ZeRO-3, which gathers a module's parameters when backward reaches the module's output.
+
+    Retain rates leave the compressor beside its output, so that backward would come to its parameters by another way and
+    find them released. The rates are therefore cut off as leaves, and their gradients come in through the output.
+    """
+    sides = (module.key, module.value)
+    if not sides[0].rate.soft.requires_grad:
+        return None
+    attached = [side.rate.soft for side in sides]
+    leaves = [soft.detach().requires_grad_() for soft in attached]
+    for side, leaf in zip(sides, leaves, strict=True):
+        side.rate.soft = leaf
+    key, value = output
+    return _CarryRates.apply(key, leaves, *attached), value
+
+
+class _CarryRates(torch.autograd.Function):
+    """The identity on its first argument; its backward hands the leaves' gradients to the rates they were cut from.
+
+    The objective is computed from the leaves after the forward pass, and autograd runs the newest nodes first, so their
+    gradients are complete before backward reaches the model.
+    """
+
+    @staticmethod
+    def forward(ctx, output: Tensor, leaves: list[Tensor], *attached: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *(leaf.grad for leaf in ctx.leaves)
+
+
+def _never_build_shared_memory() -> None:
+    """Without a GPU, DeepSpeed would first compile a faster collective for one machine, for minutes; gloo does the work."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,98 @@
+"""One optimizer step: forward and backward passes over its batches, looked at before the parameters move.
+
+Shapes: B batch, T tokens, L layers, P trained parameters; 2 is (keys, values).
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dynakv.objective import RetainRates, objective, retain_rates
+from lowrank.errors import UserError
+from training.data import Batch
+from training.engine import Engine
+from training.watch import GradientWatch, Watch
+
+
+@dataclasses.dataclass
+class StepResult:
+    """Means over the passes and processes of a step.
+
+    Attributes:
+        loss, cross_entropy, soft_rate, hard_rate: of the global batch.
+        rates: per layer.
+    """
+
+    loss: float
+    cross_entropy: float
+    soft_rate: float
+    hard_rate: float
+    rates: RetainRates
+
+
+def optimizer_step(
+    engine: Engine, batches: list[Batch], alpha: float, *, number: int, gradients: GradientWatch, watch: Watch
+) -> StepResult:
+    """Take step `number` (counted from 1) over this process's `batches`, one pass each.
+
+    The cross-entropy is the mean over all predicted tokens of the global batch, however they lie on processes and passes;
+    R of equation 9 is the mean over all processes of a pass, so that α R² does not depend on how a pass is spread.
+
+    Raises:
+        UserError: the step must not be taken; see :class:`Watch`.
+    """
+    batches = [batch.to(engine.device) for batch in batches]
+    predicted = sum((batch.targets >= 0).sum() for batch in batches)
+    # Gradients are averaged over processes and passes; times their number that is a sum.
+    share = engine.world * len(batches) / _total(engine, predicted.float())
+    sums = torch.zeros(2, device=engine.device)
+    soft_L2 = hard_L2 = torch.zeros((), device=engine.device)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with engine.one_pass(last=last):
+            with engine.computing():
+                logits = _logits(engine, batch, watch, number)
+            cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
+            rates = _global_rates(engine, retain_rates(engine.model))
+            loss = objective(cross_entropy, rates, alpha)
+            engine.backward(loss, last=last)
+        sums += torch.stack([loss, cross_entropy]).detach().float()
+        soft_L2, hard_L2 = soft_L2 + rates.soft_L2.detach().float(), hard_L2 + rates.hard_L2.float()
+    passes = len(batches)
+    squares_P = engine.accelerator.reduce(gradients.take(), reduction="sum")
+    loss, cross_entropy = engine.accelerator.reduce(sums / passes, reduction="mean").tolist()
+    watch.check(number, loss, cross_entropy, soft_L2, squares_P)
+    engine.step()
+    means = RetainRates(soft_L2=soft_L2 / passes, hard_L2=hard_L2 / passes)
+    return StepResult(loss, cross_entropy, float(means.soft), means.hard, means)
+
+
+def _logits(engine: Engine, batch: Batch, watch: Watch, number: int) -> Tensor:
+    try:
+        return engine.wrapped(**batch.inputs, use_cache=False).logits
+    except UserError as error:
+        # A projection that cannot be inverted names its layer, but neither the step nor where to go back to.
+        raise watch.stop(number, str(error), None) from error
+
+
+def _summed_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    flat = logits_BTV[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum")
+
+
+def _total(engine: Engine, value: Tensor) -> Tensor:
+    return engine.accelerator.reduce(value, reduction="sum")
+
+
+def _global_rates(engine: Engine, rates: RetainRates) -> RetainRates:
+    """Rates with the mean over all processes as value and this process's own gradient.
+
+    Averaged over processes, the gradient of any function of them is then that of the function of the means.
+    """
+    if engine.world == 1:
+        return rates
+    stacked = torch.stack([rates.soft_L2.detach(), rates.hard_L2.to(rates.soft_L2.dtype)])
+    soft_L2, hard_L2 = engine.accelerator.reduce(stacked, reduction="mean")
+    return RetainRates(soft_L2=rates.soft_L2 + (soft_L2 - rates.soft_L2).detach(), hard_L2=hard_L2)
