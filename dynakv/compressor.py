@@ -22,10 +22,11 @@ from lowrank.hf.rope import Rope
 @dataclasses.dataclass
 class RetainRate:
     """Shares of coefficients kept in one forward pass: `soft` is the mean mask and carries gradients, `hard` what the
-    threshold would keep, after rounding."""
+    threshold would keep, after rounding; outside training, `rank_BT` is what each token keeps."""
 
     soft: Tensor
     hard: Tensor
+    rank_BT: Tensor | None = None
 
 
 class TokenCompressor(nn.Module):
@@ -60,7 +61,7 @@ class TokenCompressor(nn.Module):
             return self._train_on(states_BTC)
         coef_BTC, rank_BT = self.encode(states_BTC)
         hard = rank_BT.float().mean() / self.width
-        self.rate = RetainRate(hard, hard)
+        self.rate = RetainRate(hard, hard, rank_BT)
         return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
 
     def _train_on(self, states_BTC: Tensor) -> Tensor:
@@ -106,12 +107,9 @@ class LayerCompressor(nn.Module):
         self.head_dim = head_dim
         self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
         self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
-        self.bypassed = False  # while a pass of the uncompressed model is wanted
 
     def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Compressed and rebuilt (rotated keys, values) of a pass without a cache."""
-        if self.bypassed:
-            return key_BGTD, value_BGTD
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_BGTD = split_heads(self.key(join_heads(unrotated)), self.head_dim)
         value_BGTD = split_heads(self.value(join_heads(value_BGTD)), self.head_dim)

@@ -35,8 +35,8 @@ class DynaKVConfig:
     )
     truncation: str = option(
         "gate",
-        help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank for "
-        "all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
+        help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank "
+        "for all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
         "(MatryoshkaKV)",
         choices=TRUNCATIONS,
     )
@@ -73,9 +73,7 @@ class DynaKVConfig:
         """
         for key in ("inverse", "truncation"):
             if key in overrides:
-                raise UserError(
-                    f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}"
-                )
+                raise UserError(f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}")
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
     @property

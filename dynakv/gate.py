@@ -51,7 +51,7 @@ class Gate(nn.Module):
         return (self.input_scale[:, None] * self.weight).to(dtype), self.bias.to(dtype)
 
     def forward(self, coef_BTC: Tensor) -> Tensor:
-        """cumsum(p) in fp32 (fp64 for fp64 coefficients), (B, T, C): the mask read from its last coefficient to its first."""
+        """cumsum(p) in fp32 (fp64 for fp64), (B, T, C): the mask read from its last coefficient to its first."""
         weight_CC, bias_C = self.affine(coef_BTC.dtype)
         return cumulative(coef_BTC @ weight_CC + bias_C)
 
@@ -72,7 +72,8 @@ def cumulative(logit_BTC: Tensor) -> Tensor:
 
 def entropy(cumulative_BTC: Tensor) -> Tensor:
     """Entropy of p over each token's cutoffs, (B, T), in nats: 0 for a gate that knows, log C for one that does not."""
-    return torch.special.entr(cumulative_BTC.diff(dim=-1, prepend=cumulative_BTC.new_zeros(1).expand_as(cumulative_BTC[..., :1])).clamp(min=0)).sum(dim=-1)
+    probability_BTC = torch.cat([cumulative_BTC[..., :1], cumulative_BTC.diff(dim=-1)], dim=-1)
+    return torch.special.entr(probability_BTC).sum(dim=-1)
 
 
 def soft_mask(cumulative_BTC: Tensor) -> Tensor:
