@@ -65,7 +65,11 @@ class DatasetConfig:
 class CalibrationConfig:
     """The PCA the projection starts from."""
 
-    tokens: int = option(16384, help="text the PCA is computed on", unit="tokens")
+    tokens: int = option(16384, help="leading training text the PCA is computed on", unit="tokens")
+    bases: str | None = option(
+        None,
+        help="directory written by scripts/calibrate.py, whose moments are used instead; runs of a sweep share one",
+    )
 
     def __post_init__(self):
         require(self.tokens >= 1, "calibration.tokens", self.tokens, "at least 1")

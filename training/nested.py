@@ -12,7 +12,7 @@ from lowrank.allocation import waterfill_ranks
 
 
 def draw_ranks(model: PreTrainedModel, seed: str) -> None:
-    """Draw, for each layer's keys and values apart, what the next pass keeps, uniformly from the multiples of the granularity.
+    """Draw, for each layer's keys and values apart, what the next pass keeps: any multiple of the granularity.
 
     Args:
         model: attached, with ``truncation: nested``.

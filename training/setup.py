@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 import dynakv
 from lowrank.hf.calibration import calibrate
+from lowrank.hf.calibration_store import Calibration
 from lowrank.text import Documents, blocks, hold_out, load_documents
 from training.config import DatasetConfig, TrainConfig
 from training.data import TrainingBlocks
@@ -68,8 +69,14 @@ def _of(values: list[str] | None, index: int) -> str | None:
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
-    """Start a prepared engine's compressors from the PCA of the leading training blocks; every process computes the same."""
+    """Start a prepared engine's compressors from the PCA of the leading training blocks, or of a calibration made before;
+    every process computes the same."""
     config, model = engine.config, engine.model
+    if config.calibration.bases is not None:
+        calibration = Calibration.load(config.calibration.bases).for_model(model)
+        with engine.gathered(engine.compressor_parameters(), write=True):
+            dynakv.initialise_from_moments(model, calibration.second_moments())
+        return
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
     with uncompressed(model):
