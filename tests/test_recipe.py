@@ -1,6 +1,7 @@
 """What the training loop minimises and how ranks are chosen: distillation, nested ranks, floors, targets, decoders."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from training.nested import allocate_ranks, draw_ranks
 from training.reporting import bars, heat_map
 from training.threshold import HIGHEST, settle_threshold
 from training.throughput import model_flops
+
+ROOT = Path(__file__).parent.parent
 
 
 def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -268,7 +271,7 @@ def rows_of(path) -> list[dict]:
 def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(run, config_file, tiny_dir, text_file, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    preset = yaml.safe_load(open("configs/matryoshka.yaml"))
+    preset = yaml.safe_load((ROOT / "configs/matryoshka.yaml").read_text())
     own = yaml.safe_load(config_file.read_text())
     merged = {**own, **{key: {**own.get(key, {}), **preset[key]} for key in ("compressor", "loss", "rate")}}
     config_file.write_text(yaml.safe_dump(merged))

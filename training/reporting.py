@@ -1,7 +1,8 @@
 """What a run shows while it goes: a progress bar, TensorBoard, and lines of JSON.
 
 `metrics.jsonl` has a line for every `log_every` steps, `inspections.jsonl` one for every look at single layers and
-tokens: gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer (Figures 4 and 5).
+tokens: gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer
+(Figures 4 and 5).
 
 Shapes: L compressed layers, T tokens; 2 is (keys, values).
 """
