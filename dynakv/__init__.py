@@ -6,9 +6,10 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 from dynakv.attach import add_compressors, configure, detach, initialise_from_moments, open_gates, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors
 from dynakv.checkpoint import attach, save_compressor, save_full
-from dynakv.config import DynaKVConfig
+from dynakv.config import INVERSES, DynaKVConfig
 
 __all__ = [
+    "INVERSES",
     "DynaKVCache",
     "DynaKVConfig",
     "add_compressors",

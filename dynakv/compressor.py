@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from dynakv.config import DynaKVConfig
 from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.gated import Truncation, gated_reconstruction
+from dynakv.nested import NestedRank
 from dynakv.projection import Projection
 from lowrank.basis import Basis
 from lowrank.codec import LayerCodec, prefix_mask
@@ -20,10 +22,11 @@ from lowrank.hf.rope import Rope
 @dataclasses.dataclass
 class RetainRate:
     """Shares of coefficients kept in one forward pass: `soft` is the mean mask and carries gradients, `hard` what the
-    threshold would keep, after rounding."""
+    threshold would keep, after rounding; outside training, `rank_BT` is what each token keeps."""
 
     soft: Tensor
     hard: Tensor
+    rank_BT: Tensor | None = None
 
 
 class TokenCompressor(nn.Module):
@@ -33,7 +36,7 @@ class TokenCompressor(nn.Module):
         super().__init__()
         self.width, self.config, self.name = width, config, name
         self.projection = Projection(width, inverse=config.inverse, name=name)
-        self.gate = Gate(width)
+        self.gate = NestedRank(width) if config.truncation == "nested" else Gate(width)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self.rate: RetainRate | None = None
@@ -50,44 +53,50 @@ class TokenCompressor(nn.Module):
         return super().train(mode)
 
     def forward(self, states_BTC: Tensor) -> Tensor:
-        """Compressed and rebuilt states, same shape and dtype: soft mask in training, hard mask otherwise.
+        """Compressed and rebuilt states, same shape and dtype: as trained on in training, as served otherwise.
 
         The pass's retain rate is left in :attr:`rate`.
         """
         if self.training:
-            basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
-            coef_BTC = states_BTC @ basis_CC
-            cumulative_BTC = self.gate(coef_BTC)
-            rank_BT = self._rank(cumulative_BTC)
-            mask_BTC = soft_mask(cumulative_BTC)
-            self.rate = RetainRate(mask_BTC.mean(), rank_BT.float().mean() / self.width)
-            if self.train_on_hard_mask:
-                # The hard mask forward, the soft one's gradient backward.
-                mask_BTC = mask_BTC + (prefix_mask(rank_BT, self.width).float() - mask_BTC).detach()
-            return (coef_BTC * mask_BTC.to(coef_BTC.dtype)) @ decoder_CC
+            return self._train_on(states_BTC)
         coef_BTC, rank_BT = self.encode(states_BTC)
         hard = rank_BT.float().mean() / self.width
-        self.rate = RetainRate(hard, hard)
+        self.rate = RetainRate(hard, hard, rank_BT)
         return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
+
+    def _train_on(self, states_BTC: Tensor) -> Tensor:
+        basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
+        if isinstance(self.gate, NestedRank):
+            rank = self.gate.drawn
+            rate = basis_CC.new_tensor(rank / self.width, dtype=torch.float32)
+            self.rate = RetainRate(rate, rate)
+            return states_BTC @ basis_CC[:, :rank] @ decoder_CC[:rank]
+        truncation = Truncation(
+            threshold=self.config.threshold,
+            granularity=self.config.granularity,
+            on_hard_mask=self.train_on_hard_mask,
+        )
+        gate_CC, gate_C = self.gate.affine(states_BTC.dtype)
+        rebuilt_BTC, *rate = gated_reconstruction(states_BTC, basis_CC, decoder_CC, gate_CC, gate_C, truncation)
+        self.rate = RetainRate(*rate)
+        return rebuilt_BTC
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
         coef_BTC = states_BTC @ basis_CC
-        cumulative_BTC = self.gate(coef_BTC)
         if self.config.gap == "soft_prefix":
-            coef_BTC = coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype)
-        return coef_BTC, self._rank(cumulative_BTC)
+            cumulative_BTC = self.gate(coef_BTC)
+            rank_BT = hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
+            return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
+        return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
 
     def energies(self) -> Tensor:
-        """Calibrated second moment of each coefficient, (C,) fp32; training moves U away from it a little."""
-        return self.gate.input_scale.float().square().reciprocal()
+        """About the second moment of each coefficient, (C,) fp32."""
+        return self.gate.energies()
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]
-
-    def _rank(self, cumulative_BTC: Tensor) -> Tensor:
-        return hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
 
 
 class LayerCompressor(nn.Module):

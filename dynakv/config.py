@@ -11,7 +11,8 @@ from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, q
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 GAPS = ("hard", "soft_prefix", "straight_through")
 PREFILLS = ("exact", "reconstructed")
-INVERSES = ("exact", "orthogonal")
+INVERSES = ("exact", "orthogonal", "decoupled")
+TRUNCATIONS = ("gate", "nested")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,15 @@ class DynaKVConfig:
     inverse: str = option(
         "exact",
         help="how keys and values are rebuilt: `exact` learns any U and inverts it (paper), `orthogonal` keeps U "
-        "orthogonal and transposes it",
+        "orthogonal and transposes it, `decoupled` learns the decoder for itself, started from the inverse",
         choices=INVERSES,
+    )
+    truncation: str = option(
+        "gate",
+        help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank "
+        "for all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
+        "(MatryoshkaKV)",
+        choices=TRUNCATIONS,
     )
     gate_decay: float = option(
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
@@ -49,6 +57,12 @@ class DynaKVConfig:
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
+        require(
+            self.truncation == "gate" or self.gap == "hard",
+            "gap",
+            self.gap,
+            "`hard` where `truncation` is nested: there is no soft mask",
+        )
         self.quantisation  # noqa: B018 - says what is wrong with it
 
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
@@ -57,8 +71,9 @@ class DynaKVConfig:
         Raises:
             UserError: an unknown key, a value out of range, or what the weights were trained for.
         """
-        if "inverse" in overrides:
-            raise UserError(f"`inverse` cannot be overridden: the weights were trained with {self.inverse!r}")
+        for key in ("inverse", "truncation"):
+            if key in overrides:
+                raise UserError(f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}")
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
     @property

@@ -42,11 +42,38 @@ class Gate(nn.Module):
         self.bias.zero_()
         self.bias[0] = 200.0
 
+    def energies(self) -> Tensor:
+        """Calibrated second moment of each coefficient, (C,) fp32; training moves U away from it a little."""
+        return self.input_scale.float().square().reciprocal()
+
+    def affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(W with the scale of its inputs multiplied in, b) in `dtype`, differentiable."""
+        return (self.input_scale[:, None] * self.weight).to(dtype), self.bias.to(dtype)
+
     def forward(self, coef_BTC: Tensor) -> Tensor:
-        """cumsum(p) in fp32, (B, T, C): the mask read from its last coefficient to its first."""
-        weight_CC = (self.input_scale[:, None] * self.weight).to(coef_BTC.dtype)
-        logit_BTC = coef_BTC @ weight_CC + self.bias.to(coef_BTC.dtype)
-        return logit_BTC.float().softmax(dim=-1).cumsum(dim=-1)
+        """cumsum(p) in fp32 (fp64 for fp64), (B, T, C): the mask read from its last coefficient to its first."""
+        weight_CC, bias_C = self.affine(coef_BTC.dtype)
+        return cumulative(coef_BTC @ weight_CC + bias_C)
+
+    def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
+        """How many coefficients of each token are kept, (B, T) int64 (see :func:`hard_rank`)."""
+        return hard_rank(self(coef_BTC), threshold, granularity)
+
+
+def probabilities(logit_BTC: Tensor) -> Tensor:
+    """p of equation 5, in fp32 at least: over 1,000 coefficients a bf16 sum would stand still."""
+    return logit_BTC.softmax(dim=-1, dtype=torch.promote_types(logit_BTC.dtype, torch.float32))
+
+
+def cumulative(logit_BTC: Tensor) -> Tensor:
+    """cumsum(p), rising from p₀ to 1."""
+    return probabilities(logit_BTC).cumsum(dim=-1)
+
+
+def entropy(cumulative_BTC: Tensor) -> Tensor:
+    """Entropy of p over each token's cutoffs, (B, T), in nats: 0 for a gate that knows, log C for one that does not."""
+    probability_BTC = torch.cat([cumulative_BTC[..., :1], cumulative_BTC.diff(dim=-1)], dim=-1)
+    return torch.special.entr(probability_BTC).sum(dim=-1)
 
 
 def soft_mask(cumulative_BTC: Tensor) -> Tensor:
@@ -57,11 +84,17 @@ def soft_mask(cumulative_BTC: Tensor) -> Tensor:
 def hard_rank(cumulative_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
     """How many coefficients equation 8 keeps, rounded to the nearest multiple of `granularity`, (B, T) int64.
 
-    m falls along the coefficients, so what exceeds the threshold is a prefix, and counting it needs no flip. At least
-    one group is kept: a token must not vanish by rounding.
+    m falls along the coefficients, so what exceeds the threshold is a prefix, and the gate's rising output can be searched
+    for its end. At least one group is kept: a token must not vanish by rounding.
     """
     width = cumulative_BTC.shape[-1]
-    rank_BT = (cumulative_BTC > threshold).sum(dim=-1)
+    threshold_BT1 = torch.full_like(cumulative_BTC[..., :1], threshold)
+    rank_BT = width - torch.searchsorted(cumulative_BTC.contiguous(), threshold_BT1, right=True).squeeze(-1)
+    return rounded(rank_BT, granularity, width)
+
+
+def rounded(rank_BT: Tensor, granularity: int, width: int) -> Tensor:
+    """Ranks rounded to the nearest multiple of `granularity`, at least one group and at most `width`."""
     if granularity > 1:
         rank_BT = (rank_BT + granularity // 2).div(granularity, rounding_mode="floor") * granularity
     return rank_BT.clamp(min=min(granularity, width), max=width)

@@ -41,9 +41,22 @@ def retain_rates(model: PreTrainedModel) -> RetainRates:
     )
 
 
-def objective(cross_entropy: Tensor, rates: RetainRates, alpha: float) -> Tensor:
-    """L = CE + α R² (equation 9), R the mean of the soft mask over tokens, layers, keys and values."""
-    return cross_entropy + alpha * rates.soft.square()
+def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 0.0) -> Tensor:
+    """L = CE + α R² (equation 9), R the mean of the soft mask over tokens, layers, keys and values.
+
+    Args:
+        task: CE, or what stands for it.
+        rates: of the pass.
+        alpha: α, the price of keeping.
+        floor: hard rate below which no layer's keys or values are pushed (beyond the paper): there the price turns round,
+            with the same slope, so that keeping more is what pays.
+    """
+    if not floor:
+        return task + alpha * rates.soft.square()
+    # The slope of α R² with regard to each layer's rate, of which only the sign is changed.
+    below_L2 = rates.hard_L2 < floor
+    turned_L2 = torch.where(below_L2, -rates.soft_L2 + 2 * rates.soft_L2.detach(), rates.soft_L2)
+    return task + alpha * turned_L2.mean().square()
 
 
 class RateController:

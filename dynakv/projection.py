@@ -1,10 +1,13 @@
-"""The learned projection into spectral space and its inverse (DynaKV, section 3.1).
+"""The learned projection into spectral space and its way back (DynaKV, section 3.1).
 
 Shapes: C joint width.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lowrank.errors import UserError
 
@@ -13,74 +16,107 @@ MAX_CONDITION = 1e4
 
 
 class Projection(nn.Module):
-    """U of equation 1, started from a PCA basis and trained, and U⁻¹ of equation 3.
+    """U of equation 1, started from a PCA basis and trained, and V, which stands for U⁻¹ of equation 3.
 
     ``exact`` learns U itself and inverts it. ``orthogonal`` learns U = U₀ · exp(A − Aᵀ), which stays orthogonal, so that
-    the inverse is the transpose.
+    the inverse is the transpose. ``decoupled`` learns U and V apart, V started from the inverse: nothing is ever
+    inverted, and V may make up for what truncation takes.
     """
 
     def __init__(self, width: int, *, inverse: str, name: str):
         super().__init__()
         self.name, self.inverse = name, inverse
-        if inverse == "exact":
-            self.weight = nn.Parameter(torch.eye(width))
-        else:
-            self.weight = nn.Parameter(torch.zeros(width, width))
+        self.weight = nn.Parameter(torch.zeros(width, width) if inverse == "orthogonal" else torch.eye(width))
+        if inverse == "orthogonal":
             self.register_buffer("start", torch.eye(width))
+        elif inverse == "decoupled":
+            self.decoder = nn.Parameter(torch.eye(width))
+        self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
         self._fixed: tuple | None = None
 
     @torch.no_grad()
     def initialise(self, vectors_CC: Tensor) -> None:
         """Start from an orthonormal basis."""
-        if self.inverse == "exact":
-            self.weight.copy_(vectors_CC)
-        else:
+        if self.inverse == "orthogonal":
             self.weight.zero_()
             self.start.copy_(vectors_CC)
+            return
+        self.weight.copy_(vectors_CC)
+        if self.inverse == "decoupled":
+            self.decoder.copy_(vectors_CC.T)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """(U, U⁻¹), differentiable, in the parameters' dtype. Raises :class:`UserError` for a singular U."""
+        """(U, V), differentiable, in the parameters' dtype. Raises :class:`UserError` for a singular U.
+
+        Passes of one optimizer step, and the recomputed one of gradient checkpointing, share one inversion.
+        """
         if self.inverse == "orthogonal":
             basis_CC = _turned(self.start, self.weight)
             return basis_CC, basis_CC.T
-        weight_CC = self.weight.float()
-        try:
-            return self.weight, torch.linalg.inv(weight_CC).to(self.weight.dtype)
-        except torch.linalg.LinAlgError as error:
-            raise self._ill_conditioned("is singular") from error
+        if self.inverse == "decoupled":
+            return self.weight, self.decoder
+        return self.weight, _Inverse.apply(self.weight, self._latest_inverse())
+
+    @torch.no_grad()
+    def _latest_inverse(self) -> Tensor:
+        # Compared by content: sharded training puts other numbers into the same storage without a trace. Reading C² numbers
+        # is nothing beside inverting them.
+        if self._inverted is None or not torch.equal(self._inverted[0], self.weight):
+            try:
+                inverse_CC = torch.linalg.inv(self.weight.float()).to(self.weight.dtype)
+            except torch.linalg.LinAlgError as error:
+                raise self._ill_conditioned("is singular") from error
+            self._inverted = self.weight.detach().clone(), inverse_CC
+        return self._inverted[1]
 
     @torch.no_grad()
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(U, U⁻¹) for inference, the inverse taken in fp64 and rounded once; computed anew only when U has changed.
+        """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
 
         Raises:
-            UserError: U is singular, not finite or has a condition number above 10⁴.
+            UserError: U is not finite, or has to be inverted and is singular or has a condition number above 10⁴.
         """
-        key = (dtype, device, self.weight.data_ptr(), self.weight._version)
+        key = (dtype, device, *((p.data_ptr(), p._version) for p in self.parameters()))
         if self._fixed is None or self._fixed[0] != key:
-            if self.inverse == "orthogonal":
-                basis_CC = _turned(self.start.double(), self.weight.double())
-                decoder_CC = basis_CC.T
-            else:
-                basis_CC = self.weight.double()
-                self.check_condition()
-                decoder_CC = torch.linalg.inv(basis_CC)
+            self.check_condition()
+            basis_CC, decoder_CC = self._in_fp64()
             self._fixed = (key, basis_CC.to(device, dtype), decoder_CC.to(device, dtype))
         return self._fixed[1], self._fixed[2]
 
     @torch.no_grad()
-    def check_condition(self) -> float:
-        """The condition number of U. Raises :class:`UserError` naming the layer when it is not finite or above 10⁴."""
-        if self.inverse == "orthogonal":
-            return 1.0
-        if not torch.isfinite(self.weight).all():
+    def check_condition(self) -> None:
+        """Raise :class:`UserError` naming the layer when a parameter is not finite, or U must be inverted and its condition
+        number is above 10⁴."""
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters()):
             raise self._ill_conditioned("holds NaN or infinite entries")
-        condition = float(torch.linalg.cond(self.weight.double()))
-        if not condition <= MAX_CONDITION:
+        if self.inverse == "exact" and (condition := self.condition()) > MAX_CONDITION:
             raise self._ill_conditioned(
                 f"has condition number {condition:.3g} (at most {MAX_CONDITION:.0e} is allowed)"
             )
-        return condition
+
+    @torch.no_grad()
+    def condition(self) -> float:
+        """σ₁ / σ_C of U; 1 where it is orthogonal, infinite where it is singular to fp64."""
+        if self.inverse == "orthogonal":
+            return 1.0
+        # Of UᵀU, whose eigenvalues come several times faster than singular values; exact to 1e-8 at the bound.
+        weight_CC = self.weight.double()
+        energy_C = torch.linalg.eigvalsh(weight_CC.T @ weight_CC)
+        return math.sqrt(energy_C[-1] / energy_C[0]) if energy_C[0] > 0 else math.inf
+
+    @torch.no_grad()
+    def inversion_error(self) -> float:
+        """‖U V − I‖ / ‖I‖ (Frobenius) as training computes it: how far all coefficients are from rebuilding a token."""
+        basis_CC, decoder_CC = self.matrices()
+        product_CC = basis_CC @ decoder_CC
+        return float((product_CC - torch.eye(len(product_CC)).to(product_CC)).norm() / len(product_CC) ** 0.5)
+
+    def _in_fp64(self) -> tuple[Tensor, Tensor]:
+        if self.inverse == "orthogonal":
+            basis_CC = _turned(self.start.double(), self.weight.double())
+            return basis_CC, basis_CC.T
+        basis_CC = self.weight.double()
+        return basis_CC, self.decoder.double() if self.inverse == "decoupled" else torch.linalg.inv(basis_CC)
 
     def _ill_conditioned(self, what: str) -> UserError:
         return UserError(
@@ -89,6 +125,22 @@ class Projection(nn.Module):
         )
 
 
+class _Inverse(torch.autograd.Function):
+    """U⁻¹, known already, as a function of U: dU = −U⁻ᵀ dV U⁻ᵀ."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, weight_CC: Tensor, inverse_CC: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_CC)
+        return inverse_CC.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_CC: Tensor) -> tuple[Tensor, None]:
+        [inverse_CC] = ctx.saved_tensors
+        return -(inverse_CC.T @ grad_CC @ inverse_CC.T), None
+
+
 def _turned(start_CC: Tensor, weight_CC: Tensor) -> Tensor:
-    """U₀ · exp(A − Aᵀ)."""
-    return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)
+    """U₀ · exp(A − Aᵀ), in the parameters' dtype whatever the passes around it compute in."""
+    with torch.autocast(weight_CC.device.type, enabled=False):
+        return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)

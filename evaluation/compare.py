@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import Cache
+from torch import Tensor
+from transformers import Cache, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
@@ -119,26 +120,20 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     name = config.model or settings[0].base_model
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
-    texts = {
-        text.label: blocks(_documents(text), tokenizer, config.block_length, config.blocks)
-        for text in config.texts
-        if _is_there(text)
-    }
-    if not texts:
-        raise UserError(f"none of the texts is there: {', '.join(text.name for text in config.texts)}")
+    texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
 
     def measure(method: str, label: str, make_cache: Callable[[], Cache]) -> Score:
         return score(model, texts[label], make_cache, prefix=config.prefix, description=method)
 
     full = {label: measure("full", label, lambda: full_cache(model)) for label in texts}
-    rows = [_row("full", label, full[label], full[label]) for label in texts]
+    rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
     targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
     for directory, storage in itertools.product(config.checkpoint, config.storages):
         dynakv.attach(model, directory, storage=storage, **config.overrides())
         method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", storage)
         for label in texts:
             measured = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
-            rows.append(_row(method, label, measured, full[label]))
+            rows.append(comparison_row(method, label, measured, full[label]))
             if (directory, storage) == (config.checkpoint[0], config.storages[0]):
                 targets[label].insert(0, measured.rate)
         dynakv.detach(model)
@@ -159,17 +154,27 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
                 itemsize=model.dtype.itemsize,
             )
             measured = measure(method, label, lambda plan=plan: OjaKVCache(model, plan))
-            rows.append(_row(method, label, measured, full[label]))
+            rows.append(comparison_row(method, label, measured, full[label]))
     for baseline, label in itertools.product(config.baselines, texts):
         if baseline == SNAPKV:
             makers = [snapkv_maker(model, calibration, min(share, 1.0)) for share in targets[label]]
         else:
             makers = [quantised_maker(model, baseline)]
-        rows += [_row(baseline, label, measure(baseline, label, maker), full[label]) for maker in makers]
+        rows += [comparison_row(baseline, label, measure(baseline, label, maker), full[label]) for maker in makers]
     order = {label: i for i, label in enumerate(texts)}
     # A directory is a place on this machine; its last part names the model.
     name = Path(name).name if Path(name).is_dir() else name
     return name, sorted(rows, key=lambda row: order[row.dataset])
+
+
+def read_texts(
+    texts: list[TextConfig], tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> dict[str, Tensor]:
+    """Label of each text that is there → `count` blocks of `length` tokens, (count, length) int64."""
+    found = {text.label: blocks(_documents(text), tokenizer, length, count) for text in texts if _is_there(text)}
+    if not found:
+        raise UserError(f"none of the texts is there: {', '.join(text.name for text in texts)}")
+    return found
 
 
 def write_comparison(directory: str | Path, model: str, rows: list[Row]) -> None:
@@ -233,7 +238,8 @@ def _is_there(text: TextConfig) -> bool:
     return True
 
 
-def _row(method: str, dataset: str, measured: Score, full: Score) -> Row:
+def comparison_row(method: str, dataset: str, measured: Score, full: Score) -> Row:
+    """The line of one method on one text, beside the full cache's score there."""
     return Row(
         method=method,
         dataset=dataset,

@@ -20,6 +20,14 @@ class SecondMoment:
         self.sum_CC = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.count = 0
 
+    @classmethod
+    def of_mean(cls, mean_CC: Tensor) -> "SecondMoment":
+        """A moment whose :meth:`mean` is known already, counted as one row."""
+        moment = cls(len(mean_CC), device=mean_CC.device)
+        moment.sum_CC += mean_CC
+        moment.count = 1
+        return moment
+
     def update(self, rows_NC: Tensor) -> None:
         """Add rows of any floating dtype. Raises ValueError for NaN or infinite rows or a wrong width."""
         if rows_NC.shape[-1] != self.sum_CC.shape[0]:

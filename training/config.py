@@ -65,7 +65,11 @@ class DatasetConfig:
 class CalibrationConfig:
     """The PCA the projection starts from."""
 
-    tokens: int = option(16384, help="text the PCA is computed on", unit="tokens")
+    tokens: int = option(16384, help="leading training text the PCA is computed on", unit="tokens")
+    bases: str | None = option(
+        None,
+        help="directory written by scripts/calibrate.py, whose moments are used instead; runs of a sweep share one",
+    )
 
     def __post_init__(self):
         require(self.tokens >= 1, "calibration.tokens", self.tokens, "at least 1")
@@ -80,10 +84,15 @@ class RateConfig:
         None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
     )
     gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
+    layer_floor: float = option(
+        0.0,
+        help="hard rate below which no layer's keys or values are pushed, neither by α nor by settling τ; 0 has none",
+    )
     ramp: float = option(0.4, help="share of the run over which the goal falls from 1 to the target")
     settle: bool = option(
         True, help="after training, move the threshold τ so that unseen training text has just the target rate"
     )
+    settle_tokens: int = option(16384, help="unseen training text that is settled on", unit="tokens")
 
     def __post_init__(self):
         require(self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
@@ -91,7 +100,56 @@ class RateConfig:
         if self.target_retain_rate is not None:
             require(0 < self.target_retain_rate <= 1, "rate.target_retain_rate", self.target_retain_rate, "in (0, 1]")
             require(self.alpha > 0, "rate.alpha", self.alpha, "positive when there is a target")
+            require(
+                self.layer_floor < self.target_retain_rate,
+                "rate.layer_floor",
+                self.layer_floor,
+                f"below `rate.target_retain_rate`, {self.target_retain_rate}",
+            )
+        require(0 <= self.layer_floor < 1, "rate.layer_floor", self.layer_floor, "in [0, 1)")
+        require(self.settle_tokens >= 1, "rate.settle_tokens", self.settle_tokens, "at least 1")
         require(0 <= self.ramp <= 1, "rate.ramp", self.ramp, "between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is minimised beside α R²."""
+
+    cross_entropy: float = option(1.0, help="weight of the cross-entropy of the text")
+    distillation: float = option(
+        0.0,
+        help="weight of KL(uncompressed ‖ compressed), which costs a forward pass more; MatryoshkaKV: 0.25 beside 0.75",
+    )
+
+    def __post_init__(self):
+        for key in ("cross_entropy", "distillation"):
+            require(getattr(self, key) >= 0, f"loss.{key}", getattr(self, key), "zero or positive")
+        require(
+            self.cross_entropy + self.distillation > 0, "loss.cross_entropy", self.cross_entropy, "positive, or distil"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What a run shows of itself."""
+
+    inspect_every: int = option(
+        100,
+        help="steps between looks at single layers and tokens: conditioning of U, gate entropy, retain rates of a fixed "
+        "sentence; 0 looks only at the end",
+        unit="steps",
+    )
+    sentence: str | None = option(None, help="the fixed sentence; by default that of the paper's Figures 4 and 5")
+    peak_flops: float | None = option(
+        None,
+        help="what one device can do in the model's dtype, for the model FLOP utilisation; by default measured once, as the "
+        "best of three square matrix products",
+        unit="FLOP/s",
+    )
+
+    def __post_init__(self):
+        require(self.inspect_every >= 0, "report.inspect_every", self.inspect_every, "zero or positive")
+        require(self.peak_flops is None or self.peak_flops > 0, "report.peak_flops", self.peak_flops, "positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,15 +226,30 @@ class TrainConfig:
     calibration: CalibrationConfig = section(CalibrationConfig)
     compressor: DynaKVConfig = section(DynaKVConfig)
     rate: RateConfig = section(RateConfig)
+    loss: LossConfig = section(LossConfig)
+    report: ReportConfig = section(ReportConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     lora: LoraConfig = section(LoraConfig)
 
     def __post_init__(self):
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
+        require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         for key in ("checkpoint_every", "heldout_blocks"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
-        require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
         require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
+        if self.compressor.truncation == "nested":
+            require(
+                self.rate.target_retain_rate is not None,
+                "rate.target_retain_rate",
+                None,
+                "given where `compressor.truncation` is nested: it says what the ranks are allocated to",
+            )
         if self.trainable == FULL:
+            require(
+                not self.loss.distillation,
+                "loss.distillation",
+                self.loss.distillation,
+                "0 with `trainable: full`, which leaves no uncompressed model to learn from",
+            )
             require(self.dtype != "float16", "dtype", self.dtype, "float32 or bfloat16 with `trainable: full`")

@@ -1,6 +1,7 @@
 """Continued pre-training of a DynaKV compressor: the one training loop."""
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,19 @@ from training.config import COMPRESSOR, TrainConfig
 from training.data import TrainingBlocks
 from training.engine import Engine
 from training.heldout import measure
-from training.reporting import Reporter
+from training.inspection import SENTENCE, inspect, inspection_due
+from training.nested import allocate_ranks
+from training.reporting import Reporter, Workload
 from training.schedule import learning_rate_factor
 from training.setup import heldout_blocks, initialise, training_stream
 from training.state import check_same_run, load_into, newest_state, save_state
 from training.step import optimizer_step
 from training.threshold import settle_threshold
+from training.throughput import matmul_flops, model_flops
 from training.trainable import build_optimizer, merged_state
 from training.watch import GradientWatch, Watch
 
 CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"
-SETTLING_BLOCKS = 4  # sequences the final threshold is read from
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Path:
@@ -95,14 +98,17 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     context = "spawn" if config.dataset.workers else None
     loader = DataLoader(part, batch_size=None, num_workers=config.dataset.workers, multiprocessing_context=context)
     batches = iter(loader)
-    reporter = Reporter(
-        output,
-        steps=settings.steps,
-        start=start,
-        tokens_per_step=tokens_per_step,
-        every=config.log_every,
-        enabled=engine.main,
+    work = Workload(
+        tokens=tokens_per_step,
+        flops=model_flops(engine.model, config.dataset.sequence_length),
+        peak_flops=engine.world
+        * (config.report.peak_flops or matmul_flops(engine.device, getattr(torch, config.dtype))),
+        device=engine.device,
     )
+    reporter = Reporter(
+        output, steps=settings.steps, start=start, work=work, every=config.log_every, enabled=engine.main
+    )
+    sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
     engine.wrapped.train()
     for step in range(start, settings.steps):
         _schedule(engine, step)
@@ -116,8 +122,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             "soft_rate": result.soft_rate,
             "hard_rate": result.hard_rate,
             "alpha": alpha,
+            **({} if result.divergence is None else {"divergence": result.divergence}),
         }
         reporter.step(step + 1, values, result.rates)
+        if inspection_due(step + 1, settings.steps, config.report.inspect_every):
+            with engine.gathered(engine.compressor_parameters()):
+                found = inspect(engine.model, torch.tensor(sentence))
+            reporter.inspection(step + 1, found, tokenizer.batch_decode([[token] for token in sentence]))
         due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
         if due or step + 1 == settings.steps:
             # The last process reads the last block of a step, and knows where the text goes on.
@@ -169,13 +180,20 @@ def _settle_and_measure(
     """Settle τ on training text that was not trained on, then measure every held-out text."""
     summary = {"heldout": {}}
     target = config.rate.target_retain_rate
-    if target is not None and config.rate.settle:
-        summary["settled"] = settle_threshold(model, unseen.first(SETTLING_BLOCKS), target)
+    if target is not None and (config.rate.settle or config.compressor.truncation == "nested"):
+        summary["settled"] = _settle(model, config, unseen, target)
         reporter.note("settled", summary["settled"], config.optimizer.steps)
     for name, blocks_NT in heldout.items():
         summary["heldout"][name] = measure(model, blocks_NT)
         reporter.note(f"held out, {name}", summary["heldout"][name], config.optimizer.steps)
     return summary
+
+
+def _settle(model: PreTrainedModel, config: TrainConfig, unseen: TrainingBlocks, target: float) -> dict[str, float]:
+    if config.compressor.truncation == "nested":
+        return {"hard_rate": allocate_ranks(model, target)}
+    count = math.ceil(config.rate.settle_tokens / config.dataset.sequence_length)
+    return settle_threshold(model, unseen.first(count), target, floor=config.rate.layer_floor)
 
 
 def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> Path:

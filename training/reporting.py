@@ -1,5 +1,13 @@
-"""What a run shows while it goes: a progress bar, TensorBoard, and a line of JSON per step."""
+"""What a run shows while it goes: a progress bar, TensorBoard, and lines of JSON.
 
+`metrics.jsonl` has a line for every `log_every` steps, `inspections.jsonl` one for every look at single layers and
+tokens: gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer
+(Figures 4 and 5).
+
+Shapes: L compressed layers, T tokens; 2 is (keys, values).
+"""
+
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -12,29 +20,50 @@ from tqdm import tqdm
 
 from dynakv.objective import RetainRates
 from lowrank.atomic import write_text
+from training.inspection import Inspection
+from training.throughput import peak_memory
 
 HEAT_MAP_EVERY = 20
 _CELL = 12  # pixels of a heat-map cell
+_BAR = 160  # pixels of a full bar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a step is, for the speed of a run.
+
+    Attributes:
+        tokens: of all processes together.
+        flops: of a token (see :func:`training.throughput.model_flops`).
+        peak_flops: operations a second of all devices together.
+        device: of this process.
+    """
+
+    tokens: int
+    flops: float
+    peak_flops: float
+    device: torch.device
 
 
 class Reporter:
     """Reports of one run; on all processes but the first it does nothing.
 
     Args:
-        directory: `tensorboard/` and `metrics.jsonl` are written here.
+        directory: `tensorboard/`, `metrics.jsonl` and `inspections.jsonl` are written here.
         steps: of the whole run. start: steps already done when resuming.
-        tokens_per_step: of all processes together.
+        work: of a step.
         every: steps between rows.
         enabled: false on all processes but the first.
     """
 
-    def __init__(self, directory: Path, *, steps: int, start: int, tokens_per_step: int, every: int, enabled: bool):
-        self.every, self.tokens_per_step, self.enabled = every, tokens_per_step, enabled
+    def __init__(self, directory: Path, *, steps: int, start: int, work: Workload, every: int, enabled: bool):
+        self.every, self.work, self.enabled = every, work, enabled
         self.started, self.first = time.monotonic(), start
-        self.metrics = directory / "metrics.jsonl"
+        self.metrics, self.inspections = directory / "metrics.jsonl", directory / "inspections.jsonl"
         if enabled:
             directory.mkdir(parents=True, exist_ok=True)
-            _forget_rows_after(self.metrics, start)
+            for path in (self.metrics, self.inspections):
+                _forget_rows_after(path, start)
             self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", dynamic_ncols=True)
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start)
 
@@ -42,8 +71,20 @@ class Reporter:
         """Report the end of step number `step`, counted from 1."""
         if not self.enabled:
             return
-        elapsed = time.monotonic() - self.started
-        values = {**values, "tokens_per_second": (step - self.first) * self.tokens_per_step / elapsed}
+        speed = (step - self.first) * self.work.tokens / (time.monotonic() - self.started)
+        (soft_keys, soft_values), (hard_keys, hard_values) = (
+            rate_L2.float().mean(dim=0).tolist() for rate_L2 in (rates.soft_L2, rates.hard_L2)
+        )
+        values = {
+            **values,
+            "soft_rate_keys": soft_keys,
+            "soft_rate_values": soft_values,
+            "hard_rate_keys": hard_keys,
+            "hard_rate_values": hard_values,
+            "tokens_per_second": speed,
+            "flop_utilisation": speed * self.work.flops / self.work.peak_flops,
+            "peak_memory_bytes": peak_memory(self.work.device),
+        }
         self.bar.set_postfix_str(
             "loss {loss:.3f} CE {cross_entropy:.3f} soft {soft_rate:.3f} hard {hard_rate:.3f} α {alpha:.2f} "
             "{tokens_per_second:.0f} tok/s".format(**values)
@@ -52,13 +93,34 @@ class Reporter:
         if step % self.every == 0:
             for name, value in values.items():
                 self.writer.add_scalar(f"train/{name}", value, step)
-            keys, layers_values = rates.hard_L2.float().mean(dim=0).tolist()
-            self.writer.add_scalar("rate/keys", keys, step)
-            self.writer.add_scalar("rate/values", layers_values, step)
-            with open(self.metrics, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            _append(self.metrics, {"step": step, **values})
         if step % HEAT_MAP_EVERY == 0 or step == self.bar.total:
-            self.writer.add_image("rate/layers_by_keys_values", heat_map(rates.hard_L2), step)
+            self.writer.add_image("rate/layers_by_keys_values", heat_map(rates.hard_L2, across=4), step)
+
+    def inspection(self, step: int, found: Inspection, tokens: list[str]) -> None:
+        """Report a look at the model after step number `step`.
+
+        Args:
+            found: what was seen.
+            tokens: of the fixed sentence, as text.
+        """
+        if not self.enabled:
+            return
+        values = found.values()
+        for name, value in values.items():
+            self.writer.add_scalar(f"inspection/{name}", value, step)
+        self.writer.add_image(
+            "conditioning/layers_by_keys_values", heat_map(_magnitude(found.condition_L2), across=4), step
+        )
+        rate_LT = found.rate_L2T.mean(dim=1)
+        self.writer.add_image("sentence/tokens", bars(rate_LT.mean(dim=0)), step)
+        self.writer.add_image("sentence/layers_by_tokens", heat_map(rate_LT), step)
+        rows = [f"| {_cell(token)} | {rate:.3f} |" for token, rate in zip(tokens, rate_LT.mean(dim=0), strict=True)]
+        self.writer.add_text("sentence/tokens", "\n".join(["| token | kept |", "|---|--:|", *rows]), step)
+        row = {"step": step, **values, "condition": found.condition_L2.tolist()}
+        row |= {"inversion_error": found.inversion_error_L2.tolist(), "tokens": tokens}
+        row |= {f"rate_{side}": found.rate_L2T[:, i].tolist() for i, side in enumerate(("keys", "values"))}
+        _append(self.inspections, row)
 
     def note(self, name: str, values: dict[str, Any], step: int) -> None:
         """Report values measured once."""
@@ -75,6 +137,11 @@ class Reporter:
             self.writer.close()
 
 
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def _forget_rows_after(path: Path, step: int) -> None:
     """Drop rows of steps that a resumed run is about to repeat."""
     if path.exists():
@@ -82,8 +149,33 @@ def _forget_rows_after(path: Path, step: int) -> None:
         write_text(path, "".join(row for row in rows if json.loads(row)["step"] <= step))
 
 
-def heat_map(rate_L2: Tensor) -> Tensor:
-    """Layers downwards, keys then values across, darker red where more is kept (Figure 5): (3, H, W) in [0, 1]."""
-    cells = rate_L2.detach().float().cpu().clamp(0, 1)
-    cells = cells.repeat_interleave(_CELL, dim=0).repeat_interleave(4 * _CELL, dim=1)
+def _cell(token: str) -> str:
+    """A token as it may stand in a table of Markdown."""
+    return f"`{token}`" if token.strip() and not set(token) & {"`", "|", "\n"} else f"`{token!r}`".replace("|", "\\|")
+
+
+def _magnitude(condition_L2: Tensor) -> Tensor:
+    """Condition numbers from 1 to 10⁴ as 0 to 1."""
+    return condition_L2.log10() / 4
+
+
+def heat_map(rate_LX: Tensor, *, across: int = 1) -> Tensor:
+    """Layers downwards, darker red where more is kept (Figure 5): (3, height, width) in [0, 1].
+
+    Args:
+        rate_LX: what each cell shows, in [0, 1].
+        across: width of a cell as a multiple of its height.
+    """
+    cells = rate_LX.detach().float().cpu().clamp(0, 1)
+    cells = cells.repeat_interleave(_CELL, dim=0).repeat_interleave(across * _CELL, dim=1)
     return torch.stack([1 - 0.4 * cells, 1 - cells, 1 - cells])
+
+
+def bars(rate_T: Tensor) -> Tensor:
+    """A bar for each token, full height where all is kept (Figure 4): (3, height, width) in [0, 1]."""
+    height_T = (rate_T.detach().float().cpu().clamp(0, 1) * _BAR).round()
+    filled = torch.arange(_BAR, 0, -1)[:, None] <= height_T
+    drawn = torch.zeros(len(rate_T), _CELL, dtype=torch.bool)
+    drawn[:, 1:-1] = True
+    filled = filled.repeat_interleave(_CELL, dim=1) & drawn.flatten()
+    return torch.stack([1 - 0.4 * filled, 1 - filled.float(), 1 - filled.float()])

@@ -1,20 +1,18 @@
 """From a configuration to what the loop runs on: text, and compressors started from it."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import dynakv
-from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.calibration import calibrate
-from lowrank.hf.geometry import attention_modules
+from lowrank.hf.calibration_store import Calibration
 from lowrank.text import Documents, blocks, hold_out, load_documents
 from training.config import DatasetConfig, TrainConfig
 from training.data import TrainingBlocks
+from training.distillation import uncompressed
 from training.engine import Engine
 
 
@@ -71,23 +69,17 @@ def _of(values: list[str] | None, index: int) -> str | None:
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
-    """Start a prepared engine's compressors from the PCA of the leading training blocks; every process computes the same."""
+    """Start a prepared engine's compressors from the PCA of the leading training blocks, or of a calibration made before;
+    every process computes the same."""
     config, model = engine.config, engine.model
+    if config.calibration.bases is not None:
+        calibration = Calibration.load(config.calibration.bases).for_model(model)
+        with engine.gathered(engine.compressor_parameters(), write=True):
+            dynakv.initialise_from_moments(model, calibration.second_moments())
+        return
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
-    with _uncompressed(model):
+    with uncompressed(model):
         moments = calibrate(model, stream.first(count)[:, :length], progress=engine.main)
     with engine.gathered(engine.compressor_parameters(), write=True):
         dynakv.initialise_from_moments(model, moments)
-
-
-@contextlib.contextmanager
-def _uncompressed(model: PreTrainedModel) -> Iterator[None]:
-    """The model's own keys and values, its compressors set aside."""
-    taken = {module: module._modules.pop(TRANSFORM, None) for module in attention_modules(model).values()}
-    try:
-        yield
-    finally:
-        for module, compressor in taken.items():
-            if compressor is not None:
-                module._modules[TRANSFORM] = compressor

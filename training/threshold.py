@@ -1,39 +1,75 @@
 """Settle the threshold τ after training, so that the hard rate is the one asked for.
 
-Shapes: B batch, T tokens, C joint width.
+Shapes: B batch, T tokens, C joint width, S compressed sides (keys and values of every layer), K candidates for τ.
 """
 
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.gate import hard_rank
+from dynakv.gate import rounded
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5
+_STEP = 0.001
 
 
 @torch.no_grad()
-def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -> dict[str, float]:
+def settle_threshold(
+    model: PreTrainedModel, blocks_NT: Tensor, target: float, *, floor: float = 0.0
+) -> dict[str, float]:
     """Set the τ of all compressors to the least one whose mean hard rate over the blocks is at most `target`.
 
     The dual update of α brings the rate near the target while the learning rates fade; what is left is a point or two,
-    which τ takes up without touching a weight. τ is searched in [0.02, 0.5], on the gates' output of one pass.
+    which τ takes up without touching a weight. τ is searched in [0.02, 0.5] in steps of 0.001, by what each of them would
+    keep in one pass: ranks are added up as the pass goes, and no gate's output is held.
+
+    A layer reads what earlier layers kept at the τ of the pass, so that the rate at another τ is off by a little; a second
+    pass, at the τ found in the first, takes that up.
 
     Args:
         model: attached; its uncached hard-mask path is run.
         blocks_NT: token ids of the training distribution that were not trained on.
         target: hard retain rate.
+        floor: τ goes no further than to where the keys or values of a layer fall below this hard rate.
 
     Returns:
-        ``threshold`` and the ``hard_rate`` it gives on the blocks; at a bound of the search that is not the target.
+        ``threshold`` and the ``hard_rate`` it gives on the blocks; at a bound of the search, or held up by the floor, that
+        is not the target.
     """
     sides = [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
-    outputs: list[Tensor] = []
-    hooks = [side.gate.register_forward_hook(lambda gate, args, output: outputs.append(output.cpu())) for side in sides]
+    threshold_K = torch.arange(LOWEST, HIGHEST + _STEP / 2, _STEP)
+    for _ in range(2):
+        rate_SK = _rates(model, blocks_NT, threshold_K)
+        over_K = rate_SK.mean(dim=0) > target
+        # A higher threshold keeps less: the first one that keeps no more than the target, or the last.
+        index = min(int(over_K.sum()), len(threshold_K) - 1)
+        if floor:
+            # A layer that training left below the floor binds nothing: no τ of the search could lift it.
+            bound_S = (rate_SK >= floor).sum(dim=1)
+            reachable = bound_S[bound_S > 0]
+            index = min(index, int(reachable.min()) - 1) if len(reachable) else index
+        threshold = round(float(threshold_K[index]), 4)
+        for side in sides:
+            side.config = dataclasses.replace(side.config, threshold=threshold)
+    return {"threshold": threshold, "hard_rate": float(rate_SK.mean(dim=0)[index])}
+
+
+def _rates(model: PreTrainedModel, blocks_NT: Tensor, threshold_K: Tensor) -> Tensor:
+    """Mean hard rate of every side at every threshold, (S, K) fp64, from one pass at the present one."""
+    sides = [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
+    granularity, width = sides[0].config.granularity, sides[0].width
+    kept = {side.gate: torch.zeros(len(threshold_K), dtype=torch.float64) for side in sides}
+
+    def count(gate: nn.Module, arguments: tuple, cumulative_BTC: Tensor) -> None:
+        candidates = threshold_K.to(cumulative_BTC.device).expand(*cumulative_BTC.shape[:-1], -1).contiguous()
+        rank_BTK = width - torch.searchsorted(cumulative_BTC.contiguous(), candidates, right=True)
+        kept[gate] += rounded(rank_BTK, granularity, width).sum(dim=(0, 1)).double().cpu()
+
+    hooks = [side.gate.register_forward_hook(count) for side in sides]
     was_training = model.training
     model.eval()
     try:
@@ -43,17 +79,4 @@ def settle_threshold(model: PreTrainedModel, blocks_NT: Tensor, target: float) -
         for hook in hooks:
             hook.remove()
         model.train(was_training)
-    settings = sides[0].config
-
-    def rate(threshold: float) -> float:
-        kept = sum(int(hard_rank(cumulative, threshold, settings.granularity).sum()) for cumulative in outputs)
-        return kept / sum(cumulative.numel() for cumulative in outputs)
-
-    low, high = LOWEST, HIGHEST
-    for _ in range(20):
-        middle = (low + high) / 2
-        # A higher threshold keeps less.
-        low, high = (middle, high) if rate(middle) > target else (low, middle)
-    for side in sides:
-        side.config = dataclasses.replace(settings, threshold=round(high, 4))
-    return {"threshold": round(high, 4), "hard_rate": rate(round(high, 4))}
+    return torch.stack(list(kept.values())) / (blocks_NT.numel() * width)

@@ -22,8 +22,8 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
         layer.requires_grad_(True)
         for compressor in (layer.key, layer.value):
             groups["projection"] += compressor.projection.parameters()
-            groups["gate"].append(compressor.gate.weight)
-            groups["gate_bias"].append(compressor.gate.bias)
+            for name, parameter in compressor.gate.named_parameters():
+                groups["gate_bias" if name == "bias" else "gate"].append(parameter)
     if config.trainable == LORA:
         _add_adapters(model, config.lora, config.seed)
     named = {id(parameter) for parameters in groups.values() for parameter in parameters}
@@ -33,7 +33,7 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
     if backbone:
         groups["backbone"], peaks["backbone"] = backbone, settings.lr_backbone
     return torch.optim.AdamW(
-        [{"params": parameters, "lr": 0.0, "peak": peaks[name]} for name, parameters in groups.items()],
+        [{"params": parameters, "lr": 0.0, "peak": peaks[name]} for name, parameters in groups.items() if parameters],
         weight_decay=settings.weight_decay,
         betas=(0.9, 0.99),
     )

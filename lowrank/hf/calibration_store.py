@@ -20,6 +20,7 @@ from lowrank.atomic import new_directory
 from lowrank.errors import UserError
 from lowrank.hf.calibration import SIDES, calibrate
 from lowrank.hf.geometry import KVGeometry, geometry_of
+from lowrank.moments import SecondMoment
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "adaptive-kv calibration"
@@ -99,6 +100,13 @@ class Calibration:
         geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
         moments = {i: {side: flat[f"layers.{i}.{side}"] for side in SIDES} for i in geometry.layers}
         return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`")
+
+    def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
+        """The moments as :func:`lowrank.hf.calibration.calibrate` returns them, each as if of one row."""
+        return {
+            i: {side: SecondMoment.of_mean(moment) for side, moment in sides.items()}
+            for i, sides in self.moments.items()
+        }
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration, once it is known to fit `model`. Raises :class:`UserError` when it does not."""

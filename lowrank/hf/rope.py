@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
 from lowrank.ops.rotation import Places, Rotate, Rotation
@@ -46,8 +47,8 @@ class Rope:
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)
-        if cos.dtype == key_BGTD.dtype and not key_BGTD.requires_grad and _rotates_halves(self.apply):
-            return _rotated_halves(key_BGTD, cos, sin)
+        if cos.dtype == key_BGTD.dtype and _rotates_halves(self.apply):
+            return _RotatedHalves.apply(key_BGTD, cos, sin)
         # The function rotates queries and keys together; no heads of queries means no work for them.
         return self.apply(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
 
@@ -205,6 +206,22 @@ def _rotated_halves(key_BGTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tenso
     torch.mul(second, cos[..., half:], out=out[..., half:rotary]).addcmul_(first, sin[..., half:])
     out[..., rotary:] = key_BGTD[..., rotary:]
     return out
+
+
+class _RotatedHalves(torch.autograd.Function):
+    """:func:`_rotated_halves` with a backward pass as short: rotation is linear, and its transpose turns back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, key_BGTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BTE, sin_BTE)
+        return _rotated_halves(key_BGTD, cos_BTE, sin_BTE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_BGTD: Tensor) -> tuple[Tensor, None, None]:
+        cos_BTE, sin_BTE = ctx.saved_tensors
+        # The entry of cos and sin that a dim was multiplied with goes with it: halves swap their sines.
+        return _rotated_halves(grad_BGTD, cos_BTE, -sin_BTE.roll(sin_BTE.shape[-1] // 2, dims=-1)), None, None
 
 
 def _join(old: Tensor, new: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""Nested truncation: all tokens of a layer keep one number of coefficients, drawn at random in training (MatryoshkaKV).
+
+A basis trained under every truncation at once orders its coefficients by what they are worth, whatever number is kept at
+inference; that number is then allocated to a budget.
+
+Shapes: B batch, T tokens, C joint width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class NestedRank(nn.Module):
+    """Takes the place of a gate: the same rank for every token.
+
+    Attributes:
+        rank: how many coefficients are kept at inference, int64 scalar.
+        drawn: how many the next training passes keep.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.drawn = width
+        self.register_buffer("rank", torch.tensor(width))
+        self.register_buffer("energy", torch.ones(width))
+
+    @torch.no_grad()
+    def initialise(self, energy_C: Tensor, decay: float) -> None:
+        """Take the energies of the coefficients (`decay` has no meaning here) and keep all of them."""
+        self.energy.copy_(energy_C)
+        self.open()
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Keep every coefficient of every token."""
+        self.drawn = self.energy.shape[0]
+        self.rank.fill_(self.drawn)
+
+    def energies(self) -> Tensor:
+        """Calibrated second moment of each coefficient, (C,) fp32."""
+        return self.energy.float()
+
+    def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
+        """(B, T) int64, all equal; threshold and granularity were spent on choosing the rank."""
+        return self.rank.expand(coef_BTC.shape[:-1])

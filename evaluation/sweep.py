@@ -1,0 +1,162 @@
+"""The rate–quality curve of a training recipe: several prices or target rates, from one calibration.
+
+Every point is a training run of its own in `points/`, started by the training command, so that it may be launched on many
+processes; its rows are written beside it when it is measured. A sweep that is started again goes on with what is missing.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import dynakv
+from evaluation.compare import Row, TextConfig, comparison_row, read_texts, write_comparison
+from evaluation.perplexity import full_cache, score
+from lowrank.atomic import write_text
+from lowrank.config import option, read_yaml, require, section
+from lowrank.errors import UserError
+from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.paths import expand
+from lowrank.text import CalibrationText
+from ojakv import Calibration
+
+BASES, POINTS = "bases", "points"
+POINT, ROWS = "point.json", "rows.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A recipe that gets a curve of its own."""
+
+    label: str = option(help="name of its curve")
+    arguments: list[str] = option([], help="further arguments of training, e.g. [--compressor.inverse, orthogonal]")
+
+    def __post_init__(self):
+        require(
+            re.fullmatch(r"[\w.-]+", self.label) is not None, "label", self.label, "letters, digits, dots and dashes"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """One sweep: every variant at every target rate and at every α."""
+
+    train: str = option(help="YAML file of the training run")
+    targets: list[float] = option([], help="hard retain rates to train for, e.g. 0.5,0.3,0.2")
+    alphas: list[float] = option([], help="prices to hold fixed (paper), e.g. 1,4,16")
+    variants: list[Variant] = option([], help="recipes to compare; by default the training run's own, as `dynakv`")
+    launch: list[str] = option(
+        [], help="what starts training, e.g. accelerate,launch,--config_file,FILE; by default this Python, one process"
+    )
+    texts: list[TextConfig] = option(help="texts to measure on")
+    dtype: str = option("float32", help="of the model when measured", choices=DTYPES)
+    block_length: int = option(1024, help="length of a scored block", unit="tokens")
+    blocks: int = option(4, help="blocks of each text", unit="blocks")
+    calibration: CalibrationText = section(CalibrationText)
+
+    def __post_init__(self):
+        require(bool(self.targets or self.alphas), "targets", self.targets, "given, or `alphas`")
+        require(all(0 < rate <= 1 for rate in self.targets), "targets", self.targets, "numbers in (0, 1]")
+        require(all(alpha >= 0 for alpha in self.alphas), "alphas", self.alphas, "zero or positive")
+        require(bool(self.texts), "texts", self.texts, "at least one text")
+        require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
+        require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
+        labels = [variant.label for variant in self.variants]
+        require(len(set(labels)) == len(labels), "variants", labels, "of different labels")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One training run of a sweep."""
+
+    variant: str
+    name: str
+    arguments: list[str]
+
+
+def points(config: SweepConfig) -> list[Point]:
+    """Every run of the sweep."""
+    settings = [
+        *((f"target-{rate:g}", ["--rate.target_retain_rate", f"{rate:g}"]) for rate in config.targets),
+        *((f"alpha-{a:g}", ["--rate.target_retain_rate", "null", "--rate.alpha", f"{a:g}"]) for a in config.alphas),
+    ]
+    return [
+        Point(variant=variant.label, name=f"{variant.label}-{name}", arguments=[*variant.arguments, *arguments])
+        for variant in config.variants or [Variant(label="dynakv")]
+        for name, arguments in settings
+    ]
+
+
+def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[str, list[Row]]:
+    """(model name, rows of the full cache and of every point), written to `output` after every point.
+
+    Args:
+        config: of the sweep.
+        output: `comparison.json`, `comparison.md` and `pareto.png` are written here, bases and runs beside them.
+        command: of training, without its arguments.
+
+    Raises:
+        UserError: a run failed, or `output` holds a sweep of other settings.
+    """
+    name = expand(str(read_yaml(config.train).get("model")))
+    tokenizer = load_tokenizer(name)
+    texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
+    model = load_model(name, dtype=config.dtype)
+    check_length(model, config.block_length, "block_length")
+    bases = output / BASES
+    if not bases.exists():
+        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
+        calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
+    measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
+    measured |= {"block_length": config.block_length, "blocks": config.blocks}
+    full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
+    rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
+    name = Path(name).name if Path(name).is_dir() else name
+    for point in points(config):
+        directory = output / POINTS / point.name
+        arguments = ["--config", config.train, *point.arguments, "--calibration.bases", str(bases)]
+        _check_same(directory / POINT, {"arguments": arguments, "measured": measured})
+        if not (directory / ROWS).exists():
+            checkpoint = _train(directory, [*command, *arguments])
+            dynakv.attach(model, checkpoint)
+            found = [
+                comparison_row(
+                    point.variant,
+                    label,
+                    score(model, of, lambda: dynakv.DynaKVCache.from_model(model), description=point.name),
+                    full[label],
+                )
+                for label, of in texts.items()
+            ]
+            dynakv.detach(model)
+            write_text(directory / ROWS, json.dumps([dataclasses.asdict(row) for row in found], indent=2) + "\n")
+        rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
+        write_comparison(output, name, rows)
+    return name, rows
+
+
+def _train(directory: Path, command: list[str]) -> Path:
+    """Train in `directory`, from the newest state there if any; returns the checkpoint."""
+    checkpoint, states = directory / "checkpoint", directory / "states"
+    if not checkpoint.exists():
+        resume = ["--resume"] if states.is_dir() and any(states.glob("step-*")) else []
+        done = subprocess.run([*command, "--output", str(directory), *resume], check=False)
+        if done.returncode:
+            raise UserError(
+                f"training of {directory} ended with status {done.returncode}, see above; start the sweep again to go on"
+            )
+        if not checkpoint.exists():
+            raise UserError(f"training left no {checkpoint}; a sweep needs `trainable: compressor`")
+    return checkpoint
+
+
+def _check_same(path: Path, settings: dict) -> None:
+    """Write a point's settings, or refuse to go on with others."""
+    if not path.exists():
+        write_text(path, json.dumps(settings, indent=2) + "\n")
+    elif json.loads(path.read_text(encoding="utf-8")) != settings:
+        raise UserError(
+            f"`{path.parent}` was begun with other settings than now; remove it, or choose another --output"
+        )

@@ -1,0 +1,29 @@
+"""Train and measure a compressor at several retain rates or prices: the rate–quality curve of a recipe, or of several.
+
+    python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/sweep
+    python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/prices --targets "" --alphas 1,4,16
+
+All runs start from one calibration. Writes comparison.json, comparison.md and pareto.png into the output directory after
+every run; started again with the same output directory it goes on with what is missing.
+"""
+
+import sys
+from pathlib import Path
+
+from evaluation.compare import markdown
+from evaluation.sweep import SweepConfig, sweep
+from lowrank import cli
+from lowrank.config import parse_config
+
+TRAIN = Path(__file__).parent.parent / "train_dynakv.py"
+
+
+def main(argv: list[str]) -> None:
+    output = {"flag": "--output", "required": True, "metavar": "DIR", "help": "directory for runs and results"}
+    config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
+    model, rows = sweep(config, Path(arguments.output), [*(config.launch or [sys.executable]), str(TRAIN)])
+    print(markdown(model, rows))
+
+
+if __name__ == "__main__":
+    cli.run(main)

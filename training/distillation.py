@@ -1,0 +1,66 @@
+"""Knowledge distillation from the uncompressed model, which is the trained one with its compressors set aside.
+
+Shapes: B batch, T tokens, V vocabulary, N predicted tokens.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowrank.hf.attention import TRANSFORM
+from lowrank.hf.geometry import attention_modules
+
+_TOKENS = 128  # rows of the vocabulary's width that are looked at together
+
+
+@contextlib.contextmanager
+def uncompressed(model: PreTrainedModel) -> Iterator[None]:
+    """The stock model inside: keys and values as they are, LoRA adapters set aside. Nothing is copied."""
+    modules = attention_modules(model).values()
+    taken = {module: module._modules.pop(TRANSFORM) for module in modules if TRANSFORM in module._modules}
+    adapted = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module, compressor in taken.items():
+            module._modules[TRANSFORM] = compressor
+        for module in adapted:
+            module.enable_adapters(True)
+
+
+@torch.no_grad()
+def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Logits of the uncompressed model for the inputs of a pass, (B, T, V), without dropout."""
+    was_training = model.training
+    with uncompressed(model):
+        model.eval()
+        logits_BTV = model(**inputs, use_cache=False).logits
+        model.train(was_training)
+    # A compressor that was set aside has kept its own mode, which is the model's.
+    return logits_BTV
+
+
+def summed_divergence(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Σ KL(teacher ‖ student) over the predicted tokens, in nats, at temperature 1; carries the student's gradients.
+
+    Args:
+        logits_BTV, teacher_BTV: for T tokens, of which the last predicts nothing here.
+        targets_BT: (B, T − 1); tokens with a negative target are left out.
+    """
+    predicted = targets_BT.flatten() >= 0
+    student_NV = logits_BTV[:, :-1].flatten(0, 1)[predicted]
+    teacher_NV = teacher_BTV[:, :-1].flatten(0, 1)[predicted]
+    # In parts: whole, each fp32 temporary would be as large as the logits of the batch.
+    parts = zip(student_NV.split(_TOKENS), teacher_NV.split(_TOKENS), strict=True)
+    divergence = student_NV.new_zeros((), dtype=torch.float32)
+    for student, teacher in parts:
+        divergence = divergence + F.kl_div(
+            student.float().log_softmax(-1), teacher.float().log_softmax(-1), reduction="sum", log_target=True
+        )
+    return divergence
