@@ -17,6 +17,7 @@ from lowrank.basis import Basis
 from lowrank.codec import LayerCodec, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
+from lowrank.ops import native
 
 
 @dataclasses.dataclass
@@ -84,12 +85,27 @@ class TokenCompressor(nn.Module):
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
+        if isinstance(self.gate, Gate) and self.config.gap != "soft_prefix" and native.encodes(states_BTC.flatten(0, 1)):
+            return self._encode_natively(states_BTC, basis_CC)
         coef_BTC = states_BTC @ basis_CC
         if self.config.gap == "soft_prefix":
             cumulative_BTC = self.gate(coef_BTC)
             rank_BT = hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
+
+    def _encode_natively(self, states_BTC: Tensor, basis_CC: Tensor) -> tuple[Tensor, Tensor]:
+        gate, config = self.gate, self.config
+        coef_NC, rank_N = native.encode(
+            states_BTC.flatten(0, 1),
+            basis_CC,
+            gate.input_scale,
+            gate.weight,
+            gate.bias,
+            threshold=config.threshold,
+            granularity=config.granularity,
+        )
+        return coef_NC.view_as(states_BTC), rank_N.view(states_BTC.shape[:2])
 
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""

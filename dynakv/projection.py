@@ -76,11 +76,11 @@ class Projection(nn.Module):
         Raises:
             UserError: U is not finite, or has to be inverted and is singular or has a condition number above 10⁴.
         """
-        key = (dtype, device, *((p.data_ptr(), p._version) for p in self.parameters()))
+        key = (dtype, device, *((p.data_ptr(), p._version) for p in self._parameters.values()))
         if self._fixed is None or self._fixed[0] != key:
             self.check_condition()
             basis_CC, decoder_CC = self._in_fp64()
-            self._fixed = (key, basis_CC.to(device, dtype), decoder_CC.to(device, dtype))
+            self._fixed = (key, *(matrix.to(device, dtype).contiguous() for matrix in (basis_CC, decoder_CC)))
         return self._fixed[1], self._fixed[2]
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ class RaggedStore:
         count = coef_TC.shape[0]
         self._widen_index(self.length + count)
         if count == 1:
-            position_N = torch.tensor([self.length], dtype=self.index_dtype, device=self.device)
+            position_N = torch.full((1,), self.length, dtype=self.index_dtype, device=self.device)
             rank = int(rank_T)
             self._bucket(rank).append(coef_TC[:, :rank], position_N, exact=exact)
         else:

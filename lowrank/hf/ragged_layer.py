@@ -93,22 +93,24 @@ class RaggedLayer(CompressedLayer):
             self._prompt = (key_BGQD, value_BGQD)
         unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
         stores = [[getattr(sequence, side) for sequence in self.sequences] for side in ("key", "value")]
-        key_coef = self._store(self.codec.key, stores[0], unrotated)
-        value_coef = self._store(self.codec.value, stores[1], value_BGQD)
+        key_coef, key_rank = self._store(self.codec.key, stores[0], unrotated)
+        value_coef, value_rank = self._store(self.codec.value, stores[1], value_BGQD)
         for sequence in self.sequences:
             sequence.note(key_BGQD.shape[2])
         # What coefficients give once they are rounded is in the store alone.
         if is_prompt and self._prompt is None and self.codec.quantisation is None:
+            key_coef = key_coef * prefix_mask(key_rank, self.codec.key.width)
+            value_coef = value_coef * prefix_mask(value_rank, self.codec.value.width)
             self._prompt = self._states(key_coef, value_coef, rope)
 
-    def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor) -> Tensor:
-        """Put new tokens into their sequences' stores; returns their coefficients, zero beyond each rank, (B, T, C)."""
+    def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new tokens into their sequences' stores; returns their coefficients (B, T, C) and ranks (B, T)."""
         coef_BTC, rank_BT = codec.encode(join_heads(states_BGTD))
         coef_BTC = coef_BTC.to(self.dtype)
         for store, coef_TC, rank_T in zip(stores, coef_BTC, rank_BT, strict=True):
             # A prompt leaves room to grow to the tokens that follow.
             store.append(coef_TC, rank_T, exact=rank_T.shape[0] > MAX_DECODE_QUERIES)
-        return coef_BTC * prefix_mask(rank_BT, codec.width)
+        return coef_BTC, rank_BT
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
@@ -157,24 +159,22 @@ class RaggedLayer(CompressedLayer):
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
     ) -> tuple[Tensor, None]:
         key_decoder, value_decoder = self._decoders()
-        output_BHQD = torch.stack(
-            [
-                ragged_attention(
-                    query[b],
-                    sequence.key,
-                    sequence.value,
-                    key_decoder,
-                    value_decoder,
-                    scaling=scaling,
-                    rotation=None if self.history is None else self.history.rotation(b, self.device),
-                    softcap=softcap,
-                    place_T=sequence.places(),
-                    mask_QT=None if mask is None else _mask_of(mask, b, sequence),
-                )
-                for b, sequence in enumerate(self.sequences)
-            ]
-        )
-        return output_BHQD.transpose(1, 2).contiguous(), None
+        outputs = [
+            ragged_attention(
+                query[b],
+                sequence.key,
+                sequence.value,
+                key_decoder,
+                value_decoder,
+                scaling=scaling,
+                rotation=None if self.history is None else self.history.rotation(b, self.device),
+                softcap=softcap,
+                place_T=sequence.places(),
+                mask_QT=None if mask is None else _mask_of(mask, b, sequence),
+            ).transpose(0, 1)
+            for b, sequence in enumerate(self.sequences)
+        ]
+        return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None].contiguous(), None
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         if self._prompt is not None:

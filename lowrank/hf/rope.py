@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
 from lowrank.ops.rotation import Places, Rotate, Rotation
@@ -41,9 +42,12 @@ class Rope:
         With s = cos² + sin² the inverse rotation is (cos/s, −sin/s); s differs from 1 for rotary kinds that scale the
         embedding (yarn, longrope), where merely negating the sine would be far off.
         """
-        cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
-        norm = cos.square() + sin.square()
-        return self._call(key_BGTD.float(), cos / norm, -sin / norm).to(key_BGTD.dtype)
+        inverse = _INVERSES.get(self.cos_BTE)
+        if inverse is None:
+            cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
+            norm = cos.square() + sin.square()
+            inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
+        return self._call(key_BGTD.float(), *inverse).to(key_BGTD.dtype)
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)
@@ -51,6 +55,10 @@ class Rope:
             return _RotatedHalves.apply(key_BGTD, cos, sin)
         # The function rotates queries and keys together; no heads of queries means no work for them.
         return self.apply(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
+
+
+# cos of a pass → (cos/s, −sin/s): its layers share one rotation, and what is computed from it goes when it goes.
+_INVERSES = WeakIdKeyDictionary()
 
 
 class RopeHistory:

@@ -39,24 +39,23 @@ def lowrank_attention(
     else:
         low_query_GMX = query_GMD
         options = {"decoder_PRW": keys.basis_PWR.mT, "angle_TF": rotation.angle_TF, "place_T": places}
-    latent_HR, logsumexp_H = native.attend(
+    low_GMD, logsumexp_GM = native.attend(
         low_query_GMX,
         [native.Piece(keys.coef)],
         [native.Piece(values.coef)],
+        values.basis_PWR.mT,
         scaling=scaling,
         slots=low,
-        parts=keys.basis_PWR.shape[0],
         queries=queries,
         softcap=softcap,
         mask_QT=None if mask_QT is None else mask_QT[:, :low],
         **options,
     )
-    low_GMD = latent_HR.reshape(groups, -1, latent_HR.shape[1]) @ values.head_basis().mT.float()
     full_GMF = capped(query_GMD @ keys.full_GFD.mT.float() * scaling, softcap)
     if mask_QT is not None:
         full_HQF = full_GMF.view(heads, queries, -1)
         full_GMF = full_HQF.masked_fill(~mask_QT[:, low:], torch.finfo(torch.float32).min).view(full_GMF.shape)
     # All low-rank tokens together are one more token of the softmax.
-    weight_GMT = torch.cat([logsumexp_H.view(groups, -1, 1), full_GMF], dim=2).softmax(dim=-1)
+    weight_GMT = torch.cat([logsumexp_GM[..., None], full_GMF], dim=2).softmax(dim=-1)
     output_GMD = weight_GMT[..., :1] * low_GMD + weight_GMT[..., 1:] @ values.full_GFD.float()
     return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)

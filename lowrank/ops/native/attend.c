@@ -43,12 +43,13 @@ struct task {
     const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
     const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
     const uint8_t *mask;  /* (queries, slots): zero where a query may not see a token; NULL when it sees all */
+    const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients */
     float *score;         /* (slots, lanes), scratch */
-    float *latent;        /* (heads, latent_stride), out: Σ softmax · coefficients */
+    float *output;        /* (heads, head_dim), out */
     float *logsumexp;     /* (heads), out */
     int64_t slots, parts, groups; /* groups: KV heads */
     int64_t heads, lanes;         /* rows of queries, the new tokens fastest; the same, padded */
-    int64_t queries, depth, pairs, decoder_stride, latent_stride, first_place, threads;
+    int64_t queries, depth, pairs, decoder_stride, value_width, first_place, threads;
     float softcap; /* 0: none */
 };
 
@@ -59,7 +60,7 @@ struct scratch {
     float *score;   /* (BLOCK, lanes); pass 2: weights */
     float *largest; /* (lanes) */
     float *sum;     /* (lanes) */
-    float *latent;  /* (heads, latent_stride) */
+    float *latent;  /* (heads, padded rank of the values): Σ softmax · coefficients */
     int64_t slot[BLOCK], place[BLOCK];
 };
 
@@ -230,6 +231,7 @@ static void value_block(const struct task *task, const struct piece *piece, int6
                         const float *restrict largest, struct scratch *scratch) {
     const struct store *store = &task->values;
     const int64_t lanes = task->lanes, width = padded(piece->rank), part_heads = task->heads / task->parts;
+    const int64_t stride = padded(store->rank);
     float *restrict sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
         const float *restrict score = task->score + slot_of(store, piece, first + t) * lanes;
@@ -243,7 +245,7 @@ static void value_block(const struct task *task, const struct piece *piece, int6
     for (int64_t part = 0; part < task->parts; part++) {
         read_block(store, piece, part, first, count, scratch->coef);
         product(part_heads, width, count, scratch->score + part * part_heads, 1, lanes, scratch->coef, width,
-                scratch->latent + part * part_heads * task->latent_stride, task->latent_stride, 1);
+                scratch->latent + part * part_heads * stride, stride, 1);
     }
 }
 
@@ -270,9 +272,24 @@ static void run_share(const struct task *task, int64_t thread, const float *larg
     }
 }
 
-/* Returns 0, or 1 when there is no memory. `latent` and `logsumexp` are written. */
+/* The head's own dims of its weighted coefficients' value. */
+static void decode_value(const struct task *task, int64_t head, const float *latent, float scale) {
+    const int64_t rows = task->heads / task->groups, group = head / rows, part_groups = task->groups / task->parts;
+    const int64_t head_dim = task->value_width / part_groups;
+    const float *decoder = task->value_decoder + group / part_groups * task->values.rank * task->value_width;
+    float *restrict out = task->output + head * head_dim;
+    memset(out, 0, head_dim * sizeof(float));
+    for (int64_t r = 0; r < task->values.rank; r++) {
+        const float *restrict row = decoder + r * task->value_width + group % part_groups * head_dim;
+        const float weight = latent[r] * scale;
+#pragma omp simd
+        for (int64_t d = 0; d < head_dim; d++) out[d] += weight * row[d];
+    }
+}
+
+/* Returns 0, or 1 when there is no memory. `output` and `logsumexp` are written. */
 int attend(const struct task *task) {
-    const int64_t threads = task->threads, stride = task->latent_stride, lanes = task->lanes;
+    const int64_t threads = task->threads, stride = padded(task->values.rank), lanes = task->lanes;
     const int64_t rank = padded(task->keys.rank > task->values.rank ? task->keys.rank : task->values.rank);
     const int64_t latents = task->heads * stride;
     const int64_t size = BLOCK * (rank + task->decoder_stride + lanes) + latents + 2 * lanes;
@@ -303,15 +320,13 @@ int attend(const struct task *task) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++) run_share(task, thread, largest, all + thread);
     for (int64_t head = 0; head < task->heads; head++) {
-        float sum = 0;
-        for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
-        task->logsumexp[head] = largest[head] + logf(sum);
-        float *restrict out = task->latent + head * stride;
-        for (int64_t r = 0; r < stride; r++) {
-            float value = 0;
-            for (int64_t thread = 0; thread < threads; thread++) value += all[thread].latent[head * stride + r];
-            out[r] = value / sum;
+        float sum = all[0].sum[head], *restrict latent = all[0].latent + head * stride;
+        for (int64_t thread = 1; thread < threads; thread++) {
+            sum += all[thread].sum[head];
+            for (int64_t r = 0; r < task->values.rank; r++) latent[r] += all[thread].latent[head * stride + r];
         }
+        task->logsumexp[head] = largest[head] + logf(sum);
+        decode_value(task, head, latent, 1 / sum);
     }
     free(all);
     free(memory);

@@ -43,10 +43,10 @@ def attend(
     query_GMX: Tensor,
     keys: list[Piece],
     values: list[Piece],
+    value_decoder_PRW: Tensor,
     *,
     scaling: float,
     slots: int,
-    parts: int = 1,
     queries: int = 1,
     decoder_PRW: Tensor | None = None,
     angle_TF: Tensor | None = None,
@@ -54,14 +54,14 @@ def attend(
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sums of the values' coefficients, softmax over all pieces' tokens.
+    """Attention over all pieces' tokens.
 
     Args:
         query_GMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) without a decoder.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
+        value_decoder_PRW: gives values from coefficients; R is at least the values' largest rank.
         scaling: of the scores.
         slots: T.
-        parts: P.
         queries: new queries, the fastest of the M rows.
         decoder_PRW: rebuilds keys; R is at least the largest rank.
         angle_TF: complex64 cos + i·sin that turn the pairs (j, j + F) of rebuilt keys; None to leave them.
@@ -69,56 +69,46 @@ def attend(
         softcap, mask_QT: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
 
     Returns:
-        (H, R) fp32 with R the largest rank of the values, and the logarithm of each row's sum of exponentials, (H,).
+        (G, M, D) fp32 and the logarithm of each row's sum of exponentials, (G, M).
     """
-    held = []  # what the addresses below point into
-
-    def address(tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        held.append(tensor)
-        return tensor.data_ptr()
-
-    key_store, value_store = _store(keys, held), _store(values, held)
     groups, rows, depth = query_GMX.shape
     heads = groups * rows
-    width, stride = heads + -heads % lanes(), 0
-    if decoder_PRW is not None:
-        decoder_PRW = _padded(decoder_PRW.float())
-        key_store.rank, stride = decoder_PRW.shape[1:]
-    first_place = 0
-    if isinstance(place_T, slice):
-        place_T, first_place = None, place_T.start
-    latent = torch.empty(heads, value_store.rank + -value_store.rank % lanes())
-    logsumexp = torch.empty(heads)
-    task = _Task(
-        keys=key_store,
-        values=value_store,
-        query=address((query_GMX.float() * scaling).contiguous()),
-        decoder=address(decoder_PRW),
-        angle=address(None if angle_TF is None else angle_TF.contiguous()),
-        place=address(None if place_T is None else place_T.long().contiguous()),
-        mask=address(None if mask_QT is None else mask_QT.contiguous()),
-        score=address(torch.empty(slots, width)),
-        latent=address(latent),
-        logsumexp=address(logsumexp),
-        slots=slots,
-        parts=parts,
-        groups=groups,
-        heads=heads,
-        lanes=width,
-        queries=queries,
-        depth=depth,
-        pairs=0 if angle_TF is None else angle_TF.shape[1],
-        decoder_stride=stride,
-        latent_stride=latent.shape[1],
-        first_place=first_place,
-        threads=torch.get_num_threads(),
-        softcap=softcap or 0.0,
+    width = heads + -heads % lanes()
+    parts, value_rank, value_width = value_decoder_PRW.shape
+    # What the addresses below point into has a name of its own, which keeps it alive.
+    query = (query_GMX.float() * scaling).contiguous()
+    decoder = None if decoder_PRW is None else _padded(decoder_PRW.float())
+    value_decoder = value_decoder_PRW.float().contiguous()
+    angle = None if angle_TF is None else angle_TF.contiguous()
+    place = None if place_T is None or isinstance(place_T, slice) else place_T.long().contiguous()
+    mask = None if mask_QT is None else mask_QT.contiguous()
+    score = torch.empty(slots, width)
+    output = torch.empty(groups, rows, value_width * parts // groups)
+    logsumexp = torch.empty(groups, rows)
+    key_table, *key_store = _store(keys, None if decoder is None else decoder.shape[1])
+    value_table, *value_store = _store(values, value_rank)
+    tensors = (query, decoder, angle, place, mask, value_decoder, score, output, logsumexp)
+    task = _TASK.pack(
+        *key_store,
+        *value_store,
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        slots,
+        parts,
+        groups,
+        heads,
+        width,
+        queries,
+        depth,
+        0 if angle is None else angle.shape[1],
+        0 if decoder is None else decoder.shape[2],
+        value_width,
+        place_T.start if isinstance(place_T, slice) else 0,
+        torch.get_num_threads(),
+        softcap or 0.0,
     )
-    if library().attend(ctypes.byref(task)):
+    if library().attend(task):
         raise MemoryError("no memory for the scratch space of compiled decode attention")
-    return latent[:, : value_store.rank], logsumexp
+    return output, logsumexp
 
 
 def _padded(states: Tensor) -> Tensor:
@@ -127,36 +117,17 @@ def _padded(states: Tensor) -> Tensor:
     return F.pad(states, (0, missing)) if missing else states.contiguous()
 
 
-class _Store(ctypes.Structure):
-    _fields_ = [
-        ("pieces", ctypes.c_char_p),
-        ("count", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("slot_bytes", ctypes.c_int32),
-        ("group", ctypes.c_int64),
-    ]
+# The members of `struct piece`, `struct store` and `struct task` in attend.c, in their order.
+_PIECE, _STORE = "8q", "3q2iq"
+_TASK = struct.Struct(f"{_STORE}{_STORE}9q12qf")
 
 
-class _Task(ctypes.Structure):
-    _fields_ = [
-        ("keys", _Store),
-        ("values", _Store),
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("query", "decoder", "angle", "place", "mask", "score", "latent", "logsumexp")
-        ],
-        *[
-            (name, ctypes.c_int64)
-            for name in ("slots", "parts", "groups", "heads", "lanes", "queries", "depth", "pairs")
-            + ("decoder_stride", "latent_stride", "first_place", "threads")
-        ],
-        ("softcap", ctypes.c_float),
-    ]
+def _store(pieces: list[Piece], rank: int | None) -> tuple:
+    """The table of the pieces, to be kept alive, and the members of ``struct store``.
 
-
-def _store(pieces: list[Piece], held: list) -> _Store:
-    """The pieces as ``struct store``; what they point into is added to `held`."""
+    Args:
+        rank: how many rows the decoder has; the largest of the pieces where there is none.
+    """
     numbers = []
     for coef, slot_N in pieces:
         row_PNY, scale_PNS = coef.buffers()
@@ -170,15 +141,15 @@ def _store(pieces: list[Piece], held: list) -> _Store:
             row_PNY.stride(0) * row_PNY.itemsize,
             0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
         )
-    first = pieces[0]
-    quantisation = first.coef.quantisation
-    table = struct.pack(f"{len(numbers)}q", *numbers)
-    held += (table, pieces)
-    return _Store(
-        pieces=table,
-        count=len(pieces),
-        rank=max(piece.coef.rank for piece in pieces),
-        kind=_KINDS[first.coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
-        slot_bytes=0 if first.slot_N is None else first.slot_N.itemsize,
-        group=0 if quantisation is None else quantisation.group or 0,
+    table = ctypes.create_string_buffer(struct.pack(_PIECE * len(pieces), *numbers))
+    coef, slot_N = pieces[0]
+    quantisation = coef.quantisation
+    return (
+        table,
+        ctypes.addressof(table),
+        len(pieces),
+        max(piece.coef.rank for piece in pieces) if rank is None else rank,
+        _KINDS[coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
+        0 if slot_N is None else slot_N.itemsize,
+        0 if quantisation is None else quantisation.group or 0,
     )

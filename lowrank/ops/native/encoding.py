@@ -3,7 +3,7 @@
 Shapes: T tokens, C joint width.
 """
 
-import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -26,30 +26,33 @@ def encodes(states_TC: Tensor) -> bool:
 
 
 def encode(
-    states_TC: Tensor, basis_CC: Tensor, gate_CC: Tensor, gate_C: Tensor, *, threshold: float, granularity: int
+    states_TC: Tensor,
+    basis_CC: Tensor,
+    scale_C: Tensor,
+    gate_CC: Tensor,
+    gate_C: Tensor,
+    *,
+    threshold: float,
+    granularity: int,
 ) -> tuple[Tensor, Tensor]:
-    """Coefficients x·U and ranks of tokens by the gate softmax(x·U·W + b) (DynaKV, equations 1, 5, 6 and 8).
+    """Coefficients x·U and ranks of tokens by the gate softmax(x·U·diag(s)·W + b) (DynaKV, equations 1, 5, 6 and 8).
 
     Args:
         states_TC: fp32, as are the matrices.
-        basis_CC, gate_CC, gate_C: U, W, b.
+        basis_CC, scale_C, gate_CC, gate_C: U, s, W, b.
         threshold: τ; as many coefficients are kept as cumulative sums of the softmax exceed it.
         granularity: the ranks are rounded to its nearest multiple, at least one.
 
     Returns:
         (T, C) fp32 and (T,) int64.
     """
-    inputs = [tensor.detach().contiguous() for tensor in (states_TC, basis_CC, gate_CC, gate_C)]
-    coef_TC, logit_TC = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    inputs = [tensor.contiguous() for tensor in (states_TC, basis_CC, scale_C, gate_CC, gate_C)]
+    coef_TC, *scratch = torch.empty(3, *states_TC.shape)
     rank_T = torch.empty(len(coef_TC), dtype=torch.int64)
-    addresses = [tensor.data_ptr() for tensor in (*inputs, coef_TC, logit_TC, rank_T)]
-    library().encode(ctypes.byref(_Encoding(*addresses, *coef_TC.shape, granularity, threshold)))
+    addresses = [tensor.data_ptr() for tensor in (*inputs, coef_TC, *scratch, rank_T)]
+    library().encode(_ENCODING.pack(*addresses, *coef_TC.shape, granularity, threshold))
     return coef_TC, rank_T
 
 
-class _Encoding(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("state", "basis", "gate", "bias", "coef", "logit", "rank")],
-        *[(name, ctypes.c_int64) for name in ("tokens", "width", "granularity")],
-        ("threshold", ctypes.c_float),
-    ]
+# The members of `struct encoding` in encode.c, in their order.
+_ENCODING = struct.Struct("9q3qf")

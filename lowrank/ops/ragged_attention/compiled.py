@@ -37,10 +37,12 @@ def ragged_attention(
         query_GMD = query_GMD @ key_decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0).float()
     else:
         options = {"decoder_PRW": key_decoder_CC[None], "angle_TF": rotation.angle_TF, "place_T": place_T}
-    latent_HR, _ = native.attend(
+    value_pieces = _pieces(values)
+    output_GMD, _ = native.attend(
         query_GMD,
         _pieces(keys),
-        _pieces(values),
+        value_pieces,
+        value_decoder_CC[None, : value_pieces[-1].coef.rank],
         scaling=scaling,
         slots=keys.length,
         queries=queries,
@@ -48,10 +50,7 @@ def ragged_attention(
         mask_QT=mask_QT,
         **options,
     )
-    # One product over the heads of all groups, of which a head then takes its own group's.
-    all_HGD = (latent_HR @ value_decoder_CC[: latent_HR.shape[1]].float()).view(groups, -1, groups, head_dim)
-    output_GMD = all_HGD.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    return output_GMD.reshape(heads, queries, head_dim).to(query_HQD.dtype)
+    return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)
 
 
 def _pieces(store: RaggedStore) -> list[native.Piece]:
