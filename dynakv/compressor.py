@@ -85,7 +85,11 @@ class TokenCompressor(nn.Module):
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
-        if isinstance(self.gate, Gate) and self.config.gap != "soft_prefix" and native.encodes(states_BTC.flatten(0, 1)):
+        if (
+            isinstance(self.gate, Gate)
+            and self.config.gap != "soft_prefix"
+            and native.encodes(states_BTC.flatten(0, 1))
+        ):
             return self._encode_natively(states_BTC, basis_CC)
         coef_BTC = states_BTC @ basis_CC
         if self.config.gap == "soft_prefix":
