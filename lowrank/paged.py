@@ -84,11 +84,12 @@ class PagedStore:
             UserError: a rank is not whole granules, more rows than `capacity`, or too few free pages.
         """
         granules_BT = rank_BT.div(self.pool.granule, rounding_mode="floor")
+        is_whole_BT = (granules_BT * self.pool.granule == rank_BT) & (granules_BT >= 0) & (granules_BT <= self.granules)
         require(
-            bool((granules_BT * self.pool.granule == rank_BT).all()) and int(granules_BT.max()) <= self.granules,
+            bool(is_whole_BT.all()),
             "rank_BT",
             rank_BT.unique().tolist(),
-            f"multiples of {self.pool.granule} up to {self.width}: use a granularity that is one",
+            f"multiples of {self.pool.granule} from 0 to {self.width}: use a granularity that is one",
         )
         self._place(*self._encoded(coef_BTC.detach(), granules_BT), granules_BT, present_BT)
 

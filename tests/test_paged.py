@@ -116,9 +116,9 @@ def test_stores_of_one_pool_do_not_touch_each_other():
 
 def test_what_cannot_be_held_is_refused():
     paged, _ = new_stores(pages=8)
-    with pytest.raises(UserError, match="`rank_BT` must be multiples of 32 up to 64"):
+    with pytest.raises(UserError, match="`rank_BT` must be multiples of 32 from 0 to 64"):
         paged.append(torch.zeros(BATCH, 1, WIDTH), torch.full((BATCH, 1), 8))
-    with pytest.raises(UserError, match="`rank_BT` must be multiples of 32 up to 64"):
+    with pytest.raises(UserError, match="`rank_BT` must be multiples of 32 from 0 to 64"):
         paged.append(torch.zeros(BATCH, 1, WIDTH), torch.full((BATCH, 1), 96))
     with pytest.raises(UserError, match="`capacity` must be at least 121"):
         paged.append(torch.zeros(BATCH, 121, WIDTH), torch.full((BATCH, 121), 0))
