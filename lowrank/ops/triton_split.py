@@ -15,17 +15,13 @@ from torch import Tensor
 
 from lowrank.ops.triton_launch import LOG2E, block, computing_type, configs
 
-# Tokens of a block: what one step of a program reads.
-_BLOCKS = (64, 32, 128)
-
 
 @triton.autotune(
     configs(
-        *[
-            triton.Config({"BLOCK_N": tokens}, num_warps=4, num_stages=stages)
-            for tokens in _BLOCKS
-            for stages in (3, 4, 2)
-        ]
+        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
+        triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=4),
     ),
     key=["key_width", "value_width", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room"],
 )
