@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from dynakv.config import DynaKVConfig
-from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.gate import Gate, soft_mask
 from dynakv.projection import Projection
 from lowrank.basis import Basis
 from lowrank.codec import LayerCodec, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
+from lowrank.ranks import hard_rank
 
 
 @dataclasses.dataclass

@@ -52,16 +52,3 @@ class Gate(nn.Module):
 def soft_mask(cumulative_BTC: Tensor) -> Tensor:
     """m of equation 6 from the gate's output."""
     return cumulative_BTC.flip(-1)
-
-
-def hard_rank(cumulative_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-    """How many coefficients equation 8 keeps, rounded to the nearest multiple of `granularity`, (B, T) int64.
-
-    m falls along the coefficients, so what exceeds the threshold is a prefix, and counting it needs no flip. At least
-    one group is kept: a token must not vanish by rounding.
-    """
-    width = cumulative_BTC.shape[-1]
-    rank_BT = (cumulative_BTC > threshold).sum(dim=-1)
-    if granularity > 1:
-        rank_BT = (rank_BT + granularity // 2).div(granularity, rounding_mode="floor") * granularity
-    return rank_BT.clamp(min=min(granularity, width), max=width)

@@ -25,7 +25,7 @@ class PagePool:
 
     Args:
         pages: P, how many there are; all memory is taken here, once.
-        tokens: N, a power of two, at least 16.
+        tokens: N, a power of two, at least 16; 64 for head dims above 128, where 128 rebuilt keys spill registers.
         granule: g, a power of two, at least 16 (32 where codes have 4 bits).
         dtype: of the coefficients, and of what is read where they are held as integers.
         device: where the pages live.

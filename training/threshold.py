@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.gate import hard_rank
+from lowrank.ranks import hard_rank
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5

@@ -42,7 +42,6 @@ def _store_scores(
         triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=2),
         triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
         triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
-        triton.Config({"GROUPS_EACH": 1}, num_warps=4, num_stages=3),
     ),
     key=["slots", "GROUPS", "HALF", "BLOCK_M", "BITS"],
 )

@@ -21,10 +21,10 @@ _MAX_BLOCK_ROWS = 64
 
 @triton.autotune(
     configs(
+        triton.Config({}, num_warps=8, num_stages=3),
+        triton.Config({}, num_warps=8, num_stages=4),
         triton.Config({}, num_warps=4, num_stages=3),
         triton.Config({}, num_warps=4, num_stages=2),
-        triton.Config({}, num_warps=4, num_stages=4),
-        triton.Config({}, num_warps=8, num_stages=3),
     ),
     key=["slots", "P", "PAGE_WIDTH", "BITS"],
 )

@@ -57,9 +57,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_the_reference(device, generator, dtype, case):
+def test_equals_the_reference(device, generator, case):
+    check(device, generator, torch.float16, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["with full tokens", "int4"])
+def test_other_types(device, generator, dtype, name):
+    check(device, generator, dtype, CASES[name])
+
+
+def check(device, generator, dtype, case):
     case = {"heads": 6, "groups": 2, "queries": 1, "bits": None, "shared": False, "full": 0, "splits": 2} | case
     batch, groups, head_dim, room = 2, case["groups"], 64, 300
     length = torch.tensor([291, 63], dtype=torch.int32)
