@@ -5,7 +5,8 @@ may be anywhere in a pool. Nothing is copied as the text grows, sequences do not
 kernel needs (lengths, tables, free pages) is on the device and stays where it is, as CUDA graphs ask: decoding needs no word
 from the host.
 
-Shapes: B batch, T tokens, C width, S tiles a sequence can have, N tokens of a tile, K = C / g granules, Y bytes of a granule.
+Shapes: B batch, T tokens, C width, S tiles a sequence can have, N tokens of a tile, K = C / g granules, Y bytes of
+a granule.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def hard_rank(cumulative_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-    """How many coefficients a token keeps (DynaKV, equation 8), rounded to the nearest multiple of `granularity`, (B, T) int64.
+    """How many coefficients equation 8 of DynaKV keeps, rounded to the nearest multiple of `granularity`, (B, T) int64.
 
     The mask m, which is `cumulative_BTC` read backwards, falls along the coefficients, so what exceeds the threshold is a
     prefix, and counting it needs no flip. At least one group is kept: a token must not vanish by rounding.

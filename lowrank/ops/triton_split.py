@@ -200,9 +200,7 @@ def attend_split(
     """
     batch, groups, rows, key_width = query_BGMR.shape
     room = key_BGNY.shape[2]
-    partial_BPSW = torch.empty(
-        batch, groups * rows, splits, value_width, dtype=torch.float32, device=query_BGMR.device
-    )
+    partial_BPSW = torch.empty(batch, groups * rows, splits, value_width, dtype=torch.float32, device=query_BGMR.device)
     _attend_split[splits, groups, batch](
         query_BGMR,
         key_BGNY,

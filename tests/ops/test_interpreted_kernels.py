@@ -1,4 +1,4 @@
-"""The kernels' tests in Triton's interpreter, which must be asked for before a kernel is defined: in a process of its own."""
+"""The kernels' tests in Triton's interpreter, which must be asked for before a kernel is defined: in a process each."""
 
 import os
 import subprocess

@@ -73,16 +73,20 @@ def _gated_append(
     BLOCK_C: tl.constexpr,
 ):
     column_block, batch_block = tl.program_id(0), tl.program_id(1)
-    b = batch_block * BLOCK_B + tl.arange(0, BLOCK_B)
+    b = (batch_block * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     is_row_B = b < batch
     x = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     product_BX = tl.zeros((BLOCK_B, BLOCK_OUT), tl.float32)
     for start in range(0, WIDTH, BLOCK_IN):
         i = start + tl.arange(0, BLOCK_IN)
         is_in_I = i < WIDTH
-        state_BI = tl.load(state_ptr + b[:, None] * WIDTH + i[None, :], mask=is_row_B[:, None] & is_in_I[None, :], other=0)
+        state_BI = tl.load(
+            state_ptr + b[:, None] * WIDTH + i[None, :], mask=is_row_B[:, None] & is_in_I[None, :], other=0
+        )
         weight_IX = tl.load(
-            weight_ptr + i[:, None] * (2 * WIDTH) + x[None, :], mask=is_in_I[:, None] & (x < 2 * WIDTH)[None, :], other=0
+            weight_ptr + i[:, None] * (2 * WIDTH) + x[None, :],
+            mask=is_in_I[:, None] & (x < 2 * WIDTH)[None, :],
+            other=0,
         )
         product_BX = tl.dot(state_BI.to(COMPUTE), weight_IX.to(COMPUTE), product_BX, input_precision="ieee")
     product_ptrs = product_ptr + b[:, None] * (2 * WIDTH) + x[None, :]
@@ -95,9 +99,9 @@ def _gated_append(
         c = tl.arange(0, BLOCK_C)
         is_column_C = c < WIDTH
         is_BC = is_row_B[:, None] & is_column_C[None, :]
-        product_ptrs = product_ptr + b[:, None] * (2 * WIDTH)
+        row_ptrs = product_ptr + b[:, None] * (2 * WIDTH)
         # Past the first-level cache, which other multiprocessors do not write to.
-        logit_BC = tl.load(product_ptrs + WIDTH + c[None, :], mask=is_BC, other=float("-inf"), cache_modifier=".cg")
+        logit_BC = tl.load(row_ptrs + WIDTH + c[None, :], mask=is_BC, other=float("-inf"), cache_modifier=".cg")
         logit_BC += tl.load(bias_ptr + c, mask=is_column_C, other=0.0).to(tl.float32)[None, :]
         logit_BC = tl.where(is_BC, logit_BC, tl.where(is_row_B, float("-inf"), 0.0)[:, None])
         chance_BC = tl.exp(logit_BC - tl.max(logit_BC, 1)[:, None])
@@ -107,7 +111,6 @@ def _gated_append(
         rank_B = tl.minimum(tl.maximum(rank_B, tl.minimum(granularity, WIDTH)), WIDTH)
         granules_B = rank_B // GRANULE
 
-        b = b.to(tl.int64)
         open_ptrs = open_ptr + b * (GRANULES + 1) + granules_B
         open_B = tl.load(open_ptrs, mask=is_row_B, other=-1)
         filled_B = tl.load(tile_rows_ptr + b * slots + open_B, mask=is_row_B & (open_B >= 0), other=TOKENS)
@@ -124,7 +127,7 @@ def _gated_append(
 
         if BITS < 16:
             is_kept_BC = is_BC & (c[None, :] < rank_B[:, None])
-            coef_BC = tl.load(product_ptrs + c[None, :], mask=is_kept_BC, other=0.0, cache_modifier=".cg")
+            coef_BC = tl.load(row_ptrs + c[None, :], mask=is_kept_BC, other=0.0, cache_modifier=".cg")
             coef_BC = coef_BC.to(state_ptr.dtype.element_ty).to(tl.float32)
             low_B = tl.where(is_row_B, tl.min(tl.where(is_kept_BC, coef_BC, float("inf")), 1), 0.0)
             high_B = tl.where(is_row_B, tl.max(tl.where(is_kept_BC, coef_BC, float("-inf")), 1), 0.0)
@@ -142,7 +145,7 @@ def _gated_append(
             tl.store(tile_page_ptrs, page_B, mask=has_page_B & is_fresh_B)
             held_B = tl.load(tile_page_ptrs, mask=has_page_B & (is_fresh_B == 0), other=0)
             page_B = tl.where(is_fresh_B, page_B, held_B).to(tl.int64)
-            coef_ptrs = product_ptrs + granule * GRANULE + y[None, :]
+            coef_ptrs = row_ptrs + granule * GRANULE + y[None, :]
             coef_BY = tl.load(coef_ptrs, mask=has_page_B[:, None], other=0.0, cache_modifier=".cg")
             coef_BY = coef_BY.to(state_ptr.dtype.element_ty)
             if BITS < 16:

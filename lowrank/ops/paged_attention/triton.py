@@ -50,8 +50,8 @@ def paged_attention(
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values in the queries' dtype, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
-        place_BT: int32 rows of the rotary table for the stores' rows (once tokens were evicted); None where row t is token t.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        place_BT: int32 rows of the rotary table for the stores' rows, once tokens were evicted; None for row t.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
         mask_BQT: bool, True where a query may see a row's token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
         splits: parts the values' tiles are cut into; None lets the device's size decide.
@@ -62,9 +62,7 @@ def paged_attention(
     Raises:
         UserError: the stores differ in capacity.
     """
-    require(
-        values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows"
-    )
+    require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
     batch, heads, queries, head_dim = query_BHQD.shape
     groups = keys.width // head_dim
     query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()

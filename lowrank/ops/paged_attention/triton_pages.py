@@ -8,9 +8,8 @@ import triton.language as tl
 
 
 @triton.jit
-def load_codes(page_ptr, page, half, is_row_N, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Coefficients, or codes, of one page, (N, Y); of two codes in a byte those of `half` 0 or 1. 0 where no row is."""
-    n = tl.arange(0, TOKENS)
+def load_codes(page_ptr, page, half, n, is_row_N, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Coefficients, or codes, of rows n of a page, (N, Y); of two codes in a byte those of `half` 0 or 1. 0 for no row."""
     y = tl.arange(0, WIDTH)
     ptrs = page_ptr + page.to(tl.int64) * (TOKENS * WIDTH) + n[:, None] * WIDTH + y[None, :]
     code_NY = tl.load(ptrs, mask=is_row_N[:, None], other=0)

@@ -110,13 +110,11 @@ def _rebuilt_scores(
             second_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
             for chunk in range(chunks):
                 page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
-                coef_NY = load_codes(page_ptr, page, chunk % halves, is_row_N, TOKENS, PAGE_WIDTH, BITS)
+                coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS)
                 if BITS < 16:
                     coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
                 coef_NY = coef_NY.to(COMPUTE)
-                decoder_ptrs = (
-                    decoder_ptr + (chunk * PAGE_WIDTH + y)[:, None] * (2 * HALF * GROUPS) + group * 2 * HALF
-                )
+                decoder_ptrs = decoder_ptr + (chunk * PAGE_WIDTH + y)[:, None] * (2 * HALF * GROUPS) + group * 2 * HALF
                 decoder_YF = tl.load(decoder_ptrs + first_F[None, :], mask=is_dim_F[None, :], other=0.0)
                 first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
                 decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_dim_F[None, :], other=0.0)
@@ -180,7 +178,7 @@ def _latent_scores(
         query_sum_P = tl.zeros((BLOCK_P,), tl.float32)
         for chunk in range(tl.load(tile_granules_ptr + tile) * halves):
             page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
-            coef_NY = load_codes(page_ptr, page, chunk % halves, is_row_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
+            coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
             query_ptrs = query_ptr + (b * P + row_P)[None, :] * width + (chunk * PAGE_WIDTH + y)[:, None]
             query_YP = tl.load(query_ptrs, mask=is_row_P[None, :], other=0.0).to(COMPUTE)
             score_NP = tl.dot(coef_NY, query_YP, score_NP, input_precision="ieee")
@@ -207,7 +205,7 @@ def paged_scores(
     softcap: float | None,
     mask_BQT: Tensor | None,
 ) -> Tensor:
-    """Scores times log2 e of all rows of a store by their place, (B, T, P) fp32; -inf where masked, undefined where no row is.
+    """Scores times log2 e of all rows by their place, (B, T, P) fp32; -inf where masked, undefined where no row is.
 
     Arguments as in :func:`lowrank.ops.paged_attention.triton.paged_attention`; `query_BGMD` and `decoder_CC` are contiguous.
     """
@@ -215,7 +213,13 @@ def paged_scores(
     pool, total = keys.pool, groups * rows
     page_width = pool.page_PNY.shape[2]
     score_BTP = torch.empty(batch, keys.capacity, total, dtype=torch.float32, device=query_BGMD.device)
-    tables = (keys.tile_page_BSK, keys.tile_granules_BS, keys.tile_rows_BS, keys.tile_position_BSN, keys.tile_scale_BSN2)
+    tables = (
+        keys.tile_page_BSK,
+        keys.tile_granules_BS,
+        keys.tile_rows_BS,
+        keys.tile_position_BSN,
+        keys.tile_scale_BSN2,
+    )
     mask_strides = (0, 0) if mask_BQT is None else (_stride(mask_BQT), mask_BQT.stride(1))
     shared = {
         "QUERIES": queries,

@@ -21,10 +21,10 @@ _MAX_BLOCK_ROWS = 64
 
 @triton.autotune(
     configs(
-        triton.Config({}, num_warps=8, num_stages=3),
-        triton.Config({}, num_warps=8, num_stages=4),
-        triton.Config({}, num_warps=4, num_stages=3),
-        triton.Config({}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
     ),
     key=["slots", "P", "PAGE_WIDTH", "BITS"],
 )
@@ -53,11 +53,14 @@ def _weighted_latents(
     COMPUTE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     split, granule = tl.program_id(0), tl.program_id(1)
     b = (tl.program_id(2) // ROW_BLOCKS).to(tl.int64)
     p = (tl.program_id(2) % ROW_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, TOKENS)
+    # A tile in pieces of at most BLOCK_N tokens: of integers a whole one would spill registers.
+    size: tl.constexpr = BLOCK_N if BLOCK_N < TOKENS else TOKENS
+    pieces: tl.constexpr = TOKENS // size
     is_row_P = p < P
     tiles = tl.load(tiles_ptr + b)
     each = tl.cdiv(tiles, splits)
@@ -66,8 +69,9 @@ def _weighted_latents(
     least_P = tl.zeros((BLOCK_P,), tl.float32)
     total_PY = tl.zeros((BLOCK_P, PAGE_WIDTH), tl.float32)
     high_PY = tl.zeros((BLOCK_P, PAGE_WIDTH if BITS == 4 else 1), tl.float32)
-    for slot in range(split * each, tl.minimum(split * each + each, tiles)):
-        tile = b * slots + slot
+    for piece in range(split * each * pieces, tl.minimum(split * each + each, tiles) * pieces):
+        tile = b * slots + piece // pieces
+        n = (piece % pieces) * size + tl.arange(0, size)
         # Tiles without this granule are passed over by masks: a branch would keep the loop from reading ahead.
         has_page = tl.load(tile_granules_ptr + tile) > granule
         is_row_N = n < tl.load(tile_rows_ptr + tile)
@@ -95,11 +99,11 @@ def _weighted_latents(
             weight_PN *= step_N[None, :]
         weight_PN = weight_PN.to(COMPUTE)
         if BITS == 4:
-            byte_NY = load_codes(page_ptr, page, 0, is_coef_N, TOKENS, PAGE_WIDTH, 8)
+            byte_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, 8)
             total_PY = tl.dot(weight_PN, (byte_NY & 15).to(COMPUTE), total_PY * fade_P[:, None], input_precision="ieee")
             high_PY = tl.dot(weight_PN, (byte_NY >> 4).to(COMPUTE), high_PY * fade_P[:, None], input_precision="ieee")
         else:
-            coef_NY = load_codes(page_ptr, page, 0, is_coef_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
+            coef_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
             total_PY = tl.dot(weight_PN, coef_NY, total_PY * fade_P[:, None], input_precision="ieee")
 
     halves: tl.constexpr = 2 if BITS == 4 else 1

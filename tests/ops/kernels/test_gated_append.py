@@ -17,9 +17,7 @@ WIDTH, GRANULE, STEPS = 96, 32, 6
 
 def new_store(batch, *, device, dtype=torch.float16, bits=None) -> PagedStore:
     quantisation = None if bits is None else Quantisation(bits=bits)
-    pool = PagePool(
-        batch * 20, tokens=16, granule=GRANULE, dtype=dtype, device=device, quantisation=quantisation
-    )
+    pool = PagePool(batch * 20, tokens=16, granule=GRANULE, dtype=dtype, device=device, quantisation=quantisation)
     return PagedStore(batch, WIDTH, capacity=80, pool=pool)
 
 

@@ -71,9 +71,7 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
         length = torch.tensor([case["full"], case["full"] // 2], dtype=torch.int32)
         shape = {"queries": queries, "dtype": dtype, "generator": generator}
         full = moved(full_tokens(batch, groups, length, case["full"], head_dim, **shape), device)
-        clean = dataclasses.replace(
-            full, key_BGFD=full.key_BGFD.nan_to_num(), value_BGFD=full.value_BGFD.nan_to_num()
-        )
+        clean = dataclasses.replace(full, key_BGFD=full.key_BGFD.nan_to_num(), value_BGFD=full.value_BGFD.nan_to_num())
     arguments = (keys, values, *decoders.to(device))
     expected = reference(query.to(device).double(), *arguments, full=clean, **options)
     actual = paged_attention(query.to(device), *arguments, full=full, splits=case.get("splits", 2), **options)
