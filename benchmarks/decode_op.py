@@ -121,7 +121,7 @@ def measured(
             }
         )
         print(
-            "{method:>13}  batch {batch}  {us_per_layer:9.1f} µs/layer  speed {speedup_over_preallocated:.2f}× preallocated  "
+            "{method:>13}  batch {batch}  {us_per_layer:9.1f} µs/layer  speed {speedup_over_preallocated:.2f}× preallocated "
             "{speedup_over_concatenated:.2f}× concatenated  rate {rate:.3f}  {bandwidth_fraction:.0%} of the bandwidth  "
             "{flop_fraction:.0%} of the FLOP/s".format(**rows[-1])
         )
