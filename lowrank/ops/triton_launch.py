@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Whether kernels run in Triton's interpreter, on a CPU and one program at a time (TRITON_INTERPRET=1 at import).
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -41,3 +42,14 @@ def splits_of(blocks: int, beside: int, device: torch.device) -> int:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // beside)
     return max(1, min(blocks, wanted, MAX_SPLITS))
+
+
+def sequence_stride(tensor: Tensor) -> int:
+    """From one sequence of a batch to the next; 0 where all share one."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+@triton.jit
+def capped(score, softcap):
+    """softcap · tanh(score / softcap) (Gemma 2, section 2)."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * score) + 1.0))

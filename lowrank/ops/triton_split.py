@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.triton_launch import LOG2E, block, computing_type, configs
+from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride
 
 
 @triton.autotune(
@@ -116,7 +116,7 @@ def _attend_split(
             score_MN = score_MN * step_N[None, :] + query_sum_M[:, None] * least_N[None, :]
         score_MN *= scaling
         if softcap is not None:
-            score_MN = softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * score_MN) + 1.0))
+            score_MN = capped(score_MN, softcap)
         is_seen_MN = is_row_N[None, :] & (m < ROWS)[:, None]
         if mask_ptr is not None:
             mask_ptrs = mask_ptr + b * mask_stride_b + (m % QUERIES)[:, None] * mask_stride_q + n[None, :]
@@ -241,9 +241,4 @@ def attend_split(
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     """The first strides of a tensor; 0 over sequences that share it."""
-    if tensor is None:
-        return (0,) * count
-    strides = list(tensor.stride()[:count])
-    if tensor.shape[0] == 1:
-        strides[0] = 0
-    return tuple(strides)
+    return (0,) * count if tensor is None else (sequence_stride(tensor), *tensor.stride()[1:count])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowrank.ops.paged_attention.triton_pages import load_codes
 from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.triton_launch import LOG2E, block, computing_type, configs
+from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride
 from lowrank.paged import PagedStore
 
 
@@ -28,7 +28,7 @@ def _store_scores(
     """Scale, cap and mask scores, and write them to their tokens' places."""
     score_NM *= scaling
     if softcap is not None:
-        score_NM = softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * score_NM) + 1.0))
+        score_NM = capped(score_NM, softcap)
     is_out_NM = is_row_N[:, None] & is_row_M[None, :]
     if mask_ptr is not None:
         mask_ptrs = mask_ptr + b * mask_stride_b + (row_M % QUERIES)[None, :] * mask_stride_q + token_N[:, None]
@@ -220,7 +220,7 @@ def paged_scores(
         keys.tile_position_BSN,
         keys.tile_scale_BSN2,
     )
-    mask_strides = (0, 0) if mask_BQT is None else (_stride(mask_BQT), mask_BQT.stride(1))
+    mask_strides = (0, 0) if mask_BQT is None else (sequence_stride(mask_BQT), mask_BQT.stride(1))
     shared = {
         "QUERIES": queries,
         "TOKENS": pool.tokens,
@@ -250,9 +250,9 @@ def paged_scores(
         score_BTP,
         keys.slots,
         keys.capacity,
-        _stride(rotation.cos_BTF),
+        sequence_stride(rotation.cos_BTF),
         rotation.cos_BTF.stride(1),
-        0 if place_BT is None else _stride(place_BT),
+        0 if place_BT is None else sequence_stride(place_BT),
         *mask_strides,
         scaling,
         softcap,
@@ -265,8 +265,3 @@ def paged_scores(
         **shared,
     )
     return score_BTP
-
-
-def _stride(tensor: Tensor) -> int:
-    """From one sequence to the next; 0 where all share one."""
-    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
