@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynakv.config import DynaKVConfig
-from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.gate import Gate, soft_mask
 from dynakv.gated import Truncation, gated_reconstruction
 from dynakv.nested import NestedRank
 from dynakv.projection import Projection
@@ -18,6 +18,7 @@ from lowrank.codec import LayerCodec, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
+from lowrank.ranks import hard_rank
 
 
 @dataclasses.dataclass

@@ -6,6 +6,8 @@ Shapes: B batch, T tokens, C joint width.
 import torch
 from torch import Tensor, nn
 
+from lowrank.ranks import hard_rank
+
 
 class Gate(nn.Module):
     """p = softmax(x̃ W + b); m = flip(cumsum(p)) (equations 5 and 6).
@@ -56,7 +58,7 @@ class Gate(nn.Module):
         return cumulative(coef_BTC @ weight_CC + bias_C)
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """How many coefficients of each token are kept, (B, T) int64 (see :func:`hard_rank`)."""
+        """How many coefficients of each token are kept, (B, T) int64 (see :func:`lowrank.ranks.hard_rank`)."""
         return hard_rank(self(coef_BTC), threshold, granularity)
 
 
@@ -79,22 +81,3 @@ def entropy(cumulative_BTC: Tensor) -> Tensor:
 def soft_mask(cumulative_BTC: Tensor) -> Tensor:
     """m of equation 6 from the gate's output."""
     return cumulative_BTC.flip(-1)
-
-
-def hard_rank(cumulative_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-    """How many coefficients equation 8 keeps, rounded to the nearest multiple of `granularity`, (B, T) int64.
-
-    m falls along the coefficients, so what exceeds the threshold is a prefix, and the gate's rising output can be searched
-    for its end. At least one group is kept: a token must not vanish by rounding.
-    """
-    width = cumulative_BTC.shape[-1]
-    threshold_BT1 = torch.full_like(cumulative_BTC[..., :1], threshold)
-    rank_BT = width - torch.searchsorted(cumulative_BTC.contiguous(), threshold_BT1, right=True).squeeze(-1)
-    return rounded(rank_BT, granularity, width)
-
-
-def rounded(rank_BT: Tensor, granularity: int, width: int) -> Tensor:
-    """Ranks rounded to the nearest multiple of `granularity`, at least one group and at most `width`."""
-    if granularity > 1:
-        rank_BT = (rank_BT + granularity // 2).div(granularity, rounding_mode="floor") * granularity
-    return rank_BT.clamp(min=min(granularity, width), max=width)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from dynakv.gate import hard_rank, probabilities, soft_mask
+from dynakv.gate import probabilities, soft_mask
 from lowrank.codec import prefix_mask
+from lowrank.ranks import hard_rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

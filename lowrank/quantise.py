@@ -53,7 +53,12 @@ class Quantisation:
         return self.row_bytes(rank) + 2 * self.groups(rank) * SCALE_DTYPE.itemsize
 
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes (…, N, Y) uint8 and scales (…, N, 2·K) bf16: K steps, then K least values.
+        """Codes, two to a byte where they have 4 bits, (…, N, Y) uint8, and scales as :meth:`levels` gives them."""
+        code_NR, scale_NS = self.levels(rows_NR)
+        return self.packed(code_NR), scale_NS
+
+    def levels(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (…, N, R) uint8, one to a byte, and scales (…, N, 2·K) bf16: K steps, then K least values.
 
         A value x of a group is rounded to ``least + step · code``, code in 0..2^bits − 1; a group's least and largest value
         are within its range, so nothing is clipped.
@@ -73,7 +78,7 @@ class Quantisation:
         step_NR = scale_NK.float()[..., group_of_R]
         level_NR = (rows_NR - least_NK.float()[..., group_of_R]) / step_NR.clamp(min=torch.finfo(torch.float32).tiny)
         code_NR = level_NR.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
-        return self._packed(code_NR), torch.cat([scale_NK, least_NK], dim=-1)
+        return code_NR, torch.cat([scale_NK, least_NK], dim=-1)
 
     def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
         """The rows that :meth:`encode` took, rounded, (…, N, R) in `dtype`."""
@@ -82,12 +87,12 @@ class Quantisation:
         if self.group is not None:
             group_of_R = self._group_of(rank, code_NY.device)
             scale_NK, least_NK = scale_NK[..., group_of_R], least_NK[..., group_of_R]
-        return self._unpacked(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
+        return self.unpacked(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
 
     def _group_of(self, rank: int, device: torch.device) -> Tensor:
         return torch.arange(rank, device=device) // (self.group or max(rank, 1))
 
-    def _packed(self, code_NR: Tensor) -> Tensor:
+    def packed(self, code_NR: Tensor) -> Tensor:
         """4-bit codes: the first half of a row in the low bits, the second half in the high ones."""
         if self.bits == 8:
             return code_NR
@@ -96,7 +101,8 @@ class Quantisation:
         low_NY[..., : high_NY.shape[-1]] |= high_NY << 4
         return low_NY
 
-    def _unpacked(self, code_NY: Tensor, rank: int) -> Tensor:
+    def unpacked(self, code_NY: Tensor, rank: int) -> Tensor:
+        """What :meth:`packed` took."""
         if self.bits == 8:
             return code_NY
         return torch.cat([code_NY & 15, code_NY >> 4], dim=-1)[..., :rank]

@@ -8,11 +8,12 @@ from methods import dynakv_model, spread_gates, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dynakv
-from dynakv.gate import Gate, hard_rank, soft_mask
+from dynakv.gate import Gate, soft_mask
 from dynakv.objective import RateController, objective, retain_rates
 from dynakv.projection import Projection
 from lowrank.errors import UserError
 from lowrank.hf.loading import recompute_activations
+from lowrank.ranks import hard_rank
 
 
 def test_gate_follows_equations_5_and_6():

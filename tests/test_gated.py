@@ -6,10 +6,11 @@ from methods import dynakv_model, tiny_model
 from torch import Tensor
 
 import dynakv
-from dynakv.gate import hard_rank, soft_mask
+from dynakv.gate import soft_mask
 from dynakv.gated import Truncation, gated_reconstruction
 from lowrank.codec import prefix_mask
 from lowrank.hf.rope import Rope
+from lowrank.ranks import hard_rank
 
 
 def inputs(width: int, dtype: torch.dtype, shape: tuple[int, ...] = (2, 5)) -> list[Tensor]:

@@ -45,9 +45,9 @@ def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 1)
     for rank in (1, 2, 15, 16):
         quantisation = Quantisation(bits=4)
-        packed = quantisation._packed(codes[:, :rank])
+        packed = quantisation.packed(codes[:, :rank])
         assert packed.shape == (3, -(-rank // 2))
-        assert torch.equal(quantisation._unpacked(packed, rank), codes[:, :rank])
+        assert torch.equal(quantisation.unpacked(packed, rank), codes[:, :rank])
 
 
 @BITS

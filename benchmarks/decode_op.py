@@ -1,0 +1,178 @@
+"""Time of one decode-attention step on compressed caches against scaled_dot_product_attention on an uncompressed one.
+
+    python -m benchmarks.decode_op --device cpu --json out.json
+    python -m benchmarks.decode_op --device cuda --json out.json
+
+On a GPU the shapes are an 8 B model's and every step is replayed from a CUDA graph; on a CPU they are the demo model's.
+Rows name what a step must read and compute, and which share of this machine's measured copy bandwidth and matrix rate that
+is. Several layers with tensors of their own run one after another, so that no cache of the machine holds them. Before
+anything is timed, every step is compared with the fp64 reference.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.decode_shapes import Shape, Step, concatenated, joint, per_head, preallocated
+from benchmarks.harness import interleaved_ms, write_results
+from lowrank import cli
+from lowrank.config import require
+from lowrank.errors import UserError
+from lowrank.hf.loading import DTYPES
+
+CHECKED_TOKENS = 1000
+ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DEFAULTS = {
+    "cpu": {"heads": 9, "groups": 3, "head_dim": 64, "context": 8192, "batches": "1", "dtype": "float32", "granule": 8},
+    "cuda": {
+        "heads": 32, "groups": 8, "head_dim": 128, "context": 32768, "batches": "1,8", "dtype": "bfloat16", "granule": 64,
+    },
+}  # fmt: skip
+FULL, CAT = "preallocated", "concatenated"
+
+
+def steps(granule: int) -> dict[str, Callable[[Shape], Step]]:
+    """What is compared; rates are of keys and of values."""
+    return {
+        FULL: preallocated,
+        CAT: concatenated,
+        "ojakv 0.6": functools.partial(per_head, key_rate=0.6, value_rate=0.6),
+        "ojakv 0.3": functools.partial(per_head, key_rate=0.25, value_rate=0.35),
+        "dynakv 0.30": functools.partial(joint, key_rate=0.12, value_rate=0.48, granule=granule),
+        "dynakv 0.12": functools.partial(joint, key_rate=0.07, value_rate=0.17, granule=granule),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[default %(default)s]")
+    for name, what in {
+        "heads": "query heads",
+        "groups": "KV heads",
+        "head_dim": "head dim",
+        "context": "cached tokens",
+        "granule": "ranks are multiples of it",
+    }.items():
+        parser.add_argument(
+            f"--{name}", type=int, help=f"{what} [default {DEFAULTS['cpu'][name]}, on a GPU {DEFAULTS['cuda'][name]}]"
+        )
+    parser.add_argument("--batches", help="sequences, separated by commas [default 1, on a GPU 1,8]")
+    parser.add_argument("--dtype", choices=DTYPES, help="[default float32, on a GPU bfloat16]")
+    parser.add_argument("--layers", type=int, default=4, help="caches, one after another [default %(default)s]")
+    parser.add_argument("--repeats", type=int, default=20, help="[default %(default)s]")
+    parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+    arguments = parser.parse_args(argv)
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("`--device` must be cpu where torch sees no GPU; got cuda")
+    require(
+        arguments.heads % arguments.groups == 0, "--groups", arguments.groups, f"a divisor of {arguments.heads} heads"
+    )
+
+    torch.manual_seed(0)
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    bandwidth, rate = copy_bandwidth(device), matrix_rate(device, dtype)
+    print(f"copy {bandwidth / 1e9:.0f} GB/s, matrix product {rate / 1e12:.2f} TFLOP/s")
+    rows = []
+    for batch in map(int, arguments.batches.split(",")):
+        shape = Shape(batch, arguments.heads, arguments.groups, arguments.head_dim, arguments.context, dtype, device)
+        rows += measured(shape, steps(arguments.granule), arguments, bandwidth, rate)
+    if arguments.json:
+        versions = {"copy_bandwidth": bandwidth, "matrix_rate": rate}
+        if device.type == "cuda":
+            versions["triton"] = importlib.metadata.version("triton")
+        write_results(arguments.json, "decode_op", vars(arguments) | versions, rows)
+
+
+@torch.no_grad()
+def measured(
+    shape: Shape,
+    makers: dict[str, Callable[[Shape], Step]],
+    arguments: argparse.Namespace,
+    bandwidth: float,
+    rate: float,
+) -> list[dict]:
+    """One row for each step, checked first."""
+    for name, make in makers.items():
+        check(name, make(Shape(**(vars(shape) | {"context": CHECKED_TOKENS}))), shape.dtype)
+    layers = {name: [make(shape) for _ in range(arguments.layers)] for name, make in makers.items()}
+    calls = {name: repeated([step.attend for step in found], shape.device) for name, found in layers.items()}
+    ms = interleaved_ms(calls, repeats=arguments.repeats, warmup=3)
+    rows = []
+    for name, found in layers.items():
+        seconds = ms[name] / 1e3
+        nbytes, flops = sum(step.nbytes for step in found), sum(step.flops for step in found)
+        rows.append(
+            {
+                "method": name,
+                "batch": shape.batch,
+                "context": shape.context,
+                "us_per_layer": ms[name] * 1e3 / arguments.layers,
+                "speedup_over_preallocated": ms[FULL] / ms[name],
+                "speedup_over_concatenated": ms[CAT] / ms[name],
+                "rate": nbytes / (shape.full_bytes * arguments.layers),
+                "bandwidth_fraction": nbytes / seconds / bandwidth,
+                "flop_fraction": flops / seconds / rate,
+            }
+        )
+        print(
+            "{method:>13}  batch {batch}  {us_per_layer:9.1f} µs/layer  speed {speedup_over_preallocated:.2f}× preallocated "
+            "{speedup_over_concatenated:.2f}× concatenated  rate {rate:.3f}  {bandwidth_fraction:.0%} of the bandwidth  "
+            "{flop_fraction:.0%} of the FLOP/s".format(**rows[-1])
+        )
+    return rows
+
+
+def check(name: str, step: Step, dtype: torch.dtype) -> None:
+    """What is timed must first be right, by the norm of its error relative to the fp64 reference's."""
+    expected = step.reference().double()
+    error = float((step.attend().double() - expected).norm() / expected.norm())
+    if not error <= ALLOWED[dtype]:
+        raise AssertionError(f"{name}: relative error {error:.2e}, allowed {ALLOWED[dtype]}")
+
+
+def repeated(attend: list[Callable], device: torch.device) -> Callable[[], None]:
+    """All layers' steps one after another, on a GPU as one CUDA graph."""
+
+    def run() -> None:
+        for call in attend:
+            call()
+
+    if device.type != "cuda":
+        return run
+    # Kernels are tuned and workspaces found outside the capture.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written in a second by a copy far larger than any cache."""
+    source = torch.rand((2**31 if device.type == "cuda" else 2**27) // 4, device=device)
+    target = torch.empty_like(source)
+    ms = interleaved_ms({"copy": lambda: target.copy_(source)}, repeats=10, warmup=2)["copy"]
+    return 2 * source.nbytes / ms * 1e3
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    ms = interleaved_ms({"product": lambda: left @ right}, repeats=10, warmup=2)["product"]
+    return 2 * size**3 / ms * 1e3
+
+
+if __name__ == "__main__":
+    cli.run(main)

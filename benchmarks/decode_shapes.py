@@ -1,0 +1,208 @@
+"""What the decode-attention benchmark runs: one step over caches of random tokens, uncompressed and compressed.
+
+Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, T tokens, R rank, F = D/2.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lowrank.coefficients import Coefficients
+from lowrank.ops.latent_attention.operands import LatentRows
+from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
+from lowrank.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank.ops.paged_attention.reference import paged_attention as paged_reference
+from lowrank.ops.ragged_attention import ragged_attention
+from lowrank.ops.ragged_attention.reference import ragged_attention as ragged_reference
+from lowrank.ops.rotary_table import RotaryTable
+from lowrank.ops.rotation import Rotation
+from lowrank.paged import PagedStore
+from lowrank.pages import PagePool
+from lowrank.ragged import RaggedStore
+
+# A row of so many coefficients is read in whole 32-byte sectors.
+RANK_STEP = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention layer's cache."""
+
+    batch: int
+    heads: int
+    groups: int
+    head_dim: int
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def width(self) -> int:
+        return self.groups * self.head_dim
+
+    @property
+    def scaling(self) -> float:
+        return self.head_dim**-0.5
+
+    def random(self, *size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*size, dtype=self.dtype, device=self.device) * scale
+
+    def query(self) -> Tensor:
+        return self.random(self.batch, self.heads, 1, self.head_dim)
+
+    def states(self) -> Tensor:
+        return self.random(self.batch, self.groups, self.context, self.head_dim)
+
+    @property
+    def full_bytes(self) -> int:
+        return 2 * self.batch * self.context * self.width * self.dtype.itemsize
+
+    def flops(self, key: float, value: float) -> float:
+        """Of scores over `key` and sums over `value` numbers a token and query head."""
+        return 2.0 * self.batch * self.context * self.heads * (key + value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One decode step over one cache.
+
+    Attributes:
+        attend: the step, (B, H, 1, D).
+        reference: the same in fp64.
+        nbytes: what a step must read.
+        flops: what it must compute.
+    """
+
+    attend: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
+    nbytes: int
+    flops: float
+
+
+def preallocated(shape: Shape) -> Step:
+    query, key, value = shape.query(), shape.states(), shape.states()
+
+    def attend(dtype: torch.dtype = shape.dtype) -> Tensor:
+        states = (tensor.to(dtype) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(*states, scale=shape.scaling, enable_gqa=True)
+
+    width = shape.head_dim
+    return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))
+
+
+def concatenated(shape: Shape) -> Step:
+    """As a dynamic cache does it: the newest token is joined to all before it, into a new tensor."""
+    query, key, value = shape.query(), shape.states(), shape.states()
+
+    def attend(dtype: torch.dtype = shape.dtype) -> Tensor:
+        states = [torch.cat([old[:, :, :-1], old[:, :, -1:]], dim=2).to(dtype) for old in (key, value)]
+        return F.scaled_dot_product_attention(query.to(dtype), *states, scale=shape.scaling, enable_gqa=True)
+
+    width = shape.head_dim
+    return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))
+
+
+def per_head(shape: Shape, key_rate: float, value_rate: float) -> Step:
+    """OjaKV's layout: coefficients of each KV head taken after rotation."""
+    query = shape.query()
+    ranks = [max(RANK_STEP, round(rate * shape.head_dim / RANK_STEP) * RANK_STEP) for rate in (key_rate, value_rate)]
+    lead = (shape.batch, shape.groups)
+    coefs = [shape.random(*lead, shape.context, rank) for rank in ranks]
+    bases = [shape.random(*lead, shape.head_dim, rank, scale=rank**-0.5) for rank in ranks]
+    length = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
+    keys, values = (LatentRows(coef, basis) for coef, basis in zip(coefs, bases, strict=True))
+
+    def reference() -> Tensor:
+        return latent_reference(query.double(), keys, values, length, scaling=shape.scaling)
+
+    if shape.has_kernels:
+        from lowrank.ops.latent_attention.triton import latent_attention
+
+        def attend() -> Tensor:
+            return latent_attention(query, keys, values, length, scaling=shape.scaling)
+    else:
+        nothing = shape.random(shape.groups, 0, shape.head_dim)
+        sides = [
+            [Operands(Coefficients.of(coef[b]), basis[b], nothing) for coef, basis in zip(coefs, bases, strict=True)]
+            for b in range(shape.batch)
+        ]
+
+        def attend() -> Tensor:
+            return torch.stack(
+                [lowrank_attention(query[b], *sides[b], scaling=shape.scaling) for b in range(shape.batch)]
+            )
+
+    return Step(attend, reference, sum(coef.nbytes for coef in coefs), shape.flops(*ranks))
+
+
+def joint(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
+    """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean."""
+    query = shape.query()
+    places = torch.arange(shape.context, device=shape.device)
+    frequency_F = 10000.0 ** -torch.linspace(0, 1, shape.head_dim // 2, device=shape.device)
+    angle_1TF = torch.polar(torch.ones(()).to(shape.device), places[:, None] * frequency_F)[None]
+    table = RotaryTable.of(angle_1TF)
+    decoders = [shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)]
+    coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
+    ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
+    options = {"scaling": shape.scaling}
+    if shape.has_kernels:
+        from lowrank.ops.paged_attention.triton import paged_attention
+
+        tokens, granules = 128 if shape.head_dim <= 128 else 64, shape.width // granule
+        # Each rank's last tile may be all but empty.
+        pages = sum(int(rank.sum()) // (granule * tokens) for rank in ranks) + shape.batch * granules * (granules + 1)
+        pool = PagePool(pages, tokens=tokens, granule=granule, dtype=shape.dtype, device=shape.device)
+        stores = [PagedStore(shape.batch, shape.width, capacity=shape.context, pool=pool) for _ in range(2)]
+        for store, coef, rank in zip(stores, coefs, ranks, strict=True):
+            store.append(coef, rank)
+        options["rotation"] = table
+
+        def attend() -> Tensor:
+            return paged_attention(query, *stores, *decoders, **options)
+
+        def reference() -> Tensor:
+            return paged_reference(query.double(), *stores, *decoders, **options)
+    else:
+        pairs = []
+        for b in range(shape.batch):
+            pair = [RaggedStore(shape.width, dtype=shape.dtype, device=shape.device) for _ in range(2)]
+            for store, coef, rank in zip(pair, coefs, ranks, strict=True):
+                store.append(coef[b], rank[b], exact=True)
+            pairs.append(pair)
+
+        def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
+            return table.rotate(key_GND[None], places[where][None])[0]
+
+        options["rotation"] = Rotation(rotate, angle_1TF[0])
+
+        def attend() -> Tensor:
+            steps = [ragged_attention(query[b], *pairs[b], *decoders, **options) for b in range(shape.batch)]
+            return torch.stack(steps)
+
+        def reference() -> Tensor:
+            steps = [ragged_reference(query[b].double(), *pairs[b], *decoders, **options) for b in range(shape.batch)]
+            return torch.stack(steps)
+
+    numbers = [int(rank.sum()) for rank in ranks]
+    positions = 2 * shape.batch * shape.context * 4
+    # Rebuilding a key takes 2·C for each of its coefficients; a value's are summed for every query head.
+    flops = 2.0 * shape.width * numbers[0] + shape.flops(shape.head_dim, 0) + 2.0 * shape.heads * numbers[1]
+    return Step(attend, reference, sum(numbers) * shape.dtype.itemsize + positions, flops)
+
+
+def _ranks(shape: Shape, rate: float, granule: int) -> Tensor:
+    """Whole granules, at least one, spread by up to one around the mean, (B, T) int64."""
+    mean = rate * shape.width / granule
+    spread = torch.rand(shape.batch, shape.context, device=shape.device) * 2 - 1
+    # With the mean's fraction taken by chance, rounding keeps the mean.
+    level = math.floor(mean) + (torch.rand_like(spread) < mean % 1) + spread.round()
+    return level.clamp(1, shape.width // granule).long() * granule

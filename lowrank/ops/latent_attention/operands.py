@@ -1,0 +1,54 @@
+"""What decode attention on per-head coefficients reads.
+
+Shapes: B batch, G KV heads, N tokens (room for them), R rank, Y bytes of a row's codes, D head dim.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lowrank.config import require
+from lowrank.quantise import Quantisation
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentRows:
+    """One layer's keys, or values, as coefficients: row n of KV head g is ``basis[g] @ coef[g, n]``.
+
+    Attributes:
+        row_BGNY: coefficients in the queries' dtype, or codes as uint8, laid out as in
+            :class:`lowrank.coefficients.Coefficients`; contiguous in the last dim. Rows are read in wide loads where their
+            stride is a multiple of 16.
+        basis_BGDR: of each sequence and KV head; 1 in place of B where all sequences share it.
+        scale_BGN2: bf16 step and least value of each row of codes, contiguous in the last dim; None without codes.
+        quantisation: how the rows are held as integers, without groups.
+
+    Raises:
+        UserError: the quantisation has groups.
+    """
+
+    row_BGNY: Tensor
+    basis_BGDR: Tensor
+    scale_BGN2: Tensor | None = None
+    quantisation: Quantisation | None = None
+
+    def __post_init__(self):
+        group = None if self.quantisation is None else self.quantisation.group
+        require(group is None, "storage_group", group, "none for this operation: all of a row's codes share one scale")
+
+    @property
+    def rank(self) -> int:
+        return self.basis_BGDR.shape[-1]
+
+    @property
+    def bits(self) -> int:
+        """Of a code; 16 for whatever is held as it is."""
+        return 16 if self.quantisation is None else self.quantisation.bits
+
+    def rebuilt(self) -> Tensor:
+        """All rows at full width, (B, G, N, D) fp64."""
+        coef_BGNR = self.row_BGNY
+        if self.quantisation is not None:
+            coef_BGNR = self.quantisation.decode(self.row_BGNY, self.scale_BGN2, self.rank, torch.float64)
+        return coef_BGNR.double() @ self.basis_BGDR.double().mT

@@ -1,0 +1,103 @@
+"""Decode attention on per-head coefficients taken after rotation (OjaKV, section 3.2), in Triton.
+
+Neither keys nor values are rebuilt: q · (U c) = (Uᵀq) · c, and Σ w (U c) = U Σ w c. A step reads each coefficient once.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that share a KV head, D head dim, N low-rank tokens,
+F full-rank tokens, R rank, X parts of the softmax.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.latent_attention.operands import LatentRows
+from lowrank.ops.triton_launch import block, splits_of
+from lowrank.ops.triton_merge import merge
+from lowrank.ops.triton_split import attend_split
+
+# The fewest tokens worth a split.
+_TOKENS_PER_SPLIT = 256
+
+
+def latent_attention(
+    query_BHQD: Tensor,
+    keys: LatentRows,
+    values: LatentRows,
+    length_B: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    mask_BQN: Tensor | None = None,
+    full: FullTokens | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attention of Q queries of each sequence over its low-rank and full-rank tokens, in one softmax.
+
+    Nothing in it waits for the device, so that a CUDA graph can hold it once the kernels have been tuned by a first call.
+
+    Args:
+        query_BHQD: rotated queries, fp32, fp16 or bf16.
+        keys, values: coefficients of the same tokens; keys were compressed after rotation.
+        length_B: low-rank tokens of each sequence, int32, at most the room N.
+        scaling: the model's own score scale, usually 1/√D (not 1/√R).
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
+        full: tokens at full rank; None where there are none.
+        splits: parts the sequence is cut into; None lets the device's size decide.
+
+    Returns:
+        (B, H, Q, D) in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
+    """
+    batch, heads, queries, head_dim = query_BHQD.shape
+    groups = keys.row_BGNY.shape[1]
+    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim)
+    latent_BGMR = (query_BGMD @ keys.basis_BGDR).contiguous()
+
+    def cut(room: int) -> int:
+        found = splits_of(-(-room // _TOKENS_PER_SPLIT), batch * groups, query_BHQD.device)
+        return found if splits is None else splits
+
+    low, whole = cut(keys.row_BGNY.shape[2]), 0 if full is None else cut(full.key_BGFD.shape[2])
+    rows = query_BGMD.shape[2] * groups
+    max_BPX1 = torch.empty(batch, rows, low + whole, 1, dtype=torch.float32, device=query_BHQD.device)
+    sum_BPX = torch.empty(batch, rows, low + whole, dtype=torch.float32, device=query_BHQD.device)
+    options = {"queries": queries, "scaling": scaling, "softcap": softcap}
+    partial = attend_split(
+        latent_BGMR,
+        keys.row_BGNY,
+        values.row_BGNY,
+        length_B,
+        max_BPX1,
+        sum_BPX,
+        first=0,
+        splits=low,
+        mask_BQN=mask_BQN,
+        value_width=values.rank,
+        key_scale_BGN2=keys.scale_BGN2,
+        value_scale_BGN2=values.scale_BGN2,
+        key_bits=keys.bits,
+        value_bits=values.bits,
+        **options,
+    )
+    partial_full = None
+    if full is not None:
+        partial_full = attend_split(
+            query_BGMD,
+            full.key_BGFD,
+            full.value_BGFD,
+            full.length_B,
+            max_BPX1,
+            sum_BPX,
+            first=low,
+            splits=whole,
+            mask_BQN=full.mask_BQF,
+            value_width=head_dim,
+            **options,
+        )
+    to = {"dtype": query_BHQD.dtype}
+    latent_BPR = merge(partial, max_BPX1, sum_BPX, first=0, block_width=block(values.rank), **to)
+    out_BGMD = latent_BPR.view(batch, groups, -1, values.rank) @ values.basis_BGDR.mT
+    if partial_full is not None:
+        out_BPD = merge(partial_full, max_BPX1, sum_BPX, first=low, block_width=block(head_dim), **to)
+        out_BGMD = out_BGMD + out_BPD.view_as(out_BGMD)
+    return out_BGMD.view(batch, heads, queries, head_dim)

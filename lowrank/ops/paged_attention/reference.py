@@ -1,0 +1,52 @@
+"""Plain form of decode attention over paged stores: rebuild everything, then attend, in fp64.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, D head dim, C = G·D joint width, T tokens of the longest sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.rotary_table import RotaryTable
+from lowrank.ops.softmax_reference import joined_attention
+from lowrank.paged import PagedStore
+
+
+def paged_attention(
+    query_BHQD: Tensor,
+    keys: PagedStore,
+    values: PagedStore,
+    key_decoder_CC: Tensor,
+    value_decoder_CC: Tensor,
+    *,
+    scaling: float,
+    rotation: RotaryTable | None = None,
+    place_BT: Tensor | None = None,
+    softcap: float | None = None,
+    mask_BQT: Tensor | None = None,
+    full: FullTokens | None = None,
+) -> Tensor:
+    """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v.
+
+    Arguments and result as in :func:`lowrank.ops.paged_attention.triton.paged_attention`.
+    """
+    batch, head_dim = query_BHQD.shape[0], query_BHQD.shape[3]
+
+    def rebuild(store: PagedStore, decoder_CC: Tensor) -> Tensor:
+        return (store.dense().double() @ decoder_CC.double()).unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+    key_BGTD, value_BGTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
+    longest = key_BGTD.shape[2]
+    if rotation is not None:
+        row_BT = torch.arange(longest, device=query_BHQD.device).expand(batch, -1)
+        key_BGTD = rotation.rotate(key_BGTD, row_BT if place_BT is None else place_BT[:, :longest])
+    return joined_attention(
+        query_BHQD,
+        key_BGTD,
+        value_BGTD,
+        keys.length_B,
+        scaling=scaling,
+        softcap=softcap,
+        mask_BQT=mask_BQT,
+        full=full,
+    )

@@ -1,0 +1,111 @@
+"""Decode attention over paged stores whose tokens keep different numbers of joint coefficients, in Triton.
+
+Two passes, because a token's key and value have different ranks and so lie in tiles with different neighbours: the first
+writes scores by place (128 bytes a token with 32 heads, against 4,096 of a full cache of 8 KV heads of 128), the second
+multiplies values with their softmax. Values are never rebuilt, keys only within the first.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that share a KV head, P = G·M, D head dim, C = G·D
+joint width, T capacity, F full-rank tokens, K granules of the width, X parts of the softmax.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank.config import require
+from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.paged_attention.triton_scores import paged_scores
+from lowrank.ops.paged_attention.triton_values import weighted_latents
+from lowrank.ops.rotary_table import RotaryTable
+from lowrank.ops.triton_launch import block, splits_of
+from lowrank.ops.triton_merge import merge
+from lowrank.ops.triton_split import attend_split
+from lowrank.paged import PagedStore
+
+# The fewest full-rank tokens worth a split.
+_TOKENS_PER_SPLIT = 256
+
+
+def paged_attention(
+    query_BHQD: Tensor,
+    keys: PagedStore,
+    values: PagedStore,
+    key_decoder_CC: Tensor,
+    value_decoder_CC: Tensor,
+    *,
+    scaling: float,
+    rotation: RotaryTable | None = None,
+    place_BT: Tensor | None = None,
+    softcap: float | None = None,
+    mask_BQT: Tensor | None = None,
+    full: FullTokens | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attention of Q queries of each sequence over its cached and full-rank tokens (DynaKV section 3.2, equation 3).
+
+    Nothing in it waits for the device, so that a CUDA graph can hold it once the kernels have been tuned by a first call.
+
+    Args:
+        query_BHQD: rotated queries, fp32, fp16 or bf16.
+        keys, values: stores of the same tokens and capacity; their ranks need not agree.
+        key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values in the queries' dtype, rows in order of the coefficients.
+        scaling: the model's own score scale, usually 1/√D.
+        rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
+        place_BT: int32 rows of the rotary table for the stores' rows, once tokens were evicted; None for row t.
+        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
+        mask_BQT: bool, True where a query may see a row's token; None when it may see all. 1 may stand for B.
+        full: tokens at full rank; None where there are none.
+        splits: parts the values' tiles are cut into; None lets the device's size decide.
+
+    Returns:
+        (B, H, Q, D) in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
+
+    Raises:
+        UserError: the stores differ in capacity.
+    """
+    require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
+    batch, heads, queries, head_dim = query_BHQD.shape
+    groups = keys.width // head_dim
+    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
+    rows, dtype, device = heads * queries, query_BHQD.dtype, query_BHQD.device
+    score_BTP = paged_scores(
+        query_BGMD,
+        keys,
+        key_decoder_CC,
+        queries=queries,
+        scaling=scaling,
+        rotation=rotation,
+        place_BT=place_BT,
+        softcap=softcap,
+        mask_BQT=mask_BQT,
+    )
+    low, whole = splits or splits_of(values.slots, batch * values.granules, device), 0
+    if full is not None:
+        blocks = -(-full.key_BGFD.shape[2] // _TOKENS_PER_SPLIT)
+        whole = splits or splits_of(blocks, batch * groups, device)
+    max_BPXK = torch.empty(batch, rows, low + whole, values.granules, dtype=torch.float32, device=device)
+    sum_BPX = torch.empty(batch, rows, low + whole, dtype=torch.float32, device=device)
+    partial = weighted_latents(score_BTP, values, max_BPXK, sum_BPX, splits=low, dtype=dtype)
+    partial_full = None
+    if full is not None:
+        partial_full = attend_split(
+            query_BGMD,
+            full.key_BGFD,
+            full.value_BGFD,
+            full.length_B,
+            max_BPXK,
+            sum_BPX,
+            first=low,
+            splits=whole,
+            queries=queries,
+            scaling=scaling,
+            softcap=softcap,
+            mask_BQN=full.mask_BQF,
+            value_width=head_dim,
+        )
+    latent_BPC = merge(partial, max_BPXK, sum_BPX, first=0, dtype=dtype, block_width=values.pool.granule)
+    value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
+    out_BGMD = latent_BPC.view(batch, groups, -1, values.width) @ value_decoder_GCD
+    if partial_full is not None:
+        out_BPD = merge(partial_full, max_BPXK, sum_BPX, first=low, dtype=dtype, block_width=block(head_dim))
+        out_BGMD = out_BGMD + out_BPD.view_as(out_BGMD)
+    return out_BGMD.view(batch, heads, queries, head_dim)

@@ -1,0 +1,267 @@
+"""Scores of paged keys: rebuilt and rotated within the kernel, or on their coefficients where nothing rotates them.
+
+A program rebuilds one tile of keys, one KV head after another, in two halves, so that the dims of a rotated pair meet in
+one register: with the pair (a, b) of a key and the angle of its place, (a cos − b sin, b cos + a sin). No rebuilt key
+leaves the program. Scores are written by place, with all heads of a token side by side: the tiles of the values, which
+have other tokens, find them there.
+
+Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, T capacity,
+N tokens of a tile, K granules of the width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank.ops.paged_attention.triton_pages import load_codes
+from lowrank.ops.rotary_table import RotaryTable
+from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride
+from lowrank.paged import PagedStore
+
+
+@triton.jit
+def _store_scores(
+    score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b, mask_stride_q,
+    scaling, softcap, QUERIES: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Scale, cap and mask scores, and write them to their tokens' places."""
+    score_NM *= scaling
+    if softcap is not None:
+        score_NM = capped(score_NM, softcap)
+    is_out_NM = is_row_N[:, None] & is_row_M[None, :]
+    if mask_ptr is not None:
+        mask_ptrs = mask_ptr + b * mask_stride_b + (row_M % QUERIES)[None, :] * mask_stride_q + token_N[:, None]
+        score_NM = tl.where(tl.load(mask_ptrs, mask=is_out_NM, other=0) != 0, score_NM, float("-inf"))
+    tl.store(score_ptr + (b * capacity + token_N)[:, None] * P + row_M[None, :], score_NM * LOG2E, mask=is_out_NM)
+
+
+@triton.autotune(
+    configs(
+        triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+        triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=2),
+        triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+        triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
+    ),
+    key=["slots", "GROUPS", "HALF", "BLOCK_M", "BITS"],
+)
+@triton.jit
+def _rebuilt_scores(
+    query_ptr,
+    decoder_ptr,
+    page_ptr,
+    tile_page_ptr,
+    tile_granules_ptr,
+    tile_rows_ptr,
+    position_ptr,
+    scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    place_ptr,
+    mask_ptr,
+    score_ptr,
+    slots,
+    capacity,
+    table_stride_b,
+    table_stride_t,
+    place_stride_b,
+    mask_stride_b,
+    mask_stride_q,
+    scaling,
+    softcap,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr,
+    GRANULES: tl.constexpr,
+    BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    GROUPS_EACH: tl.constexpr,
+):
+    slot, first_group, b = tl.program_id(0), tl.program_id(1) * GROUPS_EACH, tl.program_id(2).to(tl.int64)
+    tile = b * slots + slot
+    rows = tl.load(tile_rows_ptr + tile)
+    if rows > 0:
+        n, y, m, f = tl.arange(0, TOKENS), tl.arange(0, PAGE_WIDTH), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F)
+        is_row_N, is_dim_F, is_row_M = n < rows, f < HALF, m < ROWS
+        token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_row_N, other=0)
+        place_N = token_N
+        if place_ptr is not None:
+            place_N = tl.load(place_ptr + b * place_stride_b + token_N, mask=is_row_N, other=0)
+        if BITS < 16:
+            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
+            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
+        # Dims that are not rotated are paired as well: (j + E/2, j + D/2) for the j from E/2 to D/2.
+        if ROTARY_HALF == HALF:
+            first_F, second_F = f, f + HALF
+        else:
+            first_F = tl.where(f < ROTARY_HALF, f, f + ROTARY_HALF)
+            second_F = tl.where(f < ROTARY_HALF, f + ROTARY_HALF, f + HALF)
+        # Of two codes in a byte one granule's first half of coefficients is in the low bits.
+        halves: tl.constexpr = 2 if BITS == 4 else 1
+        chunks = tl.load(tile_granules_ptr + tile) * halves
+        for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
+            first_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+            second_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
+            for chunk in range(chunks):
+                page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
+                coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS)
+                if BITS < 16:
+                    coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
+                coef_NY = coef_NY.to(COMPUTE)
+                decoder_ptrs = decoder_ptr + (chunk * PAGE_WIDTH + y)[:, None] * (2 * HALF * GROUPS) + group * 2 * HALF
+                decoder_YF = tl.load(decoder_ptrs + first_F[None, :], mask=is_dim_F[None, :], other=0.0)
+                first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
+                decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_dim_F[None, :], other=0.0)
+                second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
+            # Read anew for every KV head: kept, they would take as many registers as the key itself.
+            table_ptrs = b * table_stride_b + place_N[:, None] * table_stride_t + f[None, :]
+            is_turned_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
+            cos_NF = tl.load(cos_ptr + table_ptrs, mask=is_turned_NF, other=1.0).to(tl.float32)
+            sin_NF = tl.load(sin_ptr + table_ptrs, mask=is_turned_NF, other=0.0).to(tl.float32)
+            row_M = group * ROWS + m
+            query_ptrs = query_ptr + (b * GROUPS * ROWS + row_M)[None, :] * (2 * HALF)
+            is_query_FM = is_dim_F[:, None] & is_row_M[None, :]
+            query_FM = tl.load(query_ptrs + first_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+            turned_NF = (first_NF * cos_NF - second_NF * sin_NF).to(COMPUTE)
+            score_NM = tl.dot(turned_NF, query_FM, input_precision="ieee")
+            query_FM = tl.load(query_ptrs + second_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+            turned_NF = (second_NF * cos_NF + first_NF * sin_NF).to(COMPUTE)
+            score_NM = tl.dot(turned_NF, query_FM, score_NM, input_precision="ieee")
+            _store_scores(
+                score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b,
+                mask_stride_q, scaling, softcap, QUERIES, GROUPS * ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _latent_scores(
+    query_ptr,
+    page_ptr,
+    tile_page_ptr,
+    tile_granules_ptr,
+    tile_rows_ptr,
+    position_ptr,
+    scale_ptr,
+    mask_ptr,
+    score_ptr,
+    slots,
+    capacity,
+    mask_stride_b,
+    mask_stride_q,
+    scaling,
+    softcap,
+    P: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr,
+    GRANULES: tl.constexpr,
+    BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    slot, first_row, b = tl.program_id(0), tl.program_id(1) * BLOCK_P, tl.program_id(2).to(tl.int64)
+    tile = b * slots + slot
+    rows = tl.load(tile_rows_ptr + tile)
+    if rows > 0:
+        n, y, row_P = tl.arange(0, TOKENS), tl.arange(0, PAGE_WIDTH), first_row + tl.arange(0, BLOCK_P)
+        is_row_N, is_row_P = n < rows, row_P < P
+        token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_row_N, other=0)
+        halves: tl.constexpr = 2 if BITS == 4 else 1
+        width: tl.constexpr = GRANULES * halves * PAGE_WIDTH
+        score_NP = tl.zeros((TOKENS, BLOCK_P), tl.float32)
+        query_sum_P = tl.zeros((BLOCK_P,), tl.float32)
+        for chunk in range(tl.load(tile_granules_ptr + tile) * halves):
+            page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
+            coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
+            query_ptrs = query_ptr + (b * P + row_P)[None, :] * width + (chunk * PAGE_WIDTH + y)[:, None]
+            query_YP = tl.load(query_ptrs, mask=is_row_P[None, :], other=0.0).to(COMPUTE)
+            score_NP = tl.dot(coef_NY, query_YP, score_NP, input_precision="ieee")
+            query_sum_P += tl.sum(query_YP.to(tl.float32), 0)
+        if BITS < 16:
+            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
+            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
+            score_NP = score_NP * step_N[:, None] + least_N[:, None] * query_sum_P[None, :]
+        _store_scores(
+            score_ptr, mask_ptr, score_NP, token_N, is_row_N, row_P, is_row_P, b, capacity, mask_stride_b,
+            mask_stride_q, scaling, softcap, QUERIES, P,
+        )  # fmt: skip
+
+
+def paged_scores(
+    query_BGMD: Tensor,
+    keys: PagedStore,
+    decoder_CC: Tensor,
+    *,
+    queries: int,
+    scaling: float,
+    rotation: RotaryTable | None,
+    place_BT: Tensor | None,
+    softcap: float | None,
+    mask_BQT: Tensor | None,
+) -> Tensor:
+    """Scores times log2 e of all rows by their place, (B, T, P) fp32; -inf where masked, undefined where no row is.
+
+    Arguments as in :func:`lowrank.ops.paged_attention.triton.paged_attention`; `query_BGMD` and `decoder_CC` are contiguous.
+    """
+    batch, groups, rows, head_dim = query_BGMD.shape
+    pool, total = keys.pool, groups * rows
+    page_width = pool.page_PNY.shape[2]
+    score_BTP = torch.empty(batch, keys.capacity, total, dtype=torch.float32, device=query_BGMD.device)
+    tables = (
+        keys.tile_page_BSK,
+        keys.tile_granules_BS,
+        keys.tile_rows_BS,
+        keys.tile_position_BSN,
+        keys.tile_scale_BSN2,
+    )
+    mask_strides = (0, 0) if mask_BQT is None else (sequence_stride(mask_BQT), mask_BQT.stride(1))
+    shared = {
+        "QUERIES": queries,
+        "TOKENS": pool.tokens,
+        "PAGE_WIDTH": page_width,
+        "GRANULES": keys.granules,
+        "BITS": 16 if pool.quantisation is None else pool.quantisation.bits,
+        "COMPUTE": computing_type(query_BGMD.dtype),
+    }
+    if rotation is None:
+        decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
+        latent_BGMC = (query_BGMD @ decoder_GDC).contiguous()
+        block_rows = min(64, block(total))
+        _latent_scores[keys.slots, triton.cdiv(total, block_rows), batch](
+            latent_BGMC, pool.page_PNY, *tables, mask_BQT, score_BTP, keys.slots, keys.capacity, *mask_strides, scaling,
+            softcap, P=total, BLOCK_P=block_rows, num_warps=8, num_stages=3, **shared,
+        )  # fmt: skip
+        return score_BTP
+    _rebuilt_scores[lambda chosen: (keys.slots, triton.cdiv(groups, chosen["GROUPS_EACH"]), batch)](
+        query_BGMD,
+        decoder_CC,
+        pool.page_PNY,
+        *tables,
+        rotation.cos_BTF,
+        rotation.sin_BTF,
+        place_BT,
+        mask_BQT,
+        score_BTP,
+        keys.slots,
+        keys.capacity,
+        sequence_stride(rotation.cos_BTF),
+        rotation.cos_BTF.stride(1),
+        0 if place_BT is None else sequence_stride(place_BT),
+        *mask_strides,
+        scaling,
+        softcap,
+        GROUPS=groups,
+        ROWS=rows,
+        HALF=head_dim // 2,
+        ROTARY_HALF=rotation.cos_BTF.shape[2],
+        BLOCK_M=block(rows),
+        BLOCK_F=block(head_dim // 2),
+        **shared,
+    )
+    return score_BTP

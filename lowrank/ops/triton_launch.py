@@ -1,0 +1,55 @@
+"""What all Triton kernels of the package agree on."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Whether kernels run in Triton's interpreter, on a CPU and one program at a time (TRITON_INTERPRET=1 at import).
+INTERPRETED: bool = triton.knobs.runtime.interpret
+# Scores are kept times log2(e), since the hardware's exponential has base 2.
+LOG2E = tl.constexpr(math.log2(math.e))
+# Programs for each multiprocessor that a split of the sequence aims at.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+MAX_SPLITS = 64
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def computing_type(dtype: torch.dtype) -> tl.dtype:
+    """The type operands have in a kernel's matrix products."""
+    # The interpreter computes wrongly in bf16.
+    return tl.float32 if INTERPRETED and dtype == torch.bfloat16 else _TYPES[dtype]
+
+
+def configs(*choices: triton.Config) -> list[triton.Config]:
+    """The choices to time on a GPU; the interpreter, where time means nothing, takes the first."""
+    return list(choices[:1] if INTERPRETED else choices)
+
+
+def block(size: int) -> int:
+    """The smallest block that holds `size` and that a matrix product takes."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def splits_of(blocks: int, beside: int, device: torch.device) -> int:
+    """Parts to cut a sequence of at most `blocks` blocks into, when `beside` programs run for each part.
+
+    Told by capacities alone, never by lengths, which only the device knows.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // beside)
+    return max(1, min(blocks, wanted, MAX_SPLITS))
+
+
+def sequence_stride(tensor: Tensor) -> int:
+    """From one sequence of a batch to the next; 0 where all share one."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+@triton.jit
+def capped(score, softcap):
+    """softcap · tanh(score / softcap) (Gemma 2, section 2)."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * score) + 1.0))
