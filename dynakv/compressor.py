@@ -61,7 +61,7 @@ class TokenCompressor(nn.Module):
         """
         if self.training:
             return self._train_on(states_BTC)
-        coef_BTC, rank_BT = self.encode(states_BTC)
+        coef_BTC, rank_BT = self._encode(states_BTC)
         hard = rank_BT.float().mean() / self.width
         self.rate = RetainRate(hard, hard, rank_BT)
         return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
@@ -84,33 +84,31 @@ class TokenCompressor(nn.Module):
         return rebuilt_BTC
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
+        """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8); a few tokens in compiled code where there is
+        some."""
+        states_NC = states_BTC.flatten(0, 1)
+        if self.config.gap == "soft_prefix" or not isinstance(self.gate, Gate) or not native.encodes(states_NC):
+            return self._encode(states_BTC)
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
-        if (
-            isinstance(self.gate, Gate)
-            and self.config.gap != "soft_prefix"
-            and native.encodes(states_BTC.flatten(0, 1))
-        ):
-            return self._encode_natively(states_BTC, basis_CC)
+        coef_NC, rank_N = native.encode(
+            states_NC,
+            basis_CC,
+            self.gate.input_scale,
+            self.gate.weight,
+            self.gate.bias,
+            threshold=self.config.threshold,
+            granularity=self.config.granularity,
+        )
+        return coef_NC.view_as(states_BTC), rank_N.view(states_BTC.shape[:2])
+
+    def _encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
         coef_BTC = states_BTC @ basis_CC
         if self.config.gap == "soft_prefix":
             cumulative_BTC = self.gate(coef_BTC)
             rank_BT = hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
-
-    def _encode_natively(self, states_BTC: Tensor, basis_CC: Tensor) -> tuple[Tensor, Tensor]:
-        gate, config = self.gate, self.config
-        coef_NC, rank_N = native.encode(
-            states_BTC.flatten(0, 1),
-            basis_CC,
-            gate.input_scale,
-            gate.weight,
-            gate.bias,
-            threshold=config.threshold,
-            granularity=config.granularity,
-        )
-        return coef_NC.view_as(states_BTC), rank_N.view(states_BTC.shape[:2])
 
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""

@@ -8,11 +8,15 @@ from methods import dynakv_model, spread_gates, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dynakv
+from dynakv.compressor import TokenCompressor
+from dynakv.config import DynaKVConfig
 from dynakv.gate import Gate, soft_mask
 from dynakv.objective import RateController, objective, retain_rates
 from dynakv.projection import Projection
 from lowrank.errors import UserError
 from lowrank.hf.loading import recompute_activations
+from lowrank.ops import native
+from lowrank.ops.native.library import library
 from lowrank.ranks import hard_rank
 
 
@@ -225,3 +229,23 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     assert cache.layers[0].sequences[0].key.dtype == torch.bfloat16
     difference = (torch.cat(steps, dim=1).float() - whole).abs()
     assert difference.mean() < 0.02 * whole.std()
+
+
+def test_compiled_encoding_is_that_of_the_modules():
+    """A few tokens on a CPU take compiled code into the cache; the ranks are the modules' own."""
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(0)
+    compressor = TokenCompressor(64, DynaKVConfig(granularity=4), "keys").eval()
+    with torch.no_grad():
+        compressor.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
+        compressor.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
+        compressor.gate.input_scale.uniform_(0.5, 2, generator=generator)
+    states = torch.randn(2, 8, 64, generator=generator)
+    assert native.encodes(states.flatten(0, 1))
+    with torch.no_grad():
+        coef, rank = compressor.encode(states)
+        plain_coef, plain_rank = compressor._encode(states)
+    torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
+    assert rank.tolist() == plain_rank.tolist()
+    assert rank.unique().numel() > 3
