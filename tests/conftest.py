@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowrank import paths
 
@@ -15,15 +15,6 @@ ROOT = Path(__file__).parent.parent
 
 # The tiny models' operations are far too small to be worth a second thread.
 torch.set_num_threads(1)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: i for i, character in enumerate(["<end>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from byte_tokenizer import byte_tokenizer
 from methods import METHODS, tiny_model
 from transformers import CompileConfig, GenerationConfig, StaticCache, TextIteratorStreamer, pipeline
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from byte_tokenizer import byte_tokenizer
 from families import FAMILIES
 from methods import METHODS
 from transformers import TextIteratorStreamer, pipeline

@@ -7,7 +7,7 @@ import lzma
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from byte_tokenizer import byte_tokenizer
 from families import BY_NAME
 from methods import calibration_moments, spread_gates
 from torch.utils.data import DataLoader
