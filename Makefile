@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -15,8 +16,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 install: $(INSTALLED) ## make .venv with everything the demo and the tests need
 
-test: $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## run the tests, WORKERS processes at a time
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 lint: $(INSTALLED) ## check style
 	$(BIN)/ruff check .

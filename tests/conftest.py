@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowrank import paths
@@ -84,8 +85,11 @@ def training_values(tiny_dir, text_file) -> dict:
 def demo_dir() -> Path:
     """The demo model, fetched on first use."""
     directory = paths.home() / "SmolLM2-135M-Instruct"
-    if not directory.is_dir():
-        subprocess.run([sys.executable, str(ROOT / "scripts/fetch_demo_assets.py")], check=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Tests run in several processes, of which one fetches.
+    with FileLock(directory.parent / "fetching.lock"):
+        if not directory.is_dir():
+            subprocess.run([sys.executable, str(ROOT / "scripts/fetch_demo_assets.py")], check=True)
     return directory
 
 
