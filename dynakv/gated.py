@@ -44,7 +44,9 @@ def gated_reconstruction(
         the rebuilt states, same shape and dtype; the mean soft mask, a scalar in fp32 (fp64 for fp64 states) that carries
         gradients; the mean share of coefficients the threshold keeps, which does not.
     """
-    return _GatedReconstruction.apply(states_BTC, basis_CC, decoder_CC, weight_CC, bias_C, truncation)
+    # Everything is in the states' dtype already; autocast would change that of the products alone.
+    with torch.autocast(states_BTC.device.type, enabled=False):
+        return _GatedReconstruction.apply(states_BTC, basis_CC, decoder_CC, weight_CC, bias_C, truncation)
 
 
 class _GatedReconstruction(torch.autograd.Function):

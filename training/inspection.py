@@ -67,6 +67,12 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     def record(gate: nn.Module, arguments: tuple, cumulative_BTC: Tensor) -> None:
         entropies[gate] = entropy(cumulative_BTC).mean()
 
+    def of_sides(read) -> Tensor:
+        return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
+
+    # Before the pass: a sharded model's parameters are released by its modules, one by one.
+    condition_L2 = of_sides(lambda side: torch.tensor(side.projection.condition()))
+    inversion_error_L2 = of_sides(lambda side: torch.tensor(side.projection.inversion_error()))
     gates = [side.gate for layer in layers for side in (layer.key, layer.value) if isinstance(side.gate, Gate)]
     hooks = [gate.register_forward_hook(record) for gate in gates]
     was_training = model.training
@@ -77,14 +83,11 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
         for hook in hooks:
             hook.remove()
 
-    def of_sides(read) -> Tensor:
-        return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
-
     found = Inspection(
         rate_L2T=of_sides(lambda side: side.rate.rank_BT[0] / side.width),
         entropy_L2=of_sides(lambda side: entropies[side.gate]) if entropies else None,
-        condition_L2=of_sides(lambda side: torch.tensor(side.projection.condition())),
-        inversion_error_L2=of_sides(lambda side: torch.tensor(side.projection.inversion_error())),
+        condition_L2=condition_L2,
+        inversion_error_L2=inversion_error_L2,
     )
     model.train(was_training)
     return found

@@ -49,10 +49,21 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
         mask[:, -1] = True
         options["mask_QT"] = mask
     if operation is compiled and (not low or rotated == "function"):
-        assert not compiled.serves(keys, options.get("rotation"), options.get("places"), options.get("mask_QT"))
+        assert not compiled.serves(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
         return
     actual = operation.lowrank_attention(query, keys, values, **options)
     assert actual.shape == query.shape
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def test_joint_keys_and_values_of_each_head():
+    """Keys and values that are cut into parts differently take the plain form."""
+    generator = torch.Generator().manual_seed(5)
+    keys = operands(60, 3, 5, joint=True, generator=generator)
+    values = operands(60, 3, 9, joint=False, generator=generator)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60)}
+    actual = lowrank_attention(query, keys, values, **options)
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 

@@ -38,7 +38,7 @@ def lowrank_attention(
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
     """
-    operation = compiled if compiled.serves(keys, rotation, places, mask_QT) else dense
+    operation = compiled if compiled.serves(keys, values, rotation, places, mask_QT) else dense
     return operation.lowrank_attention(
         query_HQD,
         keys,

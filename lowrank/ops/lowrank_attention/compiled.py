@@ -12,8 +12,13 @@ from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
 
 
-def serves(keys: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None) -> bool:
-    """Whether :func:`lowrank_attention` can attend over these tokens: where all parts hold the same ones."""
+def serves(
+    keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
+) -> bool:
+    """Whether :func:`lowrank_attention` can attend over these tokens: where all parts hold the same ones, and keys and values
+    have equally many parts."""
+    if keys.basis_PWR.shape[0] != values.basis_PWR.shape[0]:
+        return False
     is_shared = all(not isinstance(each, Tensor) or each.dim() == dims for each, dims in ((places, 1), (mask_QT, 2)))
     return keys.coef.length > 0 and is_shared and native.serves(keys.coef.dtype, keys.coef.device, rotation)
 
