@@ -15,8 +15,8 @@ from lowrank.ops.rotation import Places, Rotation
 def serves(
     keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
 ) -> bool:
-    """Whether :func:`lowrank_attention` can attend over these tokens: where all parts hold the same ones, and keys and values
-    have equally many parts."""
+    """Whether :func:`lowrank_attention` can attend over these tokens: where all parts hold the same ones, and keys have as
+    many parts as values."""
     if keys.basis_PWR.shape[0] != values.basis_PWR.shape[0]:
         return False
     is_shared = all(not isinstance(each, Tensor) or each.dim() == dims for each, dims in ((places, 1), (mask_QT, 2)))
