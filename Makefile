@@ -4,10 +4,10 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install test lint format demo assets clean
+.PHONY: help install test test-all lint format demo assets clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED) ## make .venv with everything the demo and the tests need
 
 test: $(INSTALLED) ## run the tests, WORKERS processes at a time
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+
+test-all: $(INSTALLED) ## run the slow tests, too
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 lint: $(INSTALLED) ## check style

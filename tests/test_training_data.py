@@ -47,7 +47,7 @@ def take(stream, count):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_order_is_the_same_under_any_processes_and_workers(texts, streaming, workers):
     whole = stream_of(texts, streaming=streaming).first(48)
     # Starting workers takes seconds.

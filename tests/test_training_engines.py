@@ -67,6 +67,7 @@ def test_zero_3(alone, sharded):
     assert rows(sharded)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_a_sharded_state(training_values, sharded, tmp_path):
     forget_second_half(sharded, tmp_path / "run")
     train_here(training_values, tmp_path / "run", resume=True, **SHORT)
@@ -75,6 +76,7 @@ def test_one_process_goes_on_from_a_sharded_state(training_values, sharded, tmp_
     assert summary(tmp_path / "run")["processes"] == 1
 
 
+@pytest.mark.slow
 def test_sharded_processes_go_on_exactly(training_values, sharded, tmp_path):
     forget_second_half(sharded, tmp_path / "run")
     launch("zero3", 2, training_values, tmp_path / "run", "--resume", **HALF)
@@ -83,6 +85,7 @@ def test_sharded_processes_go_on_exactly(training_values, sharded, tmp_path):
     assert (tmp_path / "run" / weights).read_bytes() == (sharded / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_zero_2_goes_on_from_one_process(training_values, alone, tmp_path):
     pytest.importorskip("deepspeed")
     forget_second_half(alone, tmp_path / "run")

@@ -67,6 +67,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(training_values, tmp_path, kind)
         assert file.read_bytes() == (tmp_path / "parts/full" / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_lora_under_zero_3_equals_plain(training_values, tmp_path):
     pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
