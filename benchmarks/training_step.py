@@ -50,9 +50,7 @@ def main(argv: list[str]) -> None:
 
     embeddings = plain.get_input_embeddings()(ids).detach().requires_grad_(True)
     parameters = [p for layer in dynakv.compressors(compressed).values() for p in layer.parameters()]
-    projections = [
-        side.projection.weight for layer in dynakv.compressors(compressed).values() for side in (layer.key, layer.value)
-    ]
+    projections = [side.projection.weight for side in dynakv.token_compressors(compressed)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-6)
 
     def learn() -> None:

@@ -4,7 +4,7 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 """
 
 from dynakv.attach import add_compressors, configure, detach, initialise_from_moments, open_gates, use_ragged_cache
-from dynakv.cache import DynaKVCache, compressors
+from dynakv.cache import DynaKVCache, compressors, token_compressors
 from dynakv.checkpoint import attach, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
 
@@ -22,4 +22,5 @@ __all__ = [
     "save_compressor",
     "save_full",
     "use_ragged_cache",
+    "token_compressors",
 ]

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from dynakv.compressor import LayerCompressor
+from dynakv.compressor import LayerCompressor, TokenCompressor
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.cache import LowRankCache
@@ -23,6 +23,11 @@ def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
             f"DynaKV checkpoint"
         )
     return found
+
+
+def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
+    """The compressors of keys and of values, layer by layer. Raises :class:`UserError` when the model has none."""
+    return [side for layer in compressors(model).values() for side in (layer.key, layer.value)]
 
 
 class DynaKVCache(LowRankCache):

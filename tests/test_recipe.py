@@ -29,7 +29,7 @@ def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def sides_of(model) -> list:
-    return [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
+    return dynakv.token_compressors(model)
 
 
 def test_the_teacher_is_the_stock_model():

@@ -62,7 +62,8 @@ def test_tensorboard_holds_scalars_and_the_heat_map(run, config_file, tmp_path):
     assert {"train/loss", "train/hard_rate", "train/alpha", "train/hard_rate_keys", "train/hard_rate_values"} <= set(
         tags["scalars"]
     )
-    assert "rate/layers_by_keys_values" in tags["images"]
+    maps = {"rate/layers_by_keys_values", "conditioning/layers_by_keys_values"}
+    assert set(tags["images"]) == maps | {"sentence/tokens", "sentence/layers_by_tokens"}
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(run, config_file, tmp_path):

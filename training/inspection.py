@@ -73,7 +73,7 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     # Before the pass: a sharded model's parameters are released by its modules, one by one.
     condition_L2 = of_sides(lambda side: torch.tensor(side.projection.condition()))
     inversion_error_L2 = of_sides(lambda side: torch.tensor(side.projection.inversion_error()))
-    gates = [side.gate for layer in layers for side in (layer.key, layer.value) if isinstance(side.gate, Gate)]
+    gates = [side.gate for side in dynakv.token_compressors(model) if isinstance(side.gate, Gate)]
     hooks = [gate.register_forward_hook(record) for gate in gates]
     was_training = model.training
     model.eval()

@@ -169,9 +169,8 @@ def _schedule(engine: Engine, step: int) -> None:
     # From the step alone, so that a resumed run draws what the uninterrupted one would have drawn.
     torch.manual_seed((config.seed * 1_000_003 + step) * engine.world + engine.accelerator.process_index)
     late = step >= config.straight_through_from * settings.steps
-    for layer in dynakv.compressors(engine.model).values():
-        for compressor in (layer.key, layer.value):
-            compressor.train_on_hard_mask = late and config.compressor.gap == "straight_through"
+    for compressor in dynakv.token_compressors(engine.model):
+        compressor.train_on_hard_mask = late and config.compressor.gap == "straight_through"
 
 
 def _settle_and_measure(

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.compressor import TokenCompressor
 from lowrank.allocation import waterfill_ranks
 
 
@@ -19,7 +18,7 @@ def draw_ranks(model: PreTrainedModel, seed: str) -> None:
         seed: the same for all processes, another for every step, so that a resumed run draws what it would have.
     """
     generator = random.Random(seed)
-    for side in _sides(model):
+    for side in dynakv.token_compressors(model):
         groups = math.ceil(side.width / side.config.granularity)
         side.gate.drawn = min(side.width, side.config.granularity * generator.randint(1, groups))
 
@@ -35,12 +34,8 @@ def allocate_ranks(model: PreTrainedModel, rate: float) -> float:
         model: attached, with ``truncation: nested``.
         rate: share of all coefficients to keep, in (0, 1].
     """
-    sides = _sides(model)
+    sides = dynakv.token_compressors(model)
     energies = [side.gate.energies().cpu() for side in sides]
     for side, rank in zip(sides, waterfill_ranks([e / e.sum() for e in energies], rate), strict=True):
         side.gate.rank.fill_(rank)
     return sum(int(side.gate.rank) for side in sides) / sum(side.width for side in sides)
-
-
-def _sides(model: PreTrainedModel) -> list[TokenCompressor]:
-    return [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]

@@ -40,7 +40,7 @@ def settle_threshold(
         ``threshold`` and the ``hard_rate`` it gives on the blocks; at a bound of the search, or held up by the floor, that
         is not the target.
     """
-    sides = [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
+    sides = dynakv.token_compressors(model)
     threshold_K = torch.arange(LOWEST, HIGHEST + _STEP / 2, _STEP)
     for _ in range(2):
         rate_SK = _rates(model, blocks_NT, threshold_K)
@@ -60,7 +60,7 @@ def settle_threshold(
 
 def _rates(model: PreTrainedModel, blocks_NT: Tensor, threshold_K: Tensor) -> Tensor:
     """Mean hard rate of every side at every threshold, (S, K) fp64, from one pass at the present one."""
-    sides = [side for layer in dynakv.compressors(model).values() for side in (layer.key, layer.value)]
+    sides = dynakv.token_compressors(model)
     granularity, width = sides[0].config.granularity, sides[0].width
     kept = {side.gate: torch.zeros(len(threshold_K), dtype=torch.float64) for side in sides}
 

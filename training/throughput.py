@@ -30,10 +30,9 @@ def model_flops(model: PreTrainedModel, length: int) -> float:
     looked_up = {model.get_input_embeddings().weight} - {model.get_output_embeddings().weight}
     weights = [p for p in model.parameters() if _size(p)[1] >= 2 and not any(p is table for table in looked_up)]
     products = sum(_size(p)[0] * (6 if p.requires_grad else 4) for p in weights)
-    for layer in dynakv.compressors(model).values():
-        for side in (layer.key, layer.value):
-            if side.config.inverse != "decoupled":
-                products += 6 * side.width**2  # V, which is no parameter of its own
+    for side in dynakv.token_compressors(model):
+        if side.config.inverse != "decoupled":
+            products += 6 * side.width**2  # V, which is no parameter of its own
     attention = 6 * length * config.num_attention_heads * geometry.head_dim * config.num_hidden_layers
     return float(products + attention)
 

@@ -18,12 +18,11 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
     """
     model.requires_grad_(config.trainable == FULL)
     groups: dict[str, list[nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
-    for layer in dynakv.compressors(model).values():
-        layer.requires_grad_(True)
-        for compressor in (layer.key, layer.value):
-            groups["projection"] += compressor.projection.parameters()
-            for name, parameter in compressor.gate.named_parameters():
-                groups["gate_bias" if name == "bias" else "gate"].append(parameter)
+    for compressor in dynakv.token_compressors(model):
+        compressor.requires_grad_(True)
+        groups["projection"] += compressor.projection.parameters()
+        for name, parameter in compressor.gate.named_parameters():
+            groups["gate_bias" if name == "bias" else "gate"].append(parameter)
     if config.trainable == LORA:
         _add_adapters(model, config.lora, config.seed)
     named = {id(parameter) for parameters in groups.values() for parameter in parameters}

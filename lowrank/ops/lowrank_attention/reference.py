@@ -23,7 +23,7 @@ def lowrank_attention(
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
 
-    Arguments and result as in :func:`lowrank.ops.lowrank_attention.dense.lowrank_attention`.
+    Arguments and result as in :func:`lowrank.ops.lowrank_attention.lowrank_attention`.
     """
 
     def rebuild(operands: Operands) -> Tensor:

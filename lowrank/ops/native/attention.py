@@ -18,6 +18,7 @@ from lowrank.ops.rotation import Rotation
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
+_MAX_PAIRS = 512  # as in attend.c
 
 
 class Piece(NamedTuple):
@@ -34,8 +35,9 @@ class Piece(NamedTuple):
 
 
 def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
-    """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at all."""
-    rotates_pairs = rotation is None or rotation.angle_TF is not None
+    """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs (of which its tables hold
+    so many) or not at all."""
+    rotates_pairs = rotation is None or (rotation.angle_TF is not None and rotation.angle_TF.shape[1] <= _MAX_PAIRS)
     return device.type == "cpu" and dtype in _KINDS and rotates_pairs and library() is not None
 
 

@@ -25,7 +25,7 @@ def ragged_attention(
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
 
-    Arguments and result as in :func:`lowrank.ops.ragged_attention.bucketed.ragged_attention`.
+    Arguments and result as in :func:`lowrank.ops.ragged_attention.ragged_attention`.
     """
     heads, _, head_dim = query_HQD.shape
     width = key_decoder_CC.shape[1]
