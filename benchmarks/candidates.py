@@ -13,7 +13,8 @@ import dynakv
 from benchmarks.harness import check_close
 from dynakv.checkpoint import read_config
 from lowrank.errors import UserError
-from lowrank.hf.loading import DTYPES, check_length, load_model
+from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.text import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
@@ -34,6 +35,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
+    parser.add_argument("--text", metavar="FILE", help="what the context is filled with [default: random tokens]")
     parser.add_argument("--json", metavar="FILE", help="where to write the rows")
     return parser
 
@@ -67,8 +69,17 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     return found
 
 
+def context_ids(arguments: argparse.Namespace, model: PreTrainedModel) -> Tensor:
+    """The context's token ids, (1, T) int64. A learned compressor keeps more of random tokens than of text."""
+    if not arguments.text:
+        return random_ids(model, arguments.context)
+    documents = load_documents(arguments.text, subset=None, split="test", text_field="text")
+    ids_NT = blocks(documents, load_tokenizer(model.config._name_or_path), arguments.context, 1)
+    return ids_NT.to(model.device)
+
+
 def random_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Random tokens: only speed is measured."""
+    """(1, T) int64, the same for every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(10, model.config.vocab_size, (1, length), generator=generator).to(model.device)
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks.generate_e2e --checkpoint runs/demo/checkpoint --bases bases/demo --context 4096 --json out.json
 
-The text is random tokens: only speed is measured. Before timing, every compressed step is checked. At least one update
+Only speed is measured, on random tokens or on --text. Before timing, every compressed step is checked. At least one update
 period of OjaKV is timed, so that its updates are in the mean.
 """
 
 import torch
 
-from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, prefill, random_ids
+from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
@@ -23,8 +23,7 @@ def main(argv: list[str]) -> None:
     warmup = 2
     found = candidates(arguments, arguments.context + arguments.tokens + warmup)
     caches = {
-        name: prefill(model, random_ids(model, arguments.context), make_cache())
-        for name, (model, make_cache) in found.items()
+        name: prefill(model, context_ids(arguments, model), make_cache()) for name, (model, make_cache) in found.items()
     }
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name]) for name, (model, _) in found.items()}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.prefill --bases bases/demo --model MODEL --context 4096 --json out.json
 
-The text is random tokens: only speed is measured. Before timing, every compressed cache is checked.
+Only speed is measured, on random tokens or on --text. Before timing, every compressed cache is checked.
 """
 
-from benchmarks.candidates import DYNAMIC, argument_parser, candidates, prefill, random_ids
+from benchmarks.candidates import DYNAMIC, argument_parser, candidates, context_ids, prefill
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 
@@ -18,9 +18,7 @@ def main(argv: list[str]) -> None:
 
     found = candidates(arguments, arguments.context)
     calls = {
-        name: lambda model=model, make_cache=make_cache: prefill(
-            model, random_ids(model, arguments.context), make_cache()
-        )
+        name: lambda model=model, make_cache=make_cache: prefill(model, context_ids(arguments, model), make_cache())
         for name, (model, make_cache) in found.items()
     }
     ms = interleaved_ms(calls, repeats=arguments.repeats)

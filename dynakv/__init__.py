@@ -5,7 +5,7 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 
 from dynakv.attach import add_compressors, configure, detach, initialise_from_moments, open_gates, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors, token_compressors
-from dynakv.checkpoint import attach, save_compressor, save_full
+from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
 
 __all__ = [
@@ -17,10 +17,11 @@ __all__ = [
     "compressors",
     "configure",
     "detach",
+    "initialise_from_checkpoint",
     "initialise_from_moments",
     "open_gates",
     "save_compressor",
     "save_full",
-    "use_ragged_cache",
     "token_compressors",
+    "use_ragged_cache",
 ]

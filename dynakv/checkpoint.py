@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, use_ragged_cache
 from dynakv.cache import compressors
-from dynakv.config import METHOD, DynaKVConfig
+from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank.atomic import new_directory
 from lowrank.config import build, to_dict
 from lowrank.errors import UserError
@@ -131,6 +131,27 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     add_compressors(model, settings)
     load_state(model, state, str(directory))
     return use_ragged_cache(model)
+
+
+def initialise_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:
+    """Fill the compressors of `model`, as :func:`add_compressors` left them, with those of a checkpoint, to train on.
+
+    What the checkpoint's settings say of serving, its settled threshold among it, is not taken over.
+
+    Raises:
+        UserError: the checkpoint is damaged, was made for a model of another shape, or for another `inverse` or
+            `truncation`. The model is then unchanged.
+    """
+    config, settings = read_config(directory), settings_of(model)
+    geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
+    for key in WEIGHTS_DEPEND_ON:
+        trained, wanted = getattr(config.compressor, key), getattr(settings, key)
+        if trained != wanted:
+            raise UserError(
+                f"`compressor.{key}` is {wanted!r}, and the checkpoint `{directory}` was trained with {trained!r}; set "
+                f"`compressor.{key}` to that, or start without `initial_checkpoint`"
+            )
+    load_state(model, read_state(Path(directory) / WEIGHTS), str(directory))
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

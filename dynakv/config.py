@@ -15,6 +15,9 @@ INVERSES = ("exact", "orthogonal", "decoupled")
 TRUNCATIONS = ("gate", "nested")
 
 
+WEIGHTS_DEPEND_ON = ("inverse", "truncation")  # what a compressor cannot be made to do after its training
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynaKVConfig:
     """How tokens are projected, gated and truncated (DynaKV, section 3)."""
@@ -71,7 +74,7 @@ class DynaKVConfig:
         Raises:
             UserError: an unknown key, a value out of range, or what the weights were trained for.
         """
-        for key in ("inverse", "truncation"):
+        for key in WEIGHTS_DEPEND_ON:
             if key in overrides:
                 raise UserError(f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}")
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")

@@ -63,8 +63,8 @@ class RateController:
     """Holds a target hard retain rate by a dual update of α.
 
     α is the price of the constraint "hard rate ≤ goal", so it rises while the rate is above the goal and falls while it is
-    below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from 1 to the target over
-    the first `ramp` of the run. Gates answer a change of price only after many steps, so a pure integral (P = 0, plain
+    below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from the first rate seen
+    (1 for a run that starts from a PCA, less for one that trains on) to the target over the first `ramp` of the run. Gates answer a change of price only after many steps, so a pure integral (P = 0, plain
     dual ascent) swings by orders of magnitude; the proportional term answers at once and lets the integral be slow.
     Without a target α stays what it was (the paper).
 
@@ -77,20 +77,23 @@ class RateController:
 
     def __init__(self, alpha: float, *, target: float | None, gain: float, ramp: float):
         self.start, self.alpha, self.target, self.gain, self.ramp = alpha, alpha, target, gain, ramp
-        self.sum = 0.0
+        self.sum, self.first = 0.0, None
 
     def update(self, hard_rate: float, progress: float) -> None:
         """One step, `progress` in [0, 1] through the run."""
         if self.target is None:
             return
-        goal = 1 - (1 - self.target) * min(1.0, progress / self.ramp) if self.ramp else self.target
+        if self.first is None:
+            self.first = hard_rate
+        way = min(1.0, progress / self.ramp) if self.ramp else 1.0
+        goal = self.first + (self.target - self.first) * way
         error = hard_rate - goal
         self.sum += error / 40
         self.alpha = self.start * math.exp(self.gain * (error + self.sum))
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, float | None]:
         """What a resumed run needs to go on exactly."""
-        return {"alpha": self.alpha, "sum": self.sum}
+        return {"alpha": self.alpha, "sum": self.sum, "first": self.first}
 
-    def load(self, state: dict[str, float]) -> None:
-        self.alpha, self.sum = state["alpha"], state["sum"]
+    def load(self, state: dict[str, float | None]) -> None:
+        self.alpha, self.sum, self.first = state["alpha"], state["sum"], state["first"]

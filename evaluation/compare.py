@@ -19,7 +19,7 @@ from lowrank.config import option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
-from lowrank.text import CalibrationText, blocks, load_documents
+from lowrank.text import CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig
 from ojakv.budget import plan_for_bytes
 
@@ -33,7 +33,14 @@ class TextConfig:
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("test", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")
+    heldout_share: float = option(
+        0.0,
+        help="measure only the documents that training with this `dataset.heldout_share` leaves out; 0 measures all",
+    )
     optional: bool = option(False, help="leave the text out, with a notice, where the local file does not exist")
+
+    def __post_init__(self):
+        require(0 <= self.heldout_share <= 1, "texts.heldout_share", self.heldout_share, "between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,8 +234,9 @@ def _named(method: str, storage: str) -> str:
     return method if storage == "model" else f"{method} {storage}"
 
 
-def _documents(text: TextConfig):
-    return load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
+def _documents(text: TextConfig) -> Documents:
+    rows = load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
+    return hold_out(rows, text.heldout_share)[1] if text.heldout_share else rows
 
 
 def _is_there(text: TextConfig) -> bool:

@@ -2,6 +2,7 @@
 
 Every point is a training run of its own in `points/`, started by the training command, so that it may be launched on many
 processes; its rows are written beside it when it is measured. A sweep that is started again goes on with what is missing.
+In a staged sweep each point trains on from the one before it: what learned to keep half learns to keep less sooner than a PCA.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
-POINT, ROWS = "point.json", "rows.json"
+POINT, ROWS, CHECKPOINT = "point.json", "rows.json", "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,11 @@ class SweepConfig:
     train: str = option(help="YAML file of the training run")
     targets: list[float] = option([], help="hard retain rates to train for, e.g. 0.5,0.3,0.2")
     alphas: list[float] = option([], help="prices to hold fixed (paper), e.g. 1,4,16")
+    staged: bool = option(
+        False,
+        help="train each point of a recipe on from the one before it, in the order given, rather than each from the PCA; "
+        "a point's tokens then add up",
+    )
     variants: list[Variant] = option([], help="recipes to compare; by default the training run's own, as `dynakv`")
     launch: list[str] = option(
         [], help="what starts training, e.g. accelerate,launch,--config_file,FILE; by default this Python, one process"
@@ -69,11 +75,12 @@ class SweepConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One training run of a sweep."""
+    """One training run of a sweep; `after` names the one it trains on from, None where it starts from the calibration."""
 
     variant: str
     name: str
     arguments: list[str]
+    after: str | None
 
 
 def points(config: SweepConfig) -> list[Point]:
@@ -82,11 +89,16 @@ def points(config: SweepConfig) -> list[Point]:
         *((f"target-{rate:g}", ["--rate.target_retain_rate", f"{rate:g}"]) for rate in config.targets),
         *((f"alpha-{a:g}", ["--rate.target_retain_rate", "null", "--rate.alpha", f"{a:g}"]) for a in config.alphas),
     ]
-    return [
-        Point(variant=variant.label, name=f"{variant.label}-{name}", arguments=[*variant.arguments, *arguments])
-        for variant in config.variants or [Variant(label="dynakv")]
-        for name, arguments in settings
-    ]
+    found = []
+    for variant in config.variants or [Variant(label="dynakv")]:
+        after = None
+        for name, arguments in settings:
+            name = f"{variant.label}-{name}"
+            found.append(
+                Point(variant=variant.label, name=name, arguments=[*variant.arguments, *arguments], after=after)
+            )
+            after = name if config.staged else None
+    return found
 
 
 def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[str, list[Row]]:
@@ -116,7 +128,10 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     name = Path(name).name if Path(name).is_dir() else name
     for point in points(config):
         directory = output / POINTS / point.name
-        arguments = ["--config", config.train, *point.arguments, "--calibration.bases", str(bases)]
+        start = ["--calibration.bases", str(bases)]
+        if point.after is not None:
+            start = ["--initial_checkpoint", str(output / POINTS / point.after / CHECKPOINT)]
+        arguments = ["--config", config.train, *point.arguments, *start]
         _check_same(directory / POINT, {"arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*command, *arguments])
@@ -139,7 +154,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
 
 def _train(directory: Path, command: list[str]) -> Path:
     """Train in `directory`, from the newest state there if any; returns the checkpoint."""
-    checkpoint, states = directory / "checkpoint", directory / "states"
+    checkpoint, states = directory / CHECKPOINT, directory / "states"
     if not checkpoint.exists():
         resume = ["--resume"] if states.is_dir() and any(states.glob("step-*")) else []
         done = subprocess.run([*command, "--output", str(directory), *resume], check=False)

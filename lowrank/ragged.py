@@ -5,6 +5,7 @@ Shapes: N rows of one bucket, T rows of the sequence, C width, R rank of a bucke
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,46 @@ from lowrank.quantise import Quantisation
 
 @dataclasses.dataclass
 class Bucket:
-    """All rows of one rank, in order of position."""
+    """All rows of one rank, in order of position; changed by its own methods alone.
+
+    Attributes:
+        memo: whatever a reader has worked out about the rows; forgotten when they change. A decoded token changes one bucket
+            of many, and looking at all of them anew would take longer than attending to a short text.
+    """
 
     coef: Coefficients
     position_N: GrowingTensor
+    memo: Any = None
 
     def append(self, coef_NR: Tensor, position_N: Tensor, *, exact: bool) -> None:
+        self.memo = None
         self.coef.append(coef_NR, exact=exact)
         self.position_N.append(position_N, exact=exact)
+
+    def crop(self, count: int) -> None:
+        """Keep the first `count` rows."""
+        self.memo = None
+        self.coef.crop(count)
+        self.position_N.crop(count)
+
+    def keep(self, row_N: Tensor, position_N: Tensor) -> None:
+        """Keep the rows at `row_N`, which are then at `position_N`."""
+        self.memo = None
+        self.coef.keep(row_N)
+        self.position_N = GrowingTensor(position_N)
+
+    def trim(self) -> None:
+        """Give back all room to grow."""
+        self.memo = None
+        self.coef.reserve(self.coef.length)
+        self.position_N.reserve(self.position_N.length)
+
+    def widen_index(self, dtype: torch.dtype) -> None:
+        self.memo = None
+        self.position_N.to(dtype)
+
+    def clone(self) -> "Bucket":
+        return Bucket(self.coef.clone(), self.position_N.clone())
 
 
 class RaggedStore:
@@ -109,9 +142,7 @@ class RaggedStore:
             raise ValueError(f"`length` must be in 0..{self.length}, got {length}")
         for bucket in self._buckets.values():
             # Positions rise within a bucket, so what goes is a suffix.
-            kept = int((bucket.position_N.rows < length).sum())
-            bucket.coef.crop(kept)
-            bucket.position_N.crop(kept)
+            bucket.crop(int((bucket.position_N.rows < length).sum()))
         self.length = length
 
     def keep(self, row_N: Tensor) -> None:
@@ -121,22 +152,20 @@ class RaggedStore:
         for bucket in self._buckets.values():
             new_N = new_T[bucket.position_N.rows.long()]
             stays_N = torch.nonzero(new_N >= 0).flatten()
-            bucket.coef.keep(stays_N)
-            bucket.position_N = GrowingTensor(new_N[stays_N].to(self.index_dtype))
+            bucket.keep(stays_N, new_N[stays_N].to(self.index_dtype))
         self.length = len(row_N)
 
     def trim(self) -> None:
         """Give back all room to grow."""
         for bucket in self._buckets.values():
-            bucket.coef.reserve(bucket.coef.length)
-            bucket.position_N.reserve(bucket.position_N.length)
+            bucket.trim()
 
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""
         copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)
         copy.index_dtype, copy.length = self.index_dtype, self.length
         for rank, bucket in self._buckets.items():
-            copy._buckets[rank] = Bucket(bucket.coef.clone(), bucket.position_N.clone())
+            copy._buckets[rank] = bucket.clone()
         return copy
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -161,4 +190,4 @@ class RaggedStore:
         if self.index_dtype == torch.int16 and length > torch.iinfo(torch.int16).max:
             self.index_dtype = torch.int32
             for bucket in self._buckets.values():
-                bucket.position_N.to(torch.int32)
+                bucket.widen_index(torch.int32)

@@ -110,11 +110,15 @@ class CalibrationText:
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("train", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")
+    heldout_share: float = option(
+        0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
+    )
     tokens: int = option(8192, help="how much of it", unit="tokens")
     length: int = option(1024, help="length of a block", unit="tokens")
 
     def __post_init__(self):
         require(bool(self.name), "name", self.name, "at least one text")
+        require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")
         require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
         require(self.length >= 1, "length", self.length, "at least 1")
 
@@ -125,6 +129,8 @@ class CalibrationText:
 
         def of(name: str) -> Tensor:
             rows = load_documents(name, subset=self.subset, split=self.split, text_field=self.text_field)
+            if self.heldout_share:
+                rows = hold_out(rows, self.heldout_share)[0]
             return blocks(rows, tokenizer, length, count)
 
         return torch.cat([of(name) for name in self.name])

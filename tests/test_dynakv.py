@@ -163,6 +163,16 @@ def test_controller_settles_at_the_target():
     assert rate == pytest.approx(0.3, abs=0.01)
 
 
+def test_a_controller_goes_on_from_the_rate_it_finds():
+    # The same plant at rest at half of the coefficients: asked for 0.3, it need not first open again.
+    controller, rate = RateController(1.0, target=0.3, gain=20.0, ramp=0.5), 0.5
+    for step in range(400):
+        rate += 0.2 * (1 / (1 + controller.alpha) - rate)
+        controller.update(rate, step / 400)
+        assert rate < 0.51
+    assert rate == pytest.approx(0.3, abs=0.01)
+
+
 def test_without_a_target_alpha_is_fixed():
     controller = RateController(4.0, target=None, gain=20.0, ramp=0.5)
     controller.update(0.9, 1.0)

@@ -1,5 +1,6 @@
 """What the training loop minimises and how ranks are chosen: distillation, nested ranks, floors, targets, decoders."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,12 +8,16 @@ import pytest
 import torch
 import yaml
 from methods import calibration_moments, dynakv_model, spread_gates, tiny_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dynakv
 from dynakv.gate import Gate, entropy
 from dynakv.objective import RetainRates, objective, retain_rates
+from evaluation.compare import TextConfig
+from evaluation.sweep import SweepConfig, Variant, points
 from lowrank.errors import UserError
+from lowrank.text import CalibrationText
 from training.distillation import summed_divergence, teacher_logits, uncompressed
 from training.heldout import measure
 from training.inspection import inspect
@@ -28,10 +33,6 @@ def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sides_of(model) -> list:
-    return dynakv.token_compressors(model)
-
-
 def test_the_teacher_is_the_stock_model():
     ids = token_ids(2, 20)
     stock = tiny_model()(ids, use_cache=False).logits
@@ -41,7 +42,7 @@ def test_the_teacher_is_the_stock_model():
     parameters = list(model.parameters())
     torch.testing.assert_close(teacher_logits(model, {"input_ids": ids}), stock)
     assert model.training
-    assert all(side.training for side in sides_of(model))
+    assert all(side.training for side in dynakv.token_compressors(model))
     assert not torch.allclose(model(ids, use_cache=False).logits, stock, atol=1e-2), "compressed again afterwards"
     assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in parameters]
     with pytest.raises(RuntimeError, match="inside"), uncompressed(model):
@@ -68,13 +69,13 @@ def test_nested_ranks_are_drawn_apart_and_again_from_the_seed():
     seen = set()
     for number in range(40):
         draw_ranks(model, f"0 {number}")
-        drawn = [side.gate.drawn for side in sides_of(model)]
+        drawn = [side.gate.drawn for side in dynakv.token_compressors(model)]
         seen |= set(drawn)
         model(ids, use_cache=False)
         assert retain_rates(model).hard_L2.flatten().tolist() == pytest.approx([rank / 32 for rank in drawn])
     assert seen == {6, 12, 18, 24, 30, 32}
     draw_ranks(model, "0 39")
-    assert [side.gate.drawn for side in sides_of(model)] == drawn
+    assert [side.gate.drawn for side in dynakv.token_compressors(model)] == drawn
     assert len(set(drawn)) > 1
 
 
@@ -85,14 +86,16 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
     draw_ranks(model, "0 1")
     ids = token_ids(2, 20)
     objective(model(ids, labels=ids).loss, retain_rates(model), 1.0).backward()
-    for side in sides_of(model):
+    for side in dynakv.token_compressors(model):
         [(name, parameter)] = side.named_parameters()
         assert name == "projection.weight"
         assert parameter.grad.abs().sum() > 0
     assert allocate_ranks(model, 0.4) == pytest.approx(0.4, abs=0.01)
     model.eval()
     assert measure(model, ids)["hard_rate"] == pytest.approx(0.4, abs=0.01)
-    assert len({int(side.gate.rank) for side in sides_of(model)}) > 1, "water-filling, not one rank for all"
+    assert len({int(side.gate.rank) for side in dynakv.token_compressors(model)}) > 1, (
+        "water-filling, not one rank for all"
+    )
     dynakv.save_compressor(model, tmp_path / "c")
     loaded = dynakv.attach(tiny_model(), tmp_path / "c")
     with torch.no_grad():
@@ -109,7 +112,7 @@ def test_a_decoupled_decoder_is_saved_loaded_and_served(tmp_path):
     dynakv_model(coupled, 0.5)
     ids = token_ids(2, 24)
     torch.testing.assert_close(model(ids).logits, coupled(ids).logits, atol=1e-4, rtol=0)
-    for side in sides_of(model):
+    for side in dynakv.token_compressors(model):
         side.projection.decoder.mul_(1.3)
     changed = model(ids).logits
     assert not torch.allclose(changed, coupled(ids).logits, atol=1e-2), "the cached matrices must follow the decoder"
@@ -121,9 +124,9 @@ def test_a_decoupled_decoder_is_saved_loaded_and_served(tmp_path):
     with pytest.raises(UserError, match="`inverse` cannot be overridden.*decoupled"):
         dynakv.attach(tiny_model(), tmp_path / "c", inverse="exact")
     # Nothing is inverted, so a singular U is not an error; what is not finite is.
-    sides_of(model)[3].projection.weight[0] = 0
+    dynakv.token_compressors(model)[3].projection.weight[0] = 0
     model(ids)
-    sides_of(model)[3].projection.decoder[0, 0] = torch.nan
+    dynakv.token_compressors(model)[3].projection.decoder[0, 0] = torch.nan
     with pytest.raises(UserError, match="layer 1 values.*NaN"):
         model(ids)
 
@@ -132,8 +135,8 @@ def test_conditioning_is_reported():
     model = tiny_model()
     dynakv_model(model, 0.4)
     with torch.no_grad():
-        sides_of(model)[1].projection.weight[:, 0] *= 5
-        sides_of(model)[2].gate.open()
+        dynakv.token_compressors(model)[1].projection.weight[:, 0] *= 5
+        dynakv.token_compressors(model)[2].gate.open()
     model.train()
     found = inspect(model, token_ids(12))
     assert model.training
@@ -171,7 +174,7 @@ def test_no_layer_is_pushed_below_its_floor():
         dynakv_model(model, 1)
         dynakv.initialise_from_moments(model, moments)
         model.train()
-        optimizer = torch.optim.Adam([side.gate.bias for side in sides_of(model)], lr=0.1)
+        optimizer = torch.optim.Adam([side.gate.bias for side in dynakv.token_compressors(model)], lr=0.1)
         ids = token_ids(2, 32)
         for step in range(120):
             optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 120)
@@ -191,7 +194,7 @@ def test_no_layer_is_pushed_below_its_floor():
 def test_settling_meets_the_target_on_other_text(target, granularity):
     model = tiny_model(num_key_value_heads=4)
     dynakv_model(model, 0.4, granularity=granularity)
-    for index, side in enumerate(sides_of(model)):
+    for index, side in enumerate(dynakv.token_compressors(model)):
         # As training leaves them: masks that fall about the target, differently from layer to layer and token to token.
         middle = 64 * (1 - target) + 4 * (index % 3)
         side.gate.weight.data.mul_(0.2)
@@ -226,7 +229,7 @@ def test_model_flops_are_counted():
     model = tiny_model()
     dynakv_model(model, 0.4)
     model.requires_grad_(False)
-    for side in sides_of(model):
+    for side in dynakv.token_compressors(model):
         side.requires_grad_(True)
     # 3 layers: q, o 64², k, v 64·32, gate, up, down 64·96; head 97·64; frozen, so 4 operations for each.
     backbone = 4 * (3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 97 * 64)
@@ -333,6 +336,50 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, config_file, t
     refused = run("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1", check=False)
     assert refused.returncode == 2
     assert "begun with other settings" in refused.stderr
+
+
+def test_a_run_trains_on_from_a_checkpoint(run, config_file, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run("train_dynakv.py", "--config", config_file, "--output", first)
+    learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
+    start = ("--initial_checkpoint", first / "checkpoint")
+    run("train_dynakv.py", "--config", config_file, "--output", second, *start, *learned_nothing)
+    weights = [load_file(output / "checkpoint/compressor.safetensors") for output in (first, second)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+    for argument, message in {
+        "--compressor.inverse=orthogonal": "`compressor.inverse` is 'orthogonal', and the checkpoint",
+        "--calibration.bases=somewhere": "`initial_checkpoint` must be null where `calibration.bases` is given",
+    }.items():
+        refused = ("train_dynakv.py", "--config", config_file, "--output", tmp_path / "third", *start, argument)
+        done = run(*refused, check=False)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.split())
+        assert not (tmp_path / "third/checkpoint").exists()
+
+
+def test_points_of_a_staged_sweep_train_on_from_each_other():
+    texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
+    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
+    config = SweepConfig(
+        train="x.yaml",
+        targets=[0.5, 0.3],
+        alphas=[4],
+        staged=True,
+        variants=recipes,
+        texts=texts,
+        calibration=calibration,
+    )
+    assert [(point.name, point.after) for point in points(config)] == [
+        ("exact-target-0.5", None),
+        ("exact-target-0.3", "exact-target-0.5"),
+        ("exact-alpha-4", "exact-target-0.3"),
+        ("other-target-0.5", None),
+        ("other-target-0.3", "other-target-0.5"),
+        ("other-alpha-4", "other-target-0.3"),
+    ]
+    assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 import dynakv
 from dynakv import DynaKVConfig
+from evaluation.compare import TextConfig, read_texts
 from lowrank.errors import UserError
-from lowrank.text import blocks, hold_out, load_documents
+from lowrank.text import CalibrationText, blocks, hold_out, load_documents
 from training.data import TrainingBlocks
 
 LENGTH = 48
@@ -139,6 +140,17 @@ def test_what_is_held_out_is_never_trained_on(texts, streaming):
     seen = "".join(tokenizer.decode(ids) for ids in stream_of(texts, streaming=streaming, share=0.3).first(120))
     assert all(word in seen for word in kept)
     assert not any(word in seen for word in held)
+
+
+def test_what_is_measured_and_what_is_calibrated_on_share_no_document(texts):
+    tokenizer, path = byte_tokenizer(), str(texts / "a.jsonl")
+    kept, held = ({row["text"].split()[0] for row in side} for side in hold_out(load(texts / "a.jsonl"), 0.3))
+    calibrated = CalibrationText(name=[path], heldout_share=0.3, tokens=100_000, length=16).blocks(tokenizer)
+    measured = read_texts([TextConfig(label="text", name=path, heldout_share=0.3)], tokenizer, 16, 100_000)["text"]
+    for blocks_NT, inside, outside in ((calibrated, kept, held), (measured, held, kept)):
+        seen = tokenizer.decode(blocks_NT.flatten().tolist())
+        assert sum(word in seen for word in inside) >= len(inside) - 1, "all but what the last block's end cuts off"
+        assert not any(word in seen for word in outside)
 
 
 def test_files_of_every_kind_are_read(tmp_path):

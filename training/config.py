@@ -88,7 +88,7 @@ class RateConfig:
         0.0,
         help="hard rate below which no layer's keys or values are pushed, neither by α nor by settling τ; 0 has none",
     )
-    ramp: float = option(0.4, help="share of the run over which the goal falls from 1 to the target")
+    ramp: float = option(0.4, help="share of the run over which the goal falls from the first hard rate to the target")
     settle: bool = option(
         True, help="after training, move the threshold τ so that unseen training text has just the target rate"
     )
@@ -201,6 +201,9 @@ class TrainConfig:
     dtype: str = option(
         "float32", help="the model computes in; whatever is trained is held and updated in float32", choices=DTYPES
     )
+    initial_checkpoint: str | None = option(
+        None, help="compressor checkpoint of an earlier run to train on, in place of starting from a PCA"
+    )
     trainable: str = option(
         "compressor",
         help="beside the compressor: nothing, LoRA adapters on the attention's projections, or the whole backbone (the "
@@ -236,6 +239,12 @@ class TrainConfig:
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         for key in ("checkpoint_every", "heldout_blocks"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(
+            self.initial_checkpoint is None or self.calibration.bases is None,
+            "initial_checkpoint",
+            self.initial_checkpoint,
+            "null where `calibration.bases` is given: a run starts from one of them",
+        )
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
         require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
         if self.compressor.truncation == "nested":

@@ -69,9 +69,13 @@ def _of(values: list[str] | None, index: int) -> str | None:
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
-    """Start a prepared engine's compressors from the PCA of the leading training blocks, or of a calibration made before;
-    every process computes the same."""
+    """Start a prepared engine's compressors from the PCA of the leading training blocks or of a calibration made before, or
+    from an earlier run's; every process computes the same."""
     config, model = engine.config, engine.model
+    if config.initial_checkpoint is not None:
+        with engine.gathered(engine.compressor_parameters(), write=True):
+            dynakv.initialise_from_checkpoint(model, config.initial_checkpoint)
+        return
     if config.calibration.bases is not None:
         calibration = Calibration.load(config.calibration.bases).for_model(model)
         with engine.gathered(engine.compressor_parameters(), write=True):

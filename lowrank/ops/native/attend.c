@@ -117,6 +117,19 @@ static void read_block(const struct store *store, const struct piece *piece, int
     }
 }
 
+/* The same without copying what is held as floats: where a row is, and after how many floats the next. Beyond the rank may
+ * be anything. */
+struct rows { const float *start; int64_t stride; };
+
+static struct rows rows_of(const struct store *store, const struct piece *piece, int64_t part, int64_t first, int64_t count,
+                           float *scratch) {
+    if (store->kind == FLOAT32)
+        return (struct rows){(const float *)(piece->rows + part * piece->part_bytes + first * piece->row_bytes),
+                             piece->row_bytes / (int64_t)sizeof(float)};
+    read_block(store, piece, part, first, count, scratch);
+    return (struct rows){scratch, padded(piece->rank)};
+}
+
 /* -- dividing the work ------------------------------------------------------------------------------------------- */
 
 /* Tokens first..end of a piece that a thread serves, when every token of a piece costs rank + overhead. */
@@ -174,11 +187,48 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     }
 }
 
-/* Products of queries with tokens' states, score[t][m]. */
+/* Products of up to LANES queries with tokens' states, score[t][m]; `queries` is a constant here. Every `sharing` of the
+ * queries, from number `first` on, the state is that of the next head. */
+static inline __attribute__((always_inline)) void score_queries(
+    const int queries, int64_t first, int64_t count, int64_t depth, const float *query, int64_t query_stride,
+    const float *all_states, int64_t stride, int64_t sharing, float *score, int64_t lanes) {
+    const float *state_of[LANES];
+#pragma GCC unroll 16
+    for (int m = 0; m < queries; m++) state_of[m] = all_states + (first + m) / sharing * depth;
+    for (int64_t t = 0; t < count; t++, score += lanes) {
+        vector sum[LANES];
+#pragma GCC unroll 16
+        for (int m = 0; m < queries; m++) sum[m] = (vector){0};
+        int64_t i = 0;
+        for (; i + LANES <= depth; i += LANES)
+#pragma GCC unroll 16
+            for (int m = 0; m < queries; m++)
+                sum[m] += *(const vector *)(query + m * query_stride + i) * *(const vector *)(state_of[m] + t * stride + i);
+        const vector found = totals(queries, sum);
+        memcpy(score, &found, queries * sizeof(float));
+        for (; i < depth; i++)
+            for (int m = 0; m < queries; m++) score[m] += query[m * query_stride + i] * state_of[m][t * stride + i];
+    }
+}
+
+#define SCORES(M)                                                                                     \
+    case M:                                                                                           \
+        score_queries(M, m, count, depth, query + m * query_stride, query_stride, state, stride, sharing, score + m, lanes); \
+        break;
+
+/* The same for any number of queries. */
 static void score_rows(int64_t queries, int64_t count, int64_t depth, const float *query, int64_t query_stride,
-                       const float *state, int64_t stride, float *score, int64_t lanes) {
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t m = 0; m < queries; m++) score[t * lanes + m] = dot(query + m * query_stride, state + t * stride, depth);
+                       const float *state, int64_t stride, int64_t sharing, float *score, int64_t lanes) {
+    for (int64_t m = 0; m < queries; m += LANES)
+        switch (queries - m < LANES ? queries - m : LANES) {
+            SCORES(1) SCORES(2) SCORES(3) SCORES(4)
+#if VECTOR_BYTES >= 32
+            SCORES(5) SCORES(6) SCORES(7) SCORES(8)
+#endif
+#if VECTOR_BYTES >= 64
+            SCORES(9) SCORES(10) SCORES(11) SCORES(12) SCORES(13) SCORES(14) SCORES(15) SCORES(16)
+#endif
+        }
 }
 
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
@@ -198,19 +248,16 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * task->depth;
-        const int64_t width = padded(piece->rank), stride = task->decoder_stride;
-        read_block(store, piece, part, first, count, scratch->coef);
+        const int64_t stride = task->decoder_stride;
+        const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         if (!task->decoder) {
-            score_rows(part_heads, count, piece->rank, query, task->depth, scratch->coef, width, score, lanes);
+            score_rows(part_heads, count, piece->rank, query, task->depth, rows.start, rows.stride, part_heads, score, lanes);
             continue;
         }
-        product(count, stride, piece->rank, scratch->coef, width, 1, task->decoder + part * store->rank * stride, stride,
+        product(count, stride, piece->rank, rows.start, rows.stride, 1, task->decoder + part * store->rank * stride, stride,
                 scratch->key, stride, 0);
         for (int64_t t = 0; task->angle && t < count; t++) rotate(task, place[t], part_groups, scratch->key + t * stride);
-        const int64_t rows = part_heads / part_groups;
-        for (int64_t g = 0; g < part_groups; g++)
-            score_rows(rows, count, task->depth, query + g * rows * task->depth, task->depth,
-                       scratch->key + g * task->depth, stride, score + g * rows, lanes);
+        score_rows(part_heads, count, task->depth, query, task->depth, scratch->key, stride, part_heads / part_groups, score, lanes);
     }
     for (int64_t t = 0; t < count; t++) {
         float *found = scratch->score + t * lanes;
@@ -230,7 +277,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
 static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
                         const float *restrict largest, struct scratch *scratch) {
     const struct store *store = &task->values;
-    const int64_t lanes = task->lanes, width = padded(piece->rank), part_heads = task->heads / task->parts;
+    const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
     float *restrict sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
@@ -243,9 +290,16 @@ static void value_block(const struct task *task, const struct piece *piece, int6
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
-        read_block(store, piece, part, first, count, scratch->coef);
-        product(part_heads, width, count, scratch->score + part * part_heads, 1, lanes, scratch->coef, width,
-                scratch->latent + part * part_heads * stride, stride, 1);
+        const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
+        const float *weight = scratch->score + part * part_heads;
+        float *latent = scratch->latent + part * part_heads * stride;
+        const int64_t whole = store->kind == FLOAT32 ? piece->rank / LANES * LANES : padded(piece->rank);
+        product(part_heads, whole, count, weight, 1, lanes, rows.start, rows.stride, latent, stride, 1);
+        if (whole >= piece->rank) continue;
+        for (int64_t t = 0; t < count; t++) /* what does not fill a vector, and zeros */
+            for (int64_t r = 0; r < LANES; r++)
+                scratch->coef[t * LANES + r] = whole + r < piece->rank ? rows.start[t * rows.stride + whole + r] : 0;
+        product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + whole, stride, 1);
     }
 }
 

@@ -6,7 +6,6 @@ compressed apart), D head dim, W width of a part, N tokens of a piece, T tokens 
 
 import ctypes
 import struct
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +18,34 @@ from lowrank.ops.rotation import Rotation
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
 _MAX_PAIRS = 512  # as in attend.c
+# The members of `struct piece` and `struct task` there (with its two `struct store`), in their order.
+_PIECE, _STORE = struct.Struct("8q"), "3q2iq"
+_TASK = struct.Struct(f"{_STORE}{_STORE}9q12qf")
 
 
-class Piece(NamedTuple):
-    """Tokens of one rank.
+class Piece:
+    """Tokens of one rank; what is passed must not change while this is in use.
 
-    Attributes:
+    Args:
         coef: their coefficients, (N, R) or (P, N, R).
         slot_N: where each is in the order that the mask's columns and places have, contiguous, possibly with room to grow;
             None where token n is at n.
     """
 
-    coef: Coefficients
-    slot_N: Tensor | None = None
+    def __init__(self, coef: Coefficients, slot_N: Tensor | None = None):
+        row_PNY, scale_PNS = coef.buffers()
+        self.coef, self.slot_N = coef, slot_N
+        self._buffers = row_PNY, scale_PNS  # kept alive: addresses in them follow
+        self.members = _PIECE.pack(
+            row_PNY.data_ptr(),
+            0 if scale_PNS is None else scale_PNS.data_ptr(),
+            0 if slot_N is None else slot_N.data_ptr(),
+            coef.length,
+            coef.rank,
+            row_PNY.shape[-1] * row_PNY.itemsize,
+            row_PNY.stride(0) * row_PNY.itemsize,
+            0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
+        )
 
 
 def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
@@ -119,32 +133,14 @@ def _padded(states: Tensor) -> Tensor:
     return F.pad(states, (0, missing)) if missing else states.contiguous()
 
 
-# The members of `struct piece`, `struct store` and `struct task` in attend.c, in their order.
-_PIECE, _STORE = "8q", "3q2iq"
-_TASK = struct.Struct(f"{_STORE}{_STORE}9q12qf")
-
-
 def _store(pieces: list[Piece], rank: int | None) -> tuple:
     """The table of the pieces, to be kept alive, and the members of ``struct store``.
 
     Args:
         rank: how many rows the decoder has; the largest of the pieces where there is none.
     """
-    numbers = []
-    for coef, slot_N in pieces:
-        row_PNY, scale_PNS = coef.buffers()
-        numbers += (
-            row_PNY.data_ptr(),
-            0 if scale_PNS is None else scale_PNS.data_ptr(),
-            0 if slot_N is None else slot_N.data_ptr(),
-            coef.length,
-            coef.rank,
-            row_PNY.shape[-1] * row_PNY.itemsize,
-            row_PNY.stride(0) * row_PNY.itemsize,
-            0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
-        )
-    table = ctypes.create_string_buffer(struct.pack(_PIECE * len(pieces), *numbers))
-    coef, slot_N = pieces[0]
+    table = ctypes.create_string_buffer(b"".join([piece.members for piece in pieces]))
+    coef, slot_N = pieces[0].coef, pieces[0].slot_N
     quantisation = coef.quantisation
     return (
         table,

@@ -40,24 +40,50 @@ static inline float exponential(float x) {
     return x == -88.0f ? 0.0f : p * power.value;
 }
 
-typedef float quad __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t lane_numbers __attribute__((vector_size(VECTOR_BYTES)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (lane_numbers){__VA_ARGS__})
+#endif
 
-/* The sum of a vector's lanes. */
-static inline __attribute__((always_inline)) float total(vector sum) {
-    union { vector whole; quad part[LANES / 4]; } u = {sum};
-    quad four = u.part[0];
-#pragma GCC unroll 4
-    for (int i = 1; i < LANES / 4; i++) four += u.part[i];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+/* Lane i of every other `size` lanes, counted through a and then b; the compiler must see that they are constants. */
+#define LANE(i, size, odd) ((i) / (size) * 2 * (size) + (i) % (size) + (odd) * (size))
+#define LANES4(i, size, odd) LANE(i, size, odd), LANE(i + 1, size, odd), LANE(i + 2, size, odd), LANE(i + 3, size, odd)
+#if VECTOR_BYTES == 64
+#define ALL_LANES(size, odd) LANES4(0, size, odd), LANES4(4, size, odd), LANES4(8, size, odd), LANES4(12, size, odd)
+#elif VECTOR_BYTES == 32
+#define ALL_LANES(size, odd) LANES4(0, size, odd), LANES4(4, size, odd)
+#else
+#define ALL_LANES(size, odd) LANES4(0, size, odd)
+#endif
+#define FOLDED(size) (PICK(a, b, ALL_LANES(size, 0)) + PICK(a, b, ALL_LANES(size, 1)))
+
+/* The sums of neighbouring blocks of `size` lanes, a's before b's; `size` is a constant. */
+static inline __attribute__((always_inline)) vector folded(const vector a, const vector b, const int size) {
+    switch (size) {
+#if VECTOR_BYTES >= 64
+    case 8: return FOLDED(8);
+#endif
+#if VECTOR_BYTES >= 32
+    case 4: return FOLDED(4);
+#endif
+    case 2: return FOLDED(2);
+    default: return FOLDED(1);
+    }
 }
 
-static inline __attribute__((always_inline)) float dot(const float *a, const float *b, int64_t size) {
-    vector sum = {0};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum += *(const vector *)(a + i) * *(const vector *)(b + i);
-    float rest = 0;
-    for (; i < size; i++) rest += a[i] * b[i];
-    return total(sum) + rest;
+/* The sums of the lanes of `count` vectors, a lane for each; `count` is a constant of at most LANES. */
+static inline __attribute__((always_inline)) vector totals(const int count, vector *sums) {
+    int left = count;
+#pragma GCC unroll 4
+    for (int size = LANES / 2; size; size /= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < (left + 1) / 2; i++)
+            sums[i] = folded(sums[2 * i], 2 * i + 1 < left ? sums[2 * i + 1] : (vector){0}, size);
+        left = (left + 1) / 2;
+    }
+    return sums[0];
 }
 
 /* c (rows, vectors · LANES) = or += a · b, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */

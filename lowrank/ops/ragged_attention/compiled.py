@@ -54,4 +54,8 @@ def ragged_attention(
 
 
 def _pieces(store: RaggedStore) -> list[native.Piece]:
-    return [native.Piece(bucket.coef, bucket.position_N.buffer) for bucket in store.filled()]
+    buckets = store.filled()
+    for bucket in buckets:
+        if bucket.memo is None:
+            bucket.memo = native.Piece(bucket.coef, bucket.position_N.buffer)
+    return [bucket.memo for bucket in buckets]
