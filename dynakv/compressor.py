@@ -42,6 +42,7 @@ class TokenCompressor(nn.Module):
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self.rate: RetainRate | None = None
+        self._compiled: tuple[list[tuple[int, int]], native.SideWeights] | None = None
 
     def initialise(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -61,7 +62,7 @@ class TokenCompressor(nn.Module):
         """
         if self.training:
             return self._train_on(states_BTC)
-        coef_BTC, rank_BT = self._encode(states_BTC)
+        coef_BTC, rank_BT = self.encode(states_BTC)
         hard = rank_BT.float().mean() / self.width
         self.rate = RetainRate(hard, hard, rank_BT)
         return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
@@ -84,24 +85,7 @@ class TokenCompressor(nn.Module):
         return rebuilt_BTC
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8); a few tokens in compiled code where there is
-        some."""
-        states_NC = states_BTC.flatten(0, 1)
-        if self.config.gap == "soft_prefix" or not isinstance(self.gate, Gate) or not native.encodes(states_NC):
-            return self._encode(states_BTC)
-        basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
-        coef_NC, rank_N = native.encode(
-            states_NC,
-            basis_CC,
-            self.gate.input_scale,
-            self.gate.weight,
-            self.gate.bias,
-            threshold=self.config.threshold,
-            granularity=self.config.granularity,
-        )
-        return coef_NC.view_as(states_BTC), rank_N.view(states_BTC.shape[:2])
-
-    def _encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
         coef_BTC = states_BTC @ basis_CC
         if self.config.gap == "soft_prefix":
@@ -109,6 +93,16 @@ class TokenCompressor(nn.Module):
             rank_BT = hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
+
+    def compiled_weights(self) -> native.SideWeights:
+        """What compiled code encodes by, fp32 on the CPU, as the parameters are now."""
+        gate = self.gate
+        tensors = (self.projection.weight, gate.input_scale, gate.weight, gate.bias)
+        key = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        if self._compiled is None or self._compiled[0] != key:
+            basis_CC, _ = self.projection.fixed_matrices(torch.float32, torch.device("cpu"))
+            self._compiled = key, native.SideWeights(basis_CC, *tensors[1:])
+        return self._compiled[1]
 
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""
@@ -143,4 +137,22 @@ class LayerCompressor(nn.Module):
             quantisation=config.quantisation,
             eviction=config.eviction,
             exact_prefill=config.prefill == "exact",
+            encode_few=self._encode_few,
+        )
+
+    def _encode_few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor] | None:
+        """(coefficients of keys and values (2, B, T, C), ranks (2, B, T)) of a few new tokens in compiled code, where there
+        is some for them."""
+        config, turn_back = self.key.config, None if rope is None else rope.halves_back()
+        is_plain = config.gap != "soft_prefix" and isinstance(self.key.gate, Gate)
+        if not is_plain or not native.encodes(key_BGTD) or (rope is not None and turn_back is None):
+            return None
+        return native.encode(
+            key_BGTD,
+            value_BGTD,
+            self.key.compiled_weights(),
+            self.value.compiled_weights(),
+            turn_back=turn_back,
+            threshold=config.threshold,
+            granularity=config.granularity,
         )

@@ -4,7 +4,8 @@ Shapes: B batch, T tokens, C joint width, R kept coefficients.
 """
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,18 +32,34 @@ class Codec(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
     """How one layer's keys (before rotation) and values are compressed and held, which tokens are, and whether a prompt's
-    own attention sees exact keys and values or rebuilt ones."""
+    own attention sees exact keys and values or rebuilt ones.
+
+    Attributes:
+        encode_few: a faster way for a few new tokens: (rotated keys, values, rotation) → (coefficients (2, B, T, C), ranks
+            (2, B, T)) of keys and values, or None where it does not serve.
+    """
 
     key: Codec
     value: Codec
     quantisation: Quantisation | None = None
     eviction: Eviction = Eviction()
     exact_prefill: bool = False
+    encode_few: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
     def __post_init__(self):
         if self.quantisation is not None:
             for side in ("key", "value"):
                 object.__setattr__(self, side, Companded(getattr(self, side)))
+
+    def few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Any) -> tuple[Tensor, Tensor] | None:
+        """What :attr:`encode_few` gives, as it is held."""
+        found = None if self.encode_few is None else self.encode_few(key_BGTD, value_BGTD, rope)
+        if found is None or self.quantisation is None:
+            return found
+        coef_2BTC, rank_2BT = found
+        for coef_BTC, codec in zip(coef_2BTC, (self.key, self.value), strict=True):
+            coef_BTC /= codec.spread_C
+        return coef_2BTC, rank_2BT
 
 
 class Companded:

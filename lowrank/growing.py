@@ -42,6 +42,13 @@ class GrowingTensor:
         self.buffer.narrow(self.dim, self.length, count).copy_(rows)
         self.length = end
 
+    def append_number(self, number: int) -> None:
+        """Add one number at the end of a tensor of one dimension."""
+        if self.length == self.capacity:
+            self.reserve(grown(self.capacity, self.length + 1))
+        self.buffer[self.length] = number
+        self.length += 1
+
     def reserve(self, capacity: int) -> None:
         """Move to a buffer of exactly `capacity` rows, at least those in use."""
         if capacity != self.capacity:

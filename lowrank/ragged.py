@@ -34,6 +34,11 @@ class Bucket:
         self.coef.append(coef_NR, exact=exact)
         self.position_N.append(position_N, exact=exact)
 
+    def append_one(self, coef_1R: Tensor, position: int) -> None:
+        self.memo = None
+        self.coef.append(coef_1R)
+        self.position_N.append_number(position)
+
     def crop(self, count: int) -> None:
         """Keep the first `count` rows."""
         self.memo = None
@@ -94,9 +99,7 @@ class RaggedStore:
         count = coef_TC.shape[0]
         self._widen_index(self.length + count)
         if count == 1:
-            position_N = torch.full((1,), self.length, dtype=self.index_dtype, device=self.device)
-            rank = int(rank_T)
-            self._bucket(rank).append(coef_TC[:, :rank], position_N, exact=exact)
+            self._bucket(rank := int(rank_T)).append_one(coef_TC[:, :rank], self.length)
         else:
             ranks, group_T = torch.unique(rank_T, return_inverse=True)
             for group, rank in enumerate(ranks.tolist()):

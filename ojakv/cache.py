@@ -15,8 +15,9 @@ from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
-from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.rope import Rope
+from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.ops.lowrank_attention import lowrank_attention
 from lowrank.ops.rotation import Rotate, Rotation
 from ojakv.config import OjaKVConfig
@@ -24,7 +25,7 @@ from ojakv.plan import Plan, SideBasis, make_plan
 from ojakv.sequence import OnlineSequence
 
 
-class OjaKVLayer(CompressedLayer):
+class OjaKVLayer(SequenceLayer):
     """One layer whose bases follow each sequence (OjaKV, Algorithm 1)."""
 
     def __init__(self, bases: tuple[SideBasis, SideBasis], config: OjaKVConfig, index: int):

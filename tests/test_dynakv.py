@@ -6,16 +6,19 @@ import pytest
 import torch
 from methods import dynakv_model, spread_gates, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import dynakv
-from dynakv.compressor import TokenCompressor
+from dynakv.compressor import LayerCompressor
 from dynakv.config import DynaKVConfig
 from dynakv.gate import Gate, soft_mask
 from dynakv.objective import RateController, objective, retain_rates
 from dynakv.projection import Projection
 from lowrank.errors import UserError
+from lowrank.hf.layer import join_heads
 from lowrank.hf.loading import recompute_activations
-from lowrank.ops import native
+from lowrank.hf.rope import Rope
 from lowrank.ops.native.library import library
 from lowrank.ranks import hard_rank
 
@@ -241,21 +244,29 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     assert difference.mean() < 0.02 * whole.std()
 
 
-def test_compiled_encoding_is_that_of_the_modules():
-    """A few tokens on a CPU take compiled code into the cache; the ranks are the modules' own."""
+@pytest.mark.parametrize("rotary", [None, 16, 8])
+@torch.no_grad()
+def test_compiled_encoding_is_that_of_the_modules(rotary):
+    """A few tokens on a CPU take compiled code into the cache: from rotated keys and values, however they are laid out."""
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
-    compressor = TokenCompressor(64, DynaKVConfig(granularity=4), "keys").eval()
-    with torch.no_grad():
-        compressor.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
-        compressor.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
-        compressor.gate.input_scale.uniform_(0.5, 2, generator=generator)
-    states = torch.randn(2, 8, 64, generator=generator)
-    assert native.encodes(states.flatten(0, 1))
-    with torch.no_grad():
-        coef, rank = compressor.encode(states)
-        plain_coef, plain_rank = compressor._encode(states)
-    torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
-    assert rank.tolist() == plain_rank.tolist()
-    assert rank.unique().numel() > 3
+    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4), 0).eval()
+    for side in (layer.key, layer.value):
+        side.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
+        side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
+        side.gate.input_scale.uniform_(0.5, 2, generator=generator)
+    key = torch.randn(2, 7, 4, 16, generator=generator).transpose(1, 2)
+    value = torch.randn(2, 4, 16, 7, generator=generator).transpose(2, 3)
+    rope = None
+    if rotary:
+        angle = torch.randn(2, 7, rotary // 2, generator=generator).repeat(1, 1, 2)
+        apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
+        rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
+    coef, rank = layer.codec().few(key, value, rope)
+    unrotated = key if rope is None else rope.unrotate(key)
+    for which, states in enumerate((unrotated, value)):
+        plain_coef, plain_rank = (layer.key, layer.value)[which].encode(join_heads(states))
+        torch.testing.assert_close(coef[which], plain_coef, atol=1e-5, rtol=1e-5)
+        assert rank[which].tolist() == plain_rank.tolist()
+        assert rank[which].unique().numel() > 3

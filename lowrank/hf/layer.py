@@ -1,4 +1,4 @@
-"""What every compressed cache layer shares: a state of its own for each sequence, and what `generate()` does to it.
+"""What every compressed cache layer shares: how the model reaches it, and what `generate()` does to it.
 
 Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
 """
@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 import abc
 import copy
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +30,6 @@ def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
     return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-class SequenceState(Protocol):
-    """One sequence's compressed keys and values in one layer."""
-
-    length: int
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-
-    def clone(self) -> "SequenceState":
-        """An independent copy."""
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
-
-
 class CompressedLayer(CacheLayerMixin, abc.ABC):
     """One layer of a compressed cache.
 
@@ -58,7 +43,6 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     def __init__(self):
         super().__init__()
-        self.sequences: list[SequenceState] = []
         self.history: RopeHistory | None = None
         self._releases_history = False
         self._rope: Rope | None = None
@@ -74,8 +58,8 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         """Whether keys are stored before rotation and the rotation of each token must be remembered."""
 
     @abc.abstractmethod
-    def new_sequence(self) -> SequenceState:
-        """An empty state for one sequence, once :attr:`dtype`, :attr:`device` and :attr:`head_dim` are known."""
+    def start(self) -> None:
+        """Make an empty state, now that :attr:`dtype`, :attr:`device`, :attr:`batch_size` and :attr:`head_dim` are known."""
 
     @abc.abstractmethod
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
@@ -87,6 +71,30 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
     ) -> tuple[Tensor, None]:
         """Attention of (B, H, Q, D) queries over all tokens, the newest included → ((B, Q, H, D), None)."""
 
+    @abc.abstractmethod
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+
+    @abc.abstractmethod
+    def shorten(self, length: int) -> None:
+        """Keep the first `length` tokens of every sequence."""
+
+    @abc.abstractmethod
+    def select(self, rows: list[int]) -> None:
+        """Keep the sequences at `rows`, in that order, repeats allowed."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Forget all tokens; :meth:`start` is called before the next."""
+
+    @abc.abstractmethod
+    def fork(self) -> None:
+        """Take copies of the state, which is still shared with the layer this one was copied from."""
+
+    @abc.abstractmethod
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
+
     # -- what the attention function calls ------------------------------------------------------------------------
 
     def arm(self, rope: Rope | None) -> None:
@@ -95,7 +103,7 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.head_dim = key_states.shape[0], key_states.shape[3]
-        self.sequences = [self.new_sequence() for _ in range(self.batch_size)]
+        self.start()
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -128,9 +136,6 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     # -- what generate() does to a cache --------------------------------------------------------------------------
 
-    def get_seq_length(self) -> int:
-        return self.sequences[0].length if self.sequences else 0
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
@@ -143,15 +148,15 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
-        if tokens_to_remove:
-            for sequence in self.sequences:
-                sequence.crop(sequence.length + tokens_to_remove)
+        if tokens_to_remove and self.is_initialized:
+            self.shorten(self.get_seq_length() + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([b for b in range(len(self.sequences)) for _ in range(repeats)])
+        if self.is_initialized:
+            self._select([b for b in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         # A boolean index keeps its True places, as with tensors.
@@ -159,32 +164,22 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         self._select(rows.tolist())
 
     def reset(self) -> None:
-        self.sequences, self.is_initialized = [], False
+        self.clear()
+        self.is_initialized = False
 
     def offload(self) -> None:
         raise UserError("a compressed cache cannot be offloaded; leave `cache_implementation` unset")
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
-        for sequence in self.sequences:
-            yield from sequence.held()
-
     def _select(self, rows: list[int]) -> None:
-        if not self.is_initialized:
-            return
-        # The first beam to follow a sequence takes its state over; only further ones cost a copy.
-        taken: set[int] = set()
-        picked = []
-        for row in rows:
-            picked.append(self.sequences[row].clone() if row in taken else self.sequences[row])
-            taken.add(row)
-        self.sequences = picked
-        self.batch_size = len(rows)
+        if self.is_initialized:
+            self.select(rows)
+            self.batch_size = len(rows)
 
     def __deepcopy__(self, memo: dict) -> "CompressedLayer":
         # Codecs and calibrated bases belong to the model, not to the tokens: they are shared.
         twin = copy.copy(self)
         twin.history = copy.deepcopy(self.history, memo)
-        twin.sequences = [sequence.clone() for sequence in self.sequences]
         memo[id(self)] = twin
+        if self.is_initialized:
+            twin.fork()
         return twin

@@ -14,8 +14,9 @@ from lowrank.codec import Codec, LayerCodec, prefix_mask
 from lowrank.eviction import check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
-from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
+from lowrank.hf.layer import MAX_DECODE_QUERIES, join_heads, split_heads
 from lowrank.hf.rope import Rope
+from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
 from lowrank.ragged import RaggedStore
@@ -71,7 +72,7 @@ class RaggedSequence:
             yield POSITIONS, self._place.buffer
 
 
-class RaggedLayer(CompressedLayer):
+class RaggedLayer(SequenceLayer):
     """Keys (before rotation) and values as their codec gives them, each token at its own rank."""
 
     rotates = True
@@ -91,26 +92,31 @@ class RaggedLayer(CompressedLayer):
         is_prompt = not self.get_seq_length()
         if is_prompt and self.codec.exact_prefill:
             self._prompt = (key_BGQD, value_BGQD)
-        unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
-        stores = [[getattr(sequence, side) for sequence in self.sequences] for side in ("key", "value")]
-        key_coef, key_rank = self._store(self.codec.key, stores[0], unrotated)
-        value_coef, value_rank = self._store(self.codec.value, stores[1], value_BGQD)
-        for sequence in self.sequences:
-            sequence.note(key_BGQD.shape[2])
+        (key_coef, key_rank), (value_coef, value_rank) = self._encoded(key_BGQD, value_BGQD, rope)
+        count = key_BGQD.shape[2]
+        for b, sequence in enumerate(self.sequences):
+            # A prompt leaves room to grow to the tokens that follow.
+            sequence.key.append(key_coef[b], key_rank[b], exact=count > MAX_DECODE_QUERIES)
+            sequence.value.append(value_coef[b], value_rank[b], exact=count > MAX_DECODE_QUERIES)
+            sequence.note(count)
         # What coefficients give once they are rounded is in the store alone.
         if is_prompt and self._prompt is None and self.codec.quantisation is None:
             key_coef = key_coef * prefix_mask(key_rank, self.codec.key.width)
             value_coef = value_coef * prefix_mask(value_rank, self.codec.value.width)
             self._prompt = self._states(key_coef, value_coef, rope)
 
-    def _store(self, codec: Codec, stores: list[RaggedStore], states_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new tokens into their sequences' stores; returns their coefficients (B, T, C) and ranks (B, T)."""
-        coef_BTC, rank_BT = codec.encode(join_heads(states_BGTD))
-        coef_BTC = coef_BTC.to(self.dtype)
-        for store, coef_TC, rank_T in zip(stores, coef_BTC, rank_BT, strict=True):
-            # A prompt leaves room to grow to the tokens that follow.
-            store.append(coef_TC, rank_T, exact=rank_T.shape[0] > MAX_DECODE_QUERIES)
-        return coef_BTC, rank_BT
+    def _encoded(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(coefficients (B, T, C), ranks (B, T)) of new tokens' keys and of their values."""
+        few = self.codec.few(key_BGTD, value_BGTD, rope)
+        if few is not None:
+            (key_coef, value_coef), (key_rank, value_rank) = few
+            return (key_coef, key_rank), (value_coef, value_rank)
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
+        value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
+        return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
@@ -198,8 +204,8 @@ class RaggedLayer(CompressedLayer):
             self.codec.value.decoder(self.dtype, self.device),
         )
 
-    def reset(self) -> None:
-        super().reset()
+    def clear(self) -> None:
+        super().clear()
         self._prompt = None
 
 

@@ -42,12 +42,19 @@ class Rope:
         With s = cos² + sin² the inverse rotation is (cos/s, −sin/s); s differs from 1 for rotary kinds that scale the
         embedding (yarn, longrope), where merely negating the sine would be far off.
         """
+        return self._call(key_BGTD.float(), *self._inverse()).to(key_BGTD.dtype)
+
+    def halves_back(self) -> tuple[Tensor, Tensor] | None:
+        """fp32 cos and sin by which halves of a head turn back, (B or 1, T, E); None for a family that rotates otherwise."""
+        return self._inverse() if _rotates_halves(self.apply) else None
+
+    def _inverse(self) -> tuple[Tensor, Tensor]:
         inverse = _INVERSES.get(self.cos_BTE)
         if inverse is None:
             cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
             norm = cos.square() + sin.square()
             inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
-        return self._call(key_BGTD.float(), *inverse).to(key_BGTD.dtype)
+        return inverse
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)

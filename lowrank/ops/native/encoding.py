@@ -1,6 +1,6 @@
 """Calling the compiled way of a few new tokens into a cache.
 
-Shapes: T tokens, C joint width.
+Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
 """
 
 import struct
@@ -14,45 +14,87 @@ from lowrank.ops.native.library import lanes, library
 MAX_TOKENS = 16
 
 
-def encodes(states_TC: Tensor) -> bool:
+class SideWeights:
+    """What encodes keys, or values; the tensors must not move while this is in use.
+
+    Args:
+        basis_CC, scale_C, gate_CC, gate_C: U, s, W and b of the gate softmax(x·U·diag(s)·W + b), fp32 and contiguous.
+    """
+
+    def __init__(self, basis_CC: Tensor, scale_C: Tensor, gate_CC: Tensor, gate_C: Tensor):
+        self._tensors = basis_CC, scale_C, gate_CC, gate_C  # kept alive: addresses in them follow
+        self.members = _WEIGHTS.pack(*(tensor.data_ptr() for tensor in self._tensors))
+
+
+def encodes(states_BGTD: Tensor) -> bool:
     """Whether compiled code can encode such tokens: a few of them, in fp32 on a CPU, of whole vector registers."""
+    batch, groups, tokens, head_dim = states_BGTD.shape
     return (
-        states_TC.device.type == "cpu"
-        and states_TC.dtype == torch.float32
-        and states_TC.shape[0] <= MAX_TOKENS
+        states_BGTD.device.type == "cpu"
+        and states_BGTD.dtype == torch.float32
+        and batch * tokens <= MAX_TOKENS
         and library() is not None
-        and states_TC.shape[1] % lanes() == 0
+        and groups * head_dim % lanes() == 0
     )
 
 
 def encode(
-    states_TC: Tensor,
-    basis_CC: Tensor,
-    scale_C: Tensor,
-    gate_CC: Tensor,
-    gate_C: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    key: SideWeights,
+    value: SideWeights,
     *,
+    turn_back: tuple[Tensor, Tensor] | None,
     threshold: float,
     granularity: int,
 ) -> tuple[Tensor, Tensor]:
-    """Coefficients x·U and ranks of tokens by the gate softmax(x·U·diag(s)·W + b) (DynaKV, equations 1, 5, 6 and 8).
+    """Coefficients x·U and ranks of new tokens by their gates (DynaKV, equations 1, 5, 6 and 8).
 
     Args:
-        states_TC: fp32, as are the matrices.
-        basis_CC, scale_C, gate_CC, gate_C: U, s, W, b.
+        key_BGTD: rotated keys, fp32, D contiguous; as are the values.
+        key, value: how each is encoded.
+        turn_back: cos and sin, (B or 1, T, E) fp32, that rotate halves of the keys' first E dims back; None where keys are
+            not rotated.
         threshold: τ; as many coefficients are kept as cumulative sums of the softmax exceed it.
         granularity: the ranks are rounded to its nearest multiple, at least one.
 
     Returns:
-        (T, C) fp32 and (T,) int64.
+        coefficients of (keys, values), (2, B, T, C) fp32, and ranks, (2, B, T) int64.
     """
-    inputs = [tensor.contiguous() for tensor in (states_TC, basis_CC, scale_C, gate_CC, gate_C)]
-    coef_TC, *scratch = torch.empty(3, *states_TC.shape)
-    rank_T = torch.empty(len(coef_TC), dtype=torch.int64)
-    addresses = [tensor.data_ptr() for tensor in (*inputs, coef_TC, *scratch, rank_T)]
-    library().encode(_ENCODING.pack(*addresses, *coef_TC.shape, granularity, threshold))
-    return coef_TC, rank_T
+    batch, groups, tokens, head_dim = key_BGTD.shape
+    width = groups * head_dim
+    states = [states.contiguous() if states.stride(3) != 1 else states for states in (key_BGTD, value_BGTD)]
+    cos, sin = (None, None) if turn_back is None else (table.contiguous() for table in turn_back)
+    coef_2BTC = torch.empty(2, batch, tokens, width)
+    scratch = torch.empty(4, batch, tokens, width)
+    rank_2BT = torch.empty(2, batch, tokens, dtype=torch.int64)
+    task = b"".join(
+        [
+            key.members,
+            _STATES.pack(states[0].data_ptr(), *states[0].stride()[:3]),
+            value.members,
+            _STATES.pack(states[1].data_ptr(), *states[1].stride()[:3]),
+            _REST.pack(
+                0 if cos is None else cos.data_ptr(),
+                0 if sin is None else sin.data_ptr(),
+                coef_2BTC.data_ptr(),
+                rank_2BT.data_ptr(),
+                scratch.data_ptr(),
+                0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
+                batch,
+                tokens,
+                groups,
+                head_dim,
+                0 if cos is None else cos.shape[2],
+                torch.get_num_threads(),
+                granularity,
+                threshold,
+            ),
+        ]
+    )
+    library().encode(task)
+    return coef_2BTC, rank_2BT
 
 
-# The members of `struct encoding` in encode.c, in their order.
-_ENCODING = struct.Struct("9q3qf")
+# The members of `struct side` (weights and states) and the others of `struct encoding` in encode.c, in their order.
+_WEIGHTS, _STATES, _REST = struct.Struct("4q"), struct.Struct("4q"), struct.Struct("13qf")
