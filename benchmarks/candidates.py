@@ -14,13 +14,14 @@ from benchmarks.harness import check_close
 from dynakv.checkpoint import read_config
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.pages import MIN_GRANULE
 from lowrank.text import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
 
-# name → (model, maker of a fresh cache)
-Candidates = dict[str, tuple[PreTrainedModel, Callable[[], Cache]]]
+Candidate = tuple[PreTrainedModel, Callable[[], Cache]]  # a model and a maker of fresh caches
+Candidates = dict[str, Candidate]
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -58,7 +59,10 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     if arguments.checkpoint:
         learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint)
         found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
-        _check_learned(learned)
+        _check_learned(*found["dynakv"])
+        if plain.device.type == "cuda":
+            found["dynakv-paged"] = _paged(plain, arguments.checkpoint, length)
+            _check_learned(*found["dynakv-paged"])
     if arguments.bases:
         online = copy.deepcopy(plain)
         calibration = Calibration.load(arguments.bases).for_model(online)
@@ -98,12 +102,22 @@ def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     return model(ids[:, -1:], past_key_values=cache).logits[:, -1]
 
 
+def _paged(plain: PreTrainedModel, checkpoint: str, length: int) -> Candidate:
+    # Only here: the rest of the benchmarks runs without Triton.
+    from dynakv.paged import PagedDynaKVCache
+
+    # Pages hold whole granules.
+    granularity = -(-read_config(checkpoint).compressor.granularity // MIN_GRANULE) * MIN_GRANULE
+    model = dynakv.attach(copy.deepcopy(plain), checkpoint, granularity=granularity)
+    return model, lambda: PagedDynaKVCache.from_model(model, max_length=max(length, 65), rate=1.0)
+
+
 @torch.no_grad()
-def _check_learned(model: PreTrainedModel) -> None:
+def _check_learned(model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
     """A decoded step equals the uncached pass with the hard mask."""
     ids = random_ids(model, 65)
     uncached = model(ids, use_cache=False).logits[:, -1]
-    check_close(decoded(model, ids, dynakv.DynaKVCache.from_model(model)), uncached)
+    check_close(decoded(model, ids, make_cache()), uncached)
 
 
 def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:

@@ -14,7 +14,7 @@ from dynakv.gated import Truncation, gated_reconstruction
 from dynakv.nested import NestedRank
 from dynakv.projection import Projection
 from lowrank.basis import Basis
-from lowrank.codec import LayerCodec, prefix_mask
+from lowrank.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
@@ -107,6 +107,19 @@ class TokenCompressor(nn.Module):
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""
         return self.gate.energies()
+
+    def token_gate(self) -> TokenGate | None:
+        if self.config.gap == "soft_prefix" or not isinstance(self.gate, Gate):
+            return None
+        weight = self.gate.weight
+        return TokenGate(
+            basis_CC=self.projection.fixed_matrices(torch.float32, weight.device)[0],
+            scale_C=self.gate.input_scale,
+            weight_CC=weight,
+            bias_C=self.gate.bias,
+            threshold=self.config.threshold,
+            granularity=self.config.granularity,
+        )
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]

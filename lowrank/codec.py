@@ -28,6 +28,22 @@ class Codec(Protocol):
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32; asked for only where coefficients are quantised."""
 
+    def token_gate(self) -> "TokenGate | None":
+        """What :meth:`encode` does, for kernels that do it by themselves; None where it is something else."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenGate:
+    """x̃ = x U, of which a token keeps as many coefficients as cumulative sums of softmax(x̃ diag(s) W + b) exceed the
+    threshold, rounded to the granularity (DynaKV, equations 1, 5, 6 and 8)."""
+
+    basis_CC: Tensor
+    scale_C: Tensor
+    weight_CC: Tensor
+    bias_C: Tensor
+    threshold: float
+    granularity: int
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
@@ -83,6 +99,10 @@ class Companded:
 
     def energies(self) -> Tensor:
         return self.codec.energies() / self.spread_C.square()
+
+    def token_gate(self) -> TokenGate | None:
+        """The codec's own, of coefficients that are not divided yet."""
+        return self.codec.token_gate()
 
 
 def prefix_mask(rank_BT: Tensor, width: int) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, C width, S tiles a sequence can have, N tokens of a t
 a granule.
 """
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -46,10 +47,15 @@ class PagedStore:
     def __init__(self, batch: int, width: int, *, capacity: int, pool: PagePool):
         require(width % pool.granule == 0, "granule", pool.granule, f"a divisor of the width {width}")
         require(capacity >= 1, "capacity", capacity, "at least 1")
-        self.batch, self.width, self.capacity, self.pool = batch, width, capacity, pool
+        self.width, self.capacity, self.pool = width, capacity, pool
         self.granules = width // pool.granule
+        self._make_tables(batch)
+
+    def _make_tables(self, batch: int) -> None:
+        """Tables that hold no rows, of `batch` sequences."""
+        self.batch, pool = batch, self.pool
         # Every number of granules may have one tile that is not full.
-        slots = -(-capacity // pool.tokens) + self.granules + 1
+        slots = -(-self.capacity // pool.tokens) + self.granules + 1
 
         def table(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((batch, *shape), fill, dtype=torch.int32, device=pool.device)
@@ -134,11 +140,20 @@ class PagedStore:
         self._place(raw, scale, granules_BT, present_BT & kept_BT)
 
     def select(self, index_B: Tensor) -> None:
-        """Make sequence b a copy of what sequence ``index_B[b]`` was, as beam search asks."""
+        """Make sequence b a copy of what sequence ``index_B[b]`` was, as beam search asks; their number may change."""
         raw, scale, granules_BT, present_BT = self._rows()
         self.clear()
+        if len(index_B) != self.batch:
+            self._make_tables(len(index_B))
         scale = None if scale is None else scale[index_B]
         self._place(raw[index_B], scale, granules_BT[index_B], present_BT[index_B])
+
+    def clone(self) -> "PagedStore":
+        """An independent copy, in pages of the same pool."""
+        twin = copy.copy(self)
+        twin._make_tables(self.batch)
+        twin._place(*self._rows())
+        return twin
 
     def clear(self) -> None:
         """Hold no rows; all pages go back."""

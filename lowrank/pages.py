@@ -81,8 +81,8 @@ class PagePool:
             self._surely_free = int(self.free_count)
         if self._surely_free < count:
             raise UserError(
-                f"`pages` must be larger for this many tokens; {self._surely_free} of {self.pages} are free, "
-                f"and up to {count} are needed"
+                f"`pages` (of a cache: `rate`) must be larger for this many tokens; {self._surely_free} of {self.pages} are "
+                f"free, and up to {count} are needed"
             )
         self._surely_free -= count
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank.codec import Codec, LayerCodec, prefix_mask
+from lowrank.codec import Codec
 from lowrank.eviction import check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
-from lowrank.hf.layer import MAX_DECODE_QUERIES, join_heads, split_heads
-from lowrank.hf.rope import Rope
+from lowrank.hf.codec_layer import CodecLayer
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
@@ -72,15 +72,8 @@ class RaggedSequence:
             yield POSITIONS, self._place.buffer
 
 
-class RaggedLayer(SequenceLayer):
-    """Keys (before rotation) and values as their codec gives them, each token at its own rank."""
-
-    rotates = True
-
-    def __init__(self, codec: LayerCodec):
-        super().__init__()
-        self.codec = codec
-        self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
+class RaggedLayer(SequenceLayer, CodecLayer):
+    """A ragged store for each sequence."""
 
     def new_sequence(self) -> RaggedSequence:
         def store(codec: Codec) -> RaggedStore:
@@ -88,41 +81,23 @@ class RaggedLayer(SequenceLayer):
 
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        is_prompt = not self.get_seq_length()
-        if is_prompt and self.codec.exact_prefill:
-            self._prompt = (key_BGQD, value_BGQD)
-        (key_coef, key_rank), (value_coef, value_rank) = self._encoded(key_BGQD, value_BGQD, rope)
-        count = key_BGQD.shape[2]
+    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
+        count = key[0].shape[1]
         for b, sequence in enumerate(self.sequences):
-            # A prompt leaves room to grow to the tokens that follow.
-            sequence.key.append(key_coef[b], key_rank[b], exact=count > MAX_DECODE_QUERIES)
-            sequence.value.append(value_coef[b], value_rank[b], exact=count > MAX_DECODE_QUERIES)
+            for store, (coef_BTC, rank_BT) in ((sequence.key, key), (sequence.value, value)):
+                # A prompt leaves room to grow to the tokens that follow.
+                store.append(coef_BTC[b], rank_BT[b], exact=count > MAX_DECODE_QUERIES)
             sequence.note(count)
-        # What coefficients give once they are rounded is in the store alone.
-        if is_prompt and self._prompt is None and self.codec.quantisation is None:
-            key_coef = key_coef * prefix_mask(key_rank, self.codec.key.width)
-            value_coef = value_coef * prefix_mask(value_rank, self.codec.value.width)
-            self._prompt = self._states(key_coef, value_coef, rope)
 
-    def _encoded(
-        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(coefficients (B, T, C), ranks (B, T)) of new tokens' keys and of their values."""
-        few = self.codec.few(key_BGTD, value_BGTD, rope)
-        if few is not None:
-            (key_coef, value_coef), (key_rank, value_rank) = few
-            return (key_coef, key_rank), (value_coef, value_rank)
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
-        value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
-        return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return (
+            torch.stack([sequence.key.dense() for sequence in self.sequences]),
+            torch.stack([sequence.value.dense() for sequence in self.sequences]),
+        )
 
-    def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
-        key_decoder, value_decoder = self._decoders()
-        key = split_heads(key_coef @ key_decoder, self.head_dim)
-        return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
+    def clear(self) -> None:
+        SequenceLayer.clear(self)
+        CodecLayer.clear(self)
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
@@ -182,14 +157,6 @@ class RaggedLayer(SequenceLayer):
         ]
         return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None].contiguous(), None
 
-    def _rebuild(self) -> tuple[Tensor, Tensor]:
-        if self._prompt is not None:
-            states, self._prompt = self._prompt, None
-            return states
-        key_coef = torch.stack([sequence.key.dense() for sequence in self.sequences])
-        value_coef = torch.stack([sequence.value.dense() for sequence in self.sequences])
-        return self._states(key_coef, value_coef, None if self.history is None else self.history.rope())
-
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""
         sequence, rope = self.sequences[b], None
@@ -197,16 +164,6 @@ class RaggedLayer(SequenceLayer):
             place_N = sequence.places()
             rope = self.history.picked(b, slice(0, sequence.length) if place_N is None else place_N)
         return self._states(sequence.key.dense()[None], sequence.value.dense()[None], rope)
-
-    def _decoders(self) -> tuple[Tensor, Tensor]:
-        return (
-            self.codec.key.decoder(self.dtype, self.device),
-            self.codec.value.decoder(self.dtype, self.device),
-        )
-
-    def clear(self) -> None:
-        super().clear()
-        self._prompt = None
 
 
 def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:

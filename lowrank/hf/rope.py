@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowrank.errors import UserError
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
+from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Places, Rotate, Rotation
 
 
@@ -86,6 +88,7 @@ class RopeHistory:
         self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._table: Rope | None = None  # of this step, dropped after the last layer
         self._angle: Tensor | None = None  # the same as complex numbers
+        self._rotary: RotaryTable | None = None  # the same for kernels
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
         self._dtype = torch.float32
 
@@ -146,6 +149,19 @@ class RopeHistory:
         angle_TF = angle_BTF[sequence if angle_BTF.shape[0] > 1 else 0]
         return Rotation(rotate, angle_TF.to(device))
 
+    def table(self) -> RotaryTable:
+        """The rotations of all sequences' tokens, for kernels.
+
+        Raises:
+            UserError: the family does not rotate pairs (j, j + E/2) by one angle each.
+        """
+        if self._rotary is None:
+            angle_BTF = self._angles()
+            if angle_BTF is None:
+                raise UserError("a paged cache needs keys whose halves are rotated; use an ordinary compressed cache")
+            self._rotary = RotaryTable.of(angle_BTF)
+        return self._rotary
+
     def _angles(self) -> Tensor | None:
         """cos + i·sin of all tokens, once per step, where the family rotates pairs by one angle each."""
         if self._angle is None and _rotates_halves(self.apply):
@@ -165,7 +181,7 @@ class RopeHistory:
 
     def release(self) -> None:
         """Drop this step's table of cos and sin."""
-        self._table = self._angle = None
+        self._table = self._angle = self._rotary = None
 
     def crop(self, length: int) -> None:
         self._kept = [tensor[:, :length].clone() for tensor in self._kept]

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,8 +27,8 @@ class SequenceState(Protocol):
 class SequenceLayer(CompressedLayer):
     """A layer whose sequences know nothing of one another."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.sequences: list[SequenceState] = []
 
     @abc.abstractmethod

@@ -1,0 +1,45 @@
+"""DynaKV on an NVIDIA GPU: a cache of pages that Triton kernels fill and read. Needs Triton (the `kernels` extra)."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dynakv.cache import DynaKVCache, compressors
+from lowrank.hf.geometry import geometry_of
+from lowrank.hf.paged_layer import PagedLayer
+from lowrank.hf.paged_memory import PagedMemory
+
+
+class PagedDynaKVCache(DynaKVCache):
+    """As :class:`DynaKVCache`, in memory that is taken once: `generate(past_key_values=PagedDynaKVCache.from_model(…))`."""
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, *, max_length: int, rate: float = 0.4) -> "PagedDynaKVCache":
+        """An empty cache for a model with compressors.
+
+        Args:
+            model: attached, with a `granularity` of 16 coefficients (32 in 4 bits) or a multiple.
+            max_length: the most tokens a sequence will have, prompt and answer.
+            rate: share of all coefficients that there is to be room for; the compressor's retain rate and some more.
+
+        Raises:
+            UserError: no compressors, a granularity that fits no pages, or tokens are to be evicted.
+        """
+        codecs = {index: layer.codec() for index, layer in compressors(model).items()}
+        settings = next(iter(compressors(model).values())).key.config
+        memory = PagedMemory(
+            max_length=max_length,
+            rate=rate,
+            stores=2 * len(codecs),
+            granularity=settings.granularity,
+            width=geometry_of(model).width,
+            quantisation=settings.quantisation,
+        )
+        cache = cls(model, {index: PagedLayer(codec, memory) for index, codec in codecs.items()})
+        cache.memory_pages = memory
+        return cache
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().held()
+        yield from self.memory_pages.held()

@@ -1,0 +1,77 @@
+"""What cache layers share whose tokens are held as a codec gives them: from states to coefficients and back.
+
+Shapes: B batch, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+import abc
+
+from torch import Tensor
+
+from lowrank.codec import LayerCodec, prefix_mask
+from lowrank.hf.layer import CompressedLayer, join_heads, split_heads
+from lowrank.hf.rope import Rope
+
+
+class CodecLayer(CompressedLayer):
+    """Keys (before rotation) and values as their codec gives them, each token at its own rank."""
+
+    rotates = True
+
+    def __init__(self, codec: LayerCodec):
+        super().__init__()
+        self.codec = codec
+        self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
+
+    @abc.abstractmethod
+    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
+        """Hold new tokens: coefficients (B, Q, C) and ranks (B, Q) of keys and of values."""
+
+    @abc.abstractmethod
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Coefficients of the keys and of the values of all tokens, (B, T, C) each, zero beyond their ranks."""
+
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        is_prompt = not self.get_seq_length()
+        if is_prompt and self.codec.exact_prefill:
+            self._prompt = (key_BGQD, value_BGQD)
+        key, value = self._encoded(key_BGQD, value_BGQD, rope)
+        self.store(key, value)
+        # What coefficients give once they are rounded is in the store alone.
+        if is_prompt and self._prompt is None and self.codec.quantisation is None:
+            kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
+            self._prompt = self._states(*kept, rope)
+
+    def clear(self) -> None:
+        self._prompt = None
+
+    def _encoded(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(coefficients (B, T, C), ranks (B, T)) of new tokens' keys and of their values."""
+        few = self.codec.few(key_BGTD, value_BGTD, rope)
+        if few is not None:
+            (key_coef, value_coef), (key_rank, value_rank) = few
+            return (key_coef, key_rank), (value_coef, value_rank)
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
+        value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
+        return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
+
+    def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
+        key_decoder, value_decoder = self._decoders()
+        key = split_heads(key_coef @ key_decoder, self.head_dim)
+        return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
+
+    def _rebuild(self) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of all tokens, (B, G, T, D) each; of a prompt what its own attention sees."""
+        if self._prompt is not None:
+            states, self._prompt = self._prompt, None
+            return states
+        return self._states(*self.dense(), None if self.history is None else self.history.rope())
+
+    def _decoders(self) -> tuple[Tensor, Tensor]:
+        return (
+            self.codec.key.decoder(self.dtype, self.device),
+            self.codec.value.decoder(self.dtype, self.device),
+        )

@@ -1,0 +1,141 @@
+"""A cache layer on a GPU: coefficients in pages, filled and read by Triton kernels, all sequences at once.
+
+Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank.codec import Codec, Companded, LayerCodec
+from lowrank.errors import UserError
+from lowrank.hf.backends import Backend
+from lowrank.hf.codec_layer import CodecLayer
+from lowrank.hf.layer import MAX_DECODE_QUERIES, join_heads
+from lowrank.hf.paged_memory import PagedMemory
+from lowrank.hf.rope import Rope
+from lowrank.ops.gated_append.triton import gated_append
+from lowrank.ops.gated_append.weights import append_weights
+from lowrank.ops.paged_attention.triton import paged_attention
+from lowrank.ops.triton_launch import INTERPRETED
+
+
+class PagedLayer(CodecLayer):
+    """Keys and values of one layer in stores that share their pages with the other layers'.
+
+    A decoded token is projected, gated and packed in one launch a side, and attended over in three; the host waits for
+    nothing. Prompts and chunks go the way of :class:`lowrank.hf.ragged_layer.RaggedLayer`.
+    """
+
+    def __init__(self, codec: LayerCodec, memory: PagedMemory):
+        if codec.eviction.is_on:
+            raise UserError(
+                f"`eviction.keep` is {codec.eviction.keep}, and a paged cache keeps all tokens; set it to 1, or use an "
+                f"ordinary compressed cache"
+            )
+        super().__init__(codec)
+        self.memory = memory
+        self.length = 0
+
+    def start(self) -> None:
+        if self.device.type != "cuda" and not INTERPRETED:
+            raise UserError(
+                f"a paged cache needs a CUDA device, and the model is on `{self.device}`; use an ordinary compressed cache"
+            )
+        self.key, self.value = (
+            self.memory.store(self.batch_size, codec.width, self.dtype, self.device)
+            for codec in (self.codec.key, self.codec.value)
+        )
+        self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
+
+    def _append_of(self, codec: Codec) -> dict[str, Any] | None:
+        """Arguments of the kernel that takes in one token of each sequence; None where the codec has no gate for it."""
+        gate = codec.token_gate()
+        if gate is None:
+            return None
+        spread_C = codec.spread_C.to(self.device) if isinstance(codec, Companded) else None
+        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, spread_C, self.dtype)
+        return {
+            "weight_CX": weight_CX.to(self.device).contiguous(),
+            "bias_C": gate.bias_C.detach().to(self.device),
+            "threshold": gate.threshold,
+            "granularity": gate.granularity,
+        }
+
+    # -- new tokens -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
+            super().take(key_BGQD, value_BGQD, rope)
+            return
+        unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
+        for store, states, arguments in zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True):
+            store.reserve_one()
+            gated_append(join_heads(states)[:, 0], store=store, **arguments)
+        self.length += 1
+
+    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
+        self.key.append(*key)
+        self.value.append(*value)
+        self.length += key[0].shape[1]
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on the exact ones, where so
+        configured); a few queries at a time attend in the kernels."""
+        if self._prompt is not None or query.shape[2] > MAX_DECODE_QUERIES:
+            return inner(module, query, *self._rebuild(), mask, **kwargs)
+        key_decoder, value_decoder = self._decoders()
+        output_BHQD = paged_attention(
+            query,
+            self.key,
+            self.value,
+            key_decoder,
+            value_decoder,
+            scaling=kwargs["scaling"],
+            rotation=None if self.history is None else self.history.table(),
+            softcap=inner.softcap(kwargs),
+            mask_BQT=None if mask is None else mask[:, 0],
+        )
+        return output_BHQD.transpose(1, 2).contiguous(), None
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return self.key.dense(), self.value.dense()
+
+    # -- what generate() does to a cache --------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def shorten(self, length: int) -> None:
+        self.key.crop(length)
+        self.value.crop(length)
+        self.length = length
+
+    def select(self, rows: list[int]) -> None:
+        index_B = torch.tensor(rows, device=self.device)
+        if rows != list(range(self.batch_size)):
+            self.key.select(index_B)
+            self.value.select(index_B)
+
+    def clear(self) -> None:
+        super().clear()
+        if self.is_initialized:
+            self.key.clear()
+            self.value.clear()
+        self.length = 0
+
+    def fork(self) -> None:
+        self.key, self.value = self.key.clone(), self.value.clone()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The layer's own tables; pages belong to the cache."""
+        if self.is_initialized:
+            yield from self.key.held()
+            yield from self.value.held()

@@ -1,0 +1,88 @@
+"""The pages that all layers of a cache share."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank.config import require
+from lowrank.errors import UserError
+from lowrank.memory import COEFFICIENTS, POSITIONS
+from lowrank.paged import PagedStore
+from lowrank.pages import MIN_GRANULE, PagePool
+from lowrank.quantise import Quantisation
+
+# Kernels rebuild keys a granule at a time; above this they gain nothing.
+_MAX_GRANULE = 64
+
+
+class PagedMemory:
+    """A pool of pages, taken once, when the first layer learns how many sequences there are, of what dtype and where.
+
+    Args:
+        max_length: the most tokens a sequence will have.
+        rate: share of all coefficients that there is to be room for.
+        stores: how many stores will share the pages: keys and values of every layer.
+        granularity: of the ranks.
+        width: C, of every store.
+        quantisation: how coefficients are held as integers; None to hold them in the model's dtype.
+
+    Raises:
+        UserError: a size out of range, or ranks that are not whole granules of 16 coefficients (32 in 4 bits).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        rate: float,
+        stores: int,
+        granularity: int,
+        width: int,
+        quantisation: Quantisation | None,
+    ):
+        require(max_length >= 1, "max_length", max_length, "at least 1 token")
+        require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
+        self.max_length, self.rate, self.stores, self.quantisation = max_length, rate, stores, quantisation
+        least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
+        granule = _MAX_GRANULE
+        while granule >= least and (granularity % granule or width % granule):
+            granule //= 2
+        if granule < least:
+            raise UserError(
+                f"`granularity` is {granularity} and the joint width {width}, but pages hold whole granules of {least} "
+                f"coefficients or a power of two more; set `granularity` to a multiple of {least}, e.g. "
+                f"dynakv.configure(model, granularity={least})"
+            )
+        self.granule = granule
+        self.pool: PagePool | None = None
+
+    def store(self, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
+        """An empty store in the pages."""
+        if self.pool is None:
+            # Kernels of larger heads would spill with larger tiles; tiny pools (tests) would be all slack.
+            tokens = 64 if self.max_length >= 1024 else 16
+            granules = width // self.granule
+            tiles = -(-self.max_length // tokens)
+            # Beside the room asked for, every rank may have a tile that is not full.
+            pages = int(self.rate * tiles * granules) + 1 + granules * (granules + 1) // 2
+            self.pool = PagePool(
+                pages * batch * self.stores,
+                tokens=tokens,
+                granule=self.granule,
+                dtype=dtype,
+                device=device,
+                quantisation=self.quantisation,
+            )
+        return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
+
+    def __deepcopy__(self, memo: dict) -> "PagedMemory":
+        # A copied cache's stores take pages of the same pool.
+        return self
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of the pages, free ones included, and of what is free."""
+        if self.pool is not None:
+            yield COEFFICIENTS, self.pool.page_PNY
+            yield POSITIONS, self.pool.free_P
+            yield POSITIONS, self.pool.free_count

@@ -1,0 +1,127 @@
+"""A cache in pages against the ordinary one: same model, same `generate()`."""
+
+import copy
+
+import pytest
+import torch
+from methods import dynakv_model, spread_gates, tiny_model
+
+import dynakv
+from dynakv.paged import PagedDynaKVCache
+from lowrank.errors import UserError
+
+SETTINGS = {"granularity": 16}
+
+
+@pytest.fixture
+def model(device):
+    """A compressed model whose tokens keep 16, 32, 48 or 64 coefficients."""
+    model = tiny_model(hidden_size=128, num_hidden_layers=2)
+    dynakv_model(model, 0.4, **SETTINGS)
+    spread_gates(model)
+    return model.to(device)
+
+
+def token_ids(model, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(1, 97, (batch, length), generator=generator).to(model.device)
+
+
+def caches(model, **settings):
+    return dynakv.DynaKVCache.from_model(model), PagedDynaKVCache.from_model(model, max_length=96, rate=1.0, **settings)
+
+
+@torch.no_grad()
+def test_every_step_is_the_ordinary_cache_s(model):
+    ids = token_ids(model, 2, 39)
+    steps = (12, 1, 1, 4, 20, 1)  # a prompt, tokens, a short chunk, one that is rebuilt for
+    start = 0
+    ordinary, paged = caches(model)
+    for size in steps:
+        expected, found = (
+            model(ids[:, start : start + size], past_key_values=cache).logits for cache in (ordinary, paged)
+        )
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        start += size
+    assert paged.get_seq_length() == ordinary.get_seq_length() == sum(steps)
+    ranks = paged.layers[1].key.ranks()
+    assert torch.equal(ranks[0].cpu(), ordinary.layers[1].sequences[0].key.ranks().cpu())
+    assert len(ranks.unique()) > 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_beams": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_generates_what_the_ordinary_cache_does(model, arguments):
+    batch = 1 if "prompt_lookup_num_tokens" in arguments else 2
+    ids = token_ids(model, batch, 9)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, :4] = 0  # left padding
+    answers = []
+    for cache in caches(model):
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False, **arguments}
+        answers.append(model.generate(ids, attention_mask=mask, past_key_values=cache, **options).tolist())
+    assert answers[0] == answers[1]
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_its_own_way(model):
+    ids = token_ids(model, 1, 14)
+    _, cache = caches(model)
+    # Half of the room is the copy's.
+    model(ids[:, :10], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    other = model(ids[:, 10:11] + 1, past_key_values=twin).logits
+    found = model(ids[:, 10:11], past_key_values=cache).logits
+    assert not torch.allclose(found, other)
+    plain = dynakv.DynaKVCache.from_model(model)
+    model(ids[:, :10], past_key_values=plain)
+    torch.testing.assert_close(found, model(ids[:, 10:11], past_key_values=plain).logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("storage", "granularity"), [("int8", 16), ("int4", 32)])
+@torch.no_grad()
+def test_integers_in_pages(model, storage, granularity):
+    dynakv.configure(model, storage=storage, granularity=granularity)
+    ids = token_ids(model, 1, 24)
+    ordinary, paged = caches(model)
+    for step in ids.split((20, 1, 1, 1, 1), dim=1):
+        expected, found = (model(step, past_key_values=cache).logits for cache in (ordinary, paged))
+    # Another order of sums may turn a code into its neighbour.
+    assert (found - expected).abs().mean() < 0.02 * expected.std()
+
+
+def test_bytes_are_those_of_the_tensors_held(model):
+    _, cache = caches(model)
+    model(token_ids(model, 2, 12), past_key_values=cache)
+    assert cache.memory().total == sum({t.data_ptr(): t.nbytes for _, t in cache.held()}.values())
+    assert cache.memory().kinds["coefficients"] == cache.memory_pages.pool.page_PNY.nbytes
+    cache.reset()
+    assert int(cache.memory_pages.pool.free_count) == cache.memory_pages.pool.pages
+
+
+@torch.no_grad()
+def test_what_does_not_fit_is_refused(model):
+    cache = PagedDynaKVCache.from_model(model, max_length=8, rate=1.0)
+    with pytest.raises(UserError, match="`capacity` must be at least 9"):
+        model(token_ids(model, 1, 9), past_key_values=cache)
+    with pytest.raises(UserError, match=r"`pages` \(of a cache: `rate`\) must be larger"):
+        model(token_ids(model, 1, 96), past_key_values=PagedDynaKVCache.from_model(model, max_length=96, rate=0.01))
+    for wrong, message in {
+        "granularity": "`granularity` is 8 .* set `granularity` to a multiple of 16",
+        "eviction": "a paged cache keeps all tokens",
+    }.items():
+        dynakv.configure(
+            model, **{"granularity": 8} if wrong == "granularity" else SETTINGS | {"eviction": {"keep": 0.5}}
+        )
+        with pytest.raises(UserError, match=message):
+            PagedDynaKVCache.from_model(model, max_length=96)
