@@ -95,7 +95,7 @@ class TokenCompressor(nn.Module):
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
 
     def compiled_weights(self) -> native.SideWeights:
-        """What compiled code encodes by, fp32 on the CPU, as the parameters are now."""
+        """What compiled code encodes by, as the parameters are now; they must be fp32 on the CPU."""
         gate = self.gate
         tensors = (self.projection.weight, gate.input_scale, gate.weight, gate.bias)
         key = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
@@ -158,14 +158,16 @@ class LayerCompressor(nn.Module):
         is some for them."""
         config, turn_back = self.key.config, None if rope is None else rope.halves_back()
         is_plain = config.gap != "soft_prefix" and isinstance(self.key.gate, Gate)
-        if not is_plain or not native.encodes(key_BGTD) or (rope is not None and turn_back is None):
+        # The parameters must be as the states are, wherever somebody has moved them.
+        tensors = (key_BGTD, value_BGTD, self.key.projection.weight[None, None])
+        if not is_plain or not native.encodes(*tensors) or (rope is not None and turn_back is None):
             return None
         return native.encode(
             key_BGTD,
             value_BGTD,
             self.key.compiled_weights(),
             self.value.compiled_weights(),
-            turn_back=turn_back,
+            turn_back=None if turn_back is None else tuple(table.to(key_BGTD.device) for table in turn_back),
             threshold=config.threshold,
             granularity=config.granularity,
         )

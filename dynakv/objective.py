@@ -63,10 +63,10 @@ class RateController:
     """Holds a target hard retain rate by a dual update of α.
 
     α is the price of the constraint "hard rate ≤ goal", so it rises while the rate is above the goal and falls while it is
-    below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from the first rate seen (1
-    for a run that starts from a PCA, less for one that trains on) to the target over the first `ramp` of the run. Gates
-    answer a change of price only after many steps, so a pure integral (P = 0, plain dual ascent) swings by orders of
-    magnitude; the proportional term answers at once and lets the integral be slow.
+    below: α = α₀ · exp(P e + I Σe) with e the rate less the goal. The goal comes down linearly from the first rate seen
+    (nearly 1 for a run that starts from a PCA, less for one that trains on) to the target over the first `ramp` of the
+    run. Gates answer a change of price only after many steps, so a pure integral (P = 0, plain dual ascent) swings by
+    orders of magnitude; the proportional term answers at once and lets the integral be slow.
     Without a target α stays what it was (the paper).
 
     Args:
@@ -97,4 +97,4 @@ class RateController:
         return {"alpha": self.alpha, "sum": self.sum, "first": self.first}
 
     def load(self, state: dict[str, float | None]) -> None:
-        self.alpha, self.sum, self.first = state["alpha"], state["sum"], state["first"]
+        self.alpha, self.sum, self.first = state["alpha"], state["sum"], state.get("first", 1.0)

@@ -6,9 +6,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.cache import DynaKVCache, compressors
+from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.paged_layer import PagedLayer
 from lowrank.hf.paged_memory import PagedMemory
+from lowrank.ops.triton_launch import INTERPRETED
 
 
 class PagedDynaKVCache(DynaKVCache):
@@ -24,10 +26,19 @@ class PagedDynaKVCache(DynaKVCache):
             rate: share of all coefficients that there is to be room for; the compressor's retain rate and some more.
 
         Raises:
-            UserError: no compressors, a granularity that fits no pages, or tokens are to be evicted.
+            UserError: no compressors, no CUDA device, a granularity that fits no pages, or something that only an ordinary
+                compressed cache serves: eviction, nested truncation, a rotation other than that of halves.
         """
         codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         settings = next(iter(compressors(model).values())).key.config
+        refused = [
+            (model.device.type != "cuda" and not INTERPRETED, f"a model on `{model.device}` (it needs CUDA)"),
+            (settings.eviction.is_on, f"`eviction.keep` {settings.eviction.keep} (1 keeps all tokens)"),
+            (settings.truncation == "nested", "`truncation: nested`, whose ranks are not whole granules"),
+        ]
+        for is_wrong, what in refused:
+            if is_wrong:
+                raise UserError(f"a paged cache does not serve {what}; use DynaKVCache.from_model(model)")
         memory = PagedMemory(
             max_length=max_length,
             rate=rate,
@@ -37,6 +48,8 @@ class PagedDynaKVCache(DynaKVCache):
             quantisation=settings.quantisation,
         )
         cache = cls(model, {index: PagedLayer(codec, memory) for index, codec in codecs.items()})
+        if cache.history is not None:
+            cache.history.check_turns_halves()
         cache.memory_pages = memory
         return cache
 

@@ -32,7 +32,7 @@ class Projection(nn.Module):
         elif inverse == "decoupled":
             self.decoder = nn.Parameter(torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
-        self._fixed: tuple | None = None
+        self._fixed: dict[tuple, tuple] = {}  # (dtype, device) → versions of the parameters, U, V
 
     @torch.no_grad()
     def initialise(self, vectors_CC: Tensor) -> None:
@@ -76,12 +76,13 @@ class Projection(nn.Module):
         Raises:
             UserError: U is not finite, or has to be inverted and is singular or has a condition number above 10⁴.
         """
-        key = (dtype, device, *((p.data_ptr(), p._version) for p in self._parameters.values()))
-        if self._fixed is None or self._fixed[0] != key:
+        versions = [(parameter.data_ptr(), parameter._version) for parameter in self._parameters.values()]
+        found = self._fixed.get((dtype, device))
+        if found is None or found[0] != versions:
             self.check_condition()
-            basis_CC, decoder_CC = self._in_fp64()
-            self._fixed = (key, *(matrix.to(device, dtype).contiguous() for matrix in (basis_CC, decoder_CC)))
-        return self._fixed[1], self._fixed[2]
+            found = (versions, *(matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()))
+            self._fixed[dtype, device] = found
+        return found[1], found[2]
 
     @torch.no_grad()
     def check_condition(self) -> None:

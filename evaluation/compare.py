@@ -236,7 +236,14 @@ def _named(method: str, storage: str) -> str:
 
 def _documents(text: TextConfig) -> Documents:
     rows = load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
-    return hold_out(rows, text.heldout_share)[1] if text.heldout_share else rows
+    if not text.heldout_share:
+        return rows
+    held = hold_out(rows, text.heldout_share)[1]
+    if next(iter(held), None) is None:
+        raise UserError(
+            f"`heldout_share` {text.heldout_share} holds out no document of `{text.name}`; raise it, here and in training"
+        )
+    return held
 
 
 def _is_there(text: TextConfig) -> bool:

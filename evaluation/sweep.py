@@ -24,7 +24,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
-POINT, ROWS, CHECKPOINT = "point.json", "rows.json", "checkpoint"
+CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     model = load_model(name, dtype=config.dtype)
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
+    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration))
     if not bases.exists():
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
         calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
@@ -128,10 +129,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     name = Path(name).name if Path(name).is_dir() else name
     for point in points(config):
         directory = output / POINTS / point.name
-        start = ["--calibration.bases", str(bases)]
-        if point.after is not None:
-            start = ["--initial_checkpoint", str(output / POINTS / point.after / CHECKPOINT)]
-        arguments = ["--config", config.train, *point.arguments, *start]
+        arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
         _check_same(directory / POINT, {"arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*command, *arguments])
@@ -152,6 +150,13 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     return name, rows
 
 
+def start_arguments(point: Point, output: Path) -> list[str]:
+    """What a point starts from; the other way is put out, whatever the training run's file says."""
+    if point.after is None:
+        return ["--calibration.bases", str(output / BASES), "--initial_checkpoint", "null"]
+    return ["--calibration.bases", "null", "--initial_checkpoint", str(output / POINTS / point.after / CHECKPOINT)]
+
+
 def _train(directory: Path, command: list[str]) -> Path:
     """Train in `directory`, from the newest state there if any; returns the checkpoint."""
     checkpoint, states = directory / CHECKPOINT, directory / "states"
@@ -168,7 +173,7 @@ def _train(directory: Path, command: list[str]) -> Path:
 
 
 def _check_same(path: Path, settings: dict) -> None:
-    """Write a point's settings, or refuse to go on with others."""
+    """Write the settings of a point, or of the calibration, or refuse to go on with others."""
     if not path.exists():
         write_text(path, json.dumps(settings, indent=2) + "\n")
     elif json.loads(path.read_text(encoding="utf-8")) != settings:

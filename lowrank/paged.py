@@ -9,7 +9,6 @@ Shapes: B batch, T tokens, C width, S tiles a sequence can have, N tokens of a t
 a granule.
 """
 
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -142,18 +141,13 @@ class PagedStore:
     def select(self, index_B: Tensor) -> None:
         """Make sequence b a copy of what sequence ``index_B[b]`` was, as beam search asks; their number may change."""
         raw, scale, granules_BT, present_BT = self._rows()
+        pages_B = torch.where(self.tile_rows_BS > 0, self.tile_granules_BS, 0).sum(dim=1)
+        self.pool.check_free(int(pages_B[index_B].sum()), given_back=int(pages_B.sum()))
         self.clear()
         if len(index_B) != self.batch:
             self._make_tables(len(index_B))
         scale = None if scale is None else scale[index_B]
         self._place(raw[index_B], scale, granules_BT[index_B], present_BT[index_B])
-
-    def clone(self) -> "PagedStore":
-        """An independent copy, in pages of the same pool."""
-        twin = copy.copy(self)
-        twin._make_tables(self.batch)
-        twin._place(*self._rows())
-        return twin
 
     def clear(self) -> None:
         """Hold no rows; all pages go back."""

@@ -78,13 +78,18 @@ class PagePool:
             UserError: so many are not free.
         """
         if self._surely_free < count:
+            self.check_free(count)
             self._surely_free = int(self.free_count)
-        if self._surely_free < count:
+        self._surely_free -= count
+
+    def check_free(self, count: int, *, given_back: int = 0) -> None:
+        """Raise :class:`UserError` unless so many pages are free once `given_back` more are; waits for the device."""
+        free = int(self.free_count) + given_back
+        if free < count:
             raise UserError(
-                f"`pages` (of a cache: `rate`) must be larger for this many tokens; {self._surely_free} of {self.pages} are "
+                f"`pages` (of a cache: `rate`) must be larger for so many tokens and sequences; {free} of {self.pages} are "
                 f"free, and up to {count} are needed"
             )
-        self._surely_free -= count
 
     def take(self, count: int) -> Tensor:
         """`count` pages off the stack, (count,) int64; :meth:`reserve` must have granted them."""

@@ -98,7 +98,7 @@ class RaggedStore:
         coef_TC = coef_TC.detach()
         count = coef_TC.shape[0]
         self._widen_index(self.length + count)
-        if count == 1:
+        if count == 1 and not exact:
             self._bucket(rank := int(rank_T)).append_one(coef_TC[:, :rank], self.length)
         else:
             ranks, group_T = torch.unique(rank_T, return_inverse=True)

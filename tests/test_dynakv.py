@@ -176,6 +176,12 @@ def test_a_controller_goes_on_from_the_rate_it_finds():
     assert rate == pytest.approx(0.3, abs=0.01)
 
 
+def test_a_controller_loads_a_state_that_knows_no_first_rate():
+    controller = RateController(1.0, target=0.3, gain=20.0, ramp=0.5)
+    controller.load({"alpha": 2.0, "sum": 0.1})
+    assert controller.state() == {"alpha": 2.0, "sum": 0.1, "first": 1.0}
+
+
 def test_without_a_target_alpha_is_fixed():
     controller = RateController(4.0, target=None, gain=20.0, ramp=0.5)
     controller.update(0.9, 1.0)
@@ -244,14 +250,15 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     assert difference.mean() < 0.02 * whole.std()
 
 
+@pytest.mark.parametrize("storage", ["model", "int8"])
 @pytest.mark.parametrize("rotary", [None, 16, 8])
 @torch.no_grad()
-def test_compiled_encoding_is_that_of_the_modules(rotary):
+def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
     """A few tokens on a CPU take compiled code into the cache: from rotated keys and values, however they are laid out."""
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
-    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4), 0).eval()
+    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4, storage=storage), 0).eval()
     for side in (layer.key, layer.value):
         side.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
@@ -263,10 +270,25 @@ def test_compiled_encoding_is_that_of_the_modules(rotary):
         angle = torch.randn(2, 7, rotary // 2, generator=generator).repeat(1, 1, 2)
         apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
-    coef, rank = layer.codec().few(key, value, rope)
+    codec = copy.deepcopy(layer).codec()
+    coef, rank = codec.few(key, value, rope)
+    assert codec.few(key, value.bfloat16(), rope) is None, "it would read beyond the values"
     unrotated = key if rope is None else rope.unrotate(key)
     for which, states in enumerate((unrotated, value)):
-        plain_coef, plain_rank = (layer.key, layer.value)[which].encode(join_heads(states))
+        plain_coef, plain_rank = (codec.key, codec.value)[which].encode(join_heads(states))
         torch.testing.assert_close(coef[which], plain_coef, atol=1e-5, rtol=1e-5)
         assert rank[which].tolist() == plain_rank.tolist()
         assert rank[which].unique().numel() > 3
+
+
+@pytest.mark.parametrize("storage", ["model", "int8", "int4"])
+@pytest.mark.parametrize("length", [2, 16])
+@torch.no_grad()
+def test_no_token_of_a_short_prompt_sees_the_next(length, storage):
+    model = tiny_model()
+    make_cache = dynakv_model(model, 1, storage=storage)
+    ids = torch.randint(1, 97, (1, length), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([ids[:, :-1], ids[:, -1:] % 96 + 1], dim=1)
+    found, changed = (model(prompt, past_key_values=make_cache()).logits[:, :-1] for prompt in (ids, other))
+    torch.testing.assert_close(found, changed)
+    torch.testing.assert_close(found, tiny_model()(ids).logits[:, :-1], atol=1.0 if storage == "int4" else 0.1, rtol=0)

@@ -15,7 +15,7 @@ import dynakv
 from dynakv.gate import Gate, entropy
 from dynakv.objective import RetainRates, objective, retain_rates
 from evaluation.compare import TextConfig
-from evaluation.sweep import SweepConfig, Variant, points
+from evaluation.sweep import SweepConfig, Variant, points, start_arguments
 from lowrank.errors import UserError
 from lowrank.text import CalibrationText
 from training.distillation import summed_divergence, teacher_logits, uncompressed
@@ -340,10 +340,13 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, config_file, t
 
 def test_a_run_trains_on_from_a_checkpoint(run, config_file, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    run("train_dynakv.py", "--config", config_file, "--output", first)
+    target = ("--rate.target_retain_rate", "0.9", "--rate.settle", "false")
+    run("train_dynakv.py", "--config", config_file, "--output", first, *target)
     learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
     start = ("--initial_checkpoint", first / "checkpoint")
-    run("train_dynakv.py", "--config", config_file, "--output", second, *start, *learned_nothing)
+    run("train_dynakv.py", "--config", config_file, "--output", second, *start, *target, *learned_nothing)
+    last = json.loads((first / "checkpoint/config.json").read_text())["summary"]["alpha"]
+    assert json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["alpha"] == last != 4.0
     weights = [load_file(output / "checkpoint/compressor.safetensors") for output in (first, second)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
@@ -380,6 +383,11 @@ def test_points_of_a_staged_sweep_train_on_from_each_other():
         ("other-alpha-4", "other-target-0.3"),
     ]
     assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
+    # Whatever the run's own file says, a point starts from one of the two.
+    begun, gone_on = (start_arguments(point, Path("out")) for point in points(config)[:2])
+    assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
+    checkpoint = "out/points/exact-target-0.5/checkpoint"
+    assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ class CalibrationConfig:
 class RateConfig:
     """How the retain rate is priced."""
 
-    alpha: float = option(4.0, help="α of L = CE + α R²; with a target, where α starts")
+    alpha: float = option(
+        4.0, help="α of L = CE + α R²; with a target, where α starts (with `initial_checkpoint` where that run's ended)"
+    )
     target_retain_rate: float | None = option(
         None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
     )

@@ -26,7 +26,7 @@ from training.inspection import SENTENCE, inspect, inspection_due
 from training.nested import allocate_ranks
 from training.reporting import Reporter, Workload
 from training.schedule import learning_rate_factor
-from training.setup import heldout_blocks, initialise, training_stream
+from training.setup import heldout_blocks, initialise, starting_price, training_stream
 from training.state import check_same_run, load_into, newest_state, save_state
 from training.step import optimizer_step
 from training.threshold import settle_threshold
@@ -53,6 +53,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             f"`output` is {output}, which holds an earlier run; pass --resume to continue it, choose another `output`, or "
             f"remove it"
         )
+    price = starting_price(config)
     engine = Engine(config)
     state, progress = newest_state(output / STATES, main=engine.main) if resume else (None, None)
     if progress is not None:
@@ -68,7 +69,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config))
     rate = config.rate
-    controller = RateController(rate.alpha, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+    controller = RateController(price, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
     gradients = GradientWatch(engine.parameters, engine.device)
     watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, output / STATES)
     blocks_per_step = settings.batch_size * settings.accumulate * engine.world

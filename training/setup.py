@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dynakv
+from dynakv.checkpoint import read_config
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.calibration_store import Calibration
 from lowrank.text import Documents, blocks, hold_out, load_documents
@@ -66,6 +67,18 @@ def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
 def _of(values: list[str] | None, index: int) -> str | None:
     """The entry for one data set of a list that has one for all or one for each."""
     return None if values is None else values[index if len(values) > 1 else 0]
+
+
+def starting_price(config: TrainConfig) -> float:
+    """α to begin with: where a run trains on from another and has a target, the other's last, which held its rate.
+
+    Raises:
+        UserError: `initial_checkpoint` is no checkpoint.
+    """
+    if config.initial_checkpoint is None:
+        return config.rate.alpha
+    last = read_config(config.initial_checkpoint).summary.get("alpha")
+    return config.rate.alpha if last is None or config.rate.target_retain_rate is None else last
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:

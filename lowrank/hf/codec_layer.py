@@ -8,7 +8,7 @@ import abc
 from torch import Tensor
 
 from lowrank.codec import LayerCodec, prefix_mask
-from lowrank.hf.layer import CompressedLayer, join_heads, split_heads
+from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
 
 
@@ -40,6 +40,12 @@ class CodecLayer(CompressedLayer):
         if is_prompt and self._prompt is None and self.codec.quantisation is None:
             kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
             self._prompt = self._states(*kept, rope)
+
+    def is_decoding(self, query: Tensor) -> bool:
+        """Whether these (B, H, Q, D) queries are few and follow others. A prompt is attended as a prompt however short it
+        is: its mask may be left out, which a model's own attention takes for causal."""
+        count = query.shape[2]
+        return self._prompt is None and (count == 1 or MAX_DECODE_QUERIES >= count < self.get_seq_length())
 
     def clear(self) -> None:
         self._prompt = None

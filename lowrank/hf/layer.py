@@ -88,8 +88,9 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         """Forget all tokens; :meth:`start` is called before the next."""
 
     @abc.abstractmethod
-    def fork(self) -> None:
-        """Take copies of the state, which is still shared with the layer this one was copied from."""
+    def fork(self, memo: dict) -> None:
+        """Take copies of the state, which is still shared with the layer this one was copied from; `memo` as in
+        :func:`copy.deepcopy`, for what layers share."""
 
     @abc.abstractmethod
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -181,5 +182,5 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         twin.history = copy.deepcopy(self.history, memo)
         memo[id(self)] = twin
         if self.is_initialized:
-            twin.fork()
+            twin.fork(memo)
         return twin

@@ -3,6 +3,7 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,37 +14,29 @@ from lowrank.codec import Codec, Companded, LayerCodec
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
-from lowrank.hf.layer import MAX_DECODE_QUERIES, join_heads
+from lowrank.hf.layer import join_heads
 from lowrank.hf.paged_memory import PagedMemory
 from lowrank.hf.rope import Rope
 from lowrank.ops.gated_append.triton import gated_append
 from lowrank.ops.gated_append.weights import append_weights
 from lowrank.ops.paged_attention.triton import paged_attention
-from lowrank.ops.triton_launch import INTERPRETED
 
 
 class PagedLayer(CodecLayer):
     """Keys and values of one layer in stores that share their pages with the other layers'.
 
-    A decoded token is projected, gated and packed in one launch a side, and attended over in three; the host waits for
-    nothing. Prompts and chunks go the way of :class:`lowrank.hf.ragged_layer.RaggedLayer`.
+    A decoded token is projected, gated and packed in one launch a side, by the compressor as it was when the first token
+    came, and attended over in three; the host seldom waits. Prompts and chunks go the way of
+    :class:`lowrank.hf.ragged_layer.RaggedLayer`.
     """
 
     def __init__(self, codec: LayerCodec, memory: PagedMemory):
-        if codec.eviction.is_on:
-            raise UserError(
-                f"`eviction.keep` is {codec.eviction.keep}, and a paged cache keeps all tokens; set it to 1, or use an "
-                f"ordinary compressed cache"
-            )
         super().__init__(codec)
         self.memory = memory
         self.length = 0
 
+    @torch.no_grad()
     def start(self) -> None:
-        if self.device.type != "cuda" and not INTERPRETED:
-            raise UserError(
-                f"a paged cache needs a CUDA device, and the model is on `{self.device}`; use an ordinary compressed cache"
-            )
         self.key, self.value = (
             self.memory.store(self.batch_size, codec.width, self.dtype, self.device)
             for codec in (self.codec.key, self.codec.value)
@@ -68,12 +61,20 @@ class PagedLayer(CodecLayer):
 
     @torch.no_grad()
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        length = self.length + key_BGQD.shape[2]
+        if length > self.memory.max_length:
+            raise UserError(
+                f"`max_length` of the cache is {self.memory.max_length}, and the text has come to {length} tokens; make the "
+                f"cache with a larger one"
+            )
         if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
             super().take(key_BGQD, value_BGQD, rope)
             return
         unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
-        for store, states, arguments in zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True):
+        stores = (self.key, self.value)
+        for store in stores:
             store.reserve_one()
+        for store, states, arguments in zip(stores, (unrotated, value_BGQD), self.appends, strict=True):
             gated_append(join_heads(states)[:, 0], store=store, **arguments)
         self.length += 1
 
@@ -89,7 +90,7 @@ class PagedLayer(CodecLayer):
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on the exact ones, where so
         configured); a few queries at a time attend in the kernels."""
-        if self._prompt is not None or query.shape[2] > MAX_DECODE_QUERIES:
+        if not self.is_decoding(query):
             return inner(module, query, *self._rebuild(), mask, **kwargs)
         key_decoder, value_decoder = self._decoders()
         output_BHQD = paged_attention(
@@ -126,13 +127,12 @@ class PagedLayer(CodecLayer):
 
     def clear(self) -> None:
         super().clear()
-        if self.is_initialized:
-            self.key.clear()
-            self.value.clear()
+        # The next text may come in another number of sequences.
+        self.memory.release()
         self.length = 0
 
-    def fork(self) -> None:
-        self.key, self.value = self.key.clone(), self.value.clone()
+    def fork(self, memo: dict) -> None:
+        self.memory, self.key, self.value = copy.deepcopy((self.memory, self.key, self.value), memo)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The layer's own tables; pages belong to the cache."""

@@ -42,6 +42,12 @@ class PagedMemory:
         quantisation: Quantisation | None,
     ):
         require(max_length >= 1, "max_length", max_length, "at least 1 token")
+        require(
+            quantisation is None or quantisation.group is None,
+            "storage_group",
+            quantisation and quantisation.group,
+            "null for a paged cache: all coefficients of a token share one scale",
+        )
         require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
         self.max_length, self.rate, self.stores, self.quantisation = max_length, rate, stores, quantisation
         least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
@@ -76,9 +82,9 @@ class PagedMemory:
             )
         return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
 
-    def __deepcopy__(self, memo: dict) -> "PagedMemory":
-        # A copied cache's stores take pages of the same pool.
-        return self
+    def release(self) -> None:
+        """Give up the pages; stores made before hold nothing any more."""
+        self.pool = None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of the pages, free ones included, and of what is free."""

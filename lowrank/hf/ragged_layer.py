@@ -104,7 +104,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
-        if self._prompt is None and query.shape[2] <= MAX_DECODE_QUERIES:
+        if self.is_decoding(query):
             return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
         if any(sequence.fixed for sequence in self.sequences):
             # Sequences no longer have equally many tokens.

@@ -158,9 +158,14 @@ class RopeHistory:
         if self._rotary is None:
             angle_BTF = self._angles()
             if angle_BTF is None:
-                raise UserError("a paged cache needs keys whose halves are rotated; use an ordinary compressed cache")
+                raise _turned_otherwise()
             self._rotary = RotaryTable.of(angle_BTF)
         return self._rotary
+
+    def check_turns_halves(self) -> None:
+        """Raise :class:`UserError` for a family for which there will be no :meth:`table`."""
+        if not _rotates_halves(self.apply):
+            raise _turned_otherwise()
 
     def _angles(self) -> Tensor | None:
         """cos + i·sin of all tokens, once per step, where the family rotates pairs by one angle each."""
@@ -203,6 +208,10 @@ class RopeHistory:
         twin._kept = [tensor.clone() for tensor in self._kept]
         memo[id(self)] = twin
         return twin
+
+
+def _turned_otherwise() -> UserError:
+    return UserError("a paged cache needs keys whose halves are rotated; use an ordinary compressed cache")
 
 
 @functools.lru_cache

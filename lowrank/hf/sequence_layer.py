@@ -57,7 +57,7 @@ class SequenceLayer(CompressedLayer):
     def clear(self) -> None:
         self.sequences = []
 
-    def fork(self) -> None:
+    def fork(self, memo: dict) -> None:
         self.sequences = [sequence.clone() for sequence in self.sequences]
 
     def held(self) -> Iterator[tuple[str, Tensor]]:

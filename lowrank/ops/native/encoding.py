@@ -18,20 +18,24 @@ class SideWeights:
     """What encodes keys, or values; the tensors must not move while this is in use.
 
     Args:
-        basis_CC, scale_C, gate_CC, gate_C: U, s, W and b of the gate softmax(x·U·diag(s)·W + b), fp32 and contiguous.
+        basis_CC, scale_C, gate_CC, gate_C: U, s, W and b of the gate softmax(x·U·diag(s)·W + b), contiguous fp32 on the CPU.
     """
 
     def __init__(self, basis_CC: Tensor, scale_C: Tensor, gate_CC: Tensor, gate_C: Tensor):
         self._tensors = basis_CC, scale_C, gate_CC, gate_C  # kept alive: addresses in them follow
         self.members = _WEIGHTS.pack(*(tensor.data_ptr() for tensor in self._tensors))
 
+    def __reduce__(self) -> tuple:
+        # A copy has addresses of its own.
+        return SideWeights, self._tensors
 
-def encodes(states_BGTD: Tensor) -> bool:
-    """Whether compiled code can encode such tokens: a few of them, in fp32 on a CPU, of whole vector registers."""
-    batch, groups, tokens, head_dim = states_BGTD.shape
+
+def encodes(*states: Tensor) -> bool:
+    """Whether compiled code can encode such keys and values, (B, G, T, D): a few tokens, in fp32 on a CPU, of whole vector
+    registers."""
+    batch, groups, tokens, head_dim = states[0].shape
     return (
-        states_BGTD.device.type == "cpu"
-        and states_BGTD.dtype == torch.float32
+        all(each.device.type == "cpu" and each.dtype == torch.float32 for each in states)
         and batch * tokens <= MAX_TOKENS
         and library() is not None
         and groups * head_dim % lanes() == 0

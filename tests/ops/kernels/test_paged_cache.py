@@ -74,13 +74,15 @@ def test_generates_what_the_ordinary_cache_does(model, arguments):
 
 
 @torch.no_grad()
-def test_a_copied_cache_goes_its_own_way(model):
+def test_copies_of_a_cache_go_their_own_way(model):
     ids = token_ids(model, 1, 14)
     _, cache = caches(model)
-    # Half of the room is the copy's.
     model(ids[:, :10], past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    other = model(ids[:, 10:11] + 1, past_key_values=twin).logits
+    for token in (3, 5, 7):
+        # The pages of a copy that is dropped are gone with it, and no others.
+        twin = copy.deepcopy(cache)
+        assert twin.layers[0].key.pool is twin.layers[1].value.pool is twin.memory_pages.pool
+        other = model(torch.tensor([[token]], device=ids.device), past_key_values=twin).logits
     found = model(ids[:, 10:11], past_key_values=cache).logits
     assert not torch.allclose(found, other)
     plain = dynakv.DynaKVCache.from_model(model)
@@ -94,7 +96,8 @@ def test_integers_in_pages(model, storage, granularity):
     dynakv.configure(model, storage=storage, granularity=granularity)
     ids = token_ids(model, 1, 24)
     ordinary, paged = caches(model)
-    for step in ids.split((20, 1, 1, 1, 1), dim=1):
+    # However short, a prompt is read as one: nothing of it sees what follows.
+    for step in ids.split((8, 1, 1, 14), dim=1):
         expected, found = (model(step, past_key_values=cache).logits for cache in (ordinary, paged))
     # Another order of sums may turn a code into its neighbour.
     assert (found - expected).abs().mean() < 0.02 * expected.std()
@@ -106,22 +109,23 @@ def test_bytes_are_those_of_the_tensors_held(model):
     assert cache.memory().total == sum({t.data_ptr(): t.nbytes for _, t in cache.held()}.values())
     assert cache.memory().kinds["coefficients"] == cache.memory_pages.pool.page_PNY.nbytes
     cache.reset()
-    assert int(cache.memory_pages.pool.free_count) == cache.memory_pages.pool.pages
+    assert cache.memory().total == 0
+    model(token_ids(model, 5, 12), past_key_values=cache)
+    assert cache.layers[0].key.batch == 5
 
 
 @torch.no_grad()
 def test_what_does_not_fit_is_refused(model):
     cache = PagedDynaKVCache.from_model(model, max_length=8, rate=1.0)
-    with pytest.raises(UserError, match="`capacity` must be at least 9"):
+    with pytest.raises(UserError, match="`max_length` of the cache is 8, and the text has come to 9 tokens"):
         model(token_ids(model, 1, 9), past_key_values=cache)
     with pytest.raises(UserError, match=r"`pages` \(of a cache: `rate`\) must be larger"):
         model(token_ids(model, 1, 96), past_key_values=PagedDynaKVCache.from_model(model, max_length=96, rate=0.01))
-    for wrong, message in {
-        "granularity": "`granularity` is 8 .* set `granularity` to a multiple of 16",
-        "eviction": "a paged cache keeps all tokens",
-    }.items():
-        dynakv.configure(
-            model, **{"granularity": 8} if wrong == "granularity" else SETTINGS | {"eviction": {"keep": 0.5}}
-        )
+    for settings, message in (
+        ({"granularity": 8}, "`granularity` is 8 .* set `granularity` to a multiple of 16"),
+        ({"granularity": 16, "storage": "int8", "storage_group": 16}, "`storage_group` must be null for a paged cache"),
+        ({"storage_group": None, "eviction": {"keep": 0.5}}, "a paged cache does not serve `eviction.keep` 0.5"),
+    ):
+        dynakv.configure(model, **settings)
         with pytest.raises(UserError, match=message):
             PagedDynaKVCache.from_model(model, max_length=96)
