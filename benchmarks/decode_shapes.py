@@ -88,23 +88,20 @@ class Step:
 
 
 def preallocated(shape: Shape) -> Step:
-    query, key, value = shape.query(), shape.states(), shape.states()
-
-    def attend(dtype: torch.dtype = shape.dtype) -> Tensor:
-        states = (tensor.to(dtype) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(*states, scale=shape.scaling, enable_gqa=True)
-
-    width = shape.head_dim
-    return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))
+    return _uncompressed(shape, lambda states: states)
 
 
 def concatenated(shape: Shape) -> Step:
     """As a dynamic cache does it: the newest token is joined to all before it, into a new tensor."""
+    return _uncompressed(shape, lambda states: torch.cat([states[:, :, :-1], states[:, :, -1:]], dim=2))
+
+
+def _uncompressed(shape: Shape, held: Callable[[Tensor], Tensor]) -> Step:
     query, key, value = shape.query(), shape.states(), shape.states()
 
     def attend(dtype: torch.dtype = shape.dtype) -> Tensor:
-        states = [torch.cat([old[:, :, :-1], old[:, :, -1:]], dim=2).to(dtype) for old in (key, value)]
-        return F.scaled_dot_product_attention(query.to(dtype), *states, scale=shape.scaling, enable_gqa=True)
+        states = (tensor.to(dtype) for tensor in (query, held(key), held(value)))
+        return F.scaled_dot_product_attention(*states, scale=shape.scaling, enable_gqa=True)
 
     width = shape.head_dim
     return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))

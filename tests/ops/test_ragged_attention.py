@@ -34,6 +34,19 @@ def operation(request):
     return {"bucketed": bucketed, "compiled": compiled}[request.param]
 
 
+def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quantisation | None = None):
+    """(query, stores, decoders, options) of 700 tokens of every rank."""
+    stores = []
+    for _ in range(2):
+        store = RaggedStore(WIDTH, dtype=dtype, device=torch.device("cpu"), quantisation=quantisation)
+        ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
+        store.append(torch.randn(700, WIDTH, generator=generator), ranks)
+        stores.append(store)
+    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    return query, stores, decoders, {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
+
+
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
 @pytest.mark.parametrize("rank", [None, 0, 1, WIDTH])
 @pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (63, 1), (1000, 1), (3000, 3)])
@@ -79,16 +92,7 @@ def test_masked_tokens_have_no_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     generator = torch.Generator().manual_seed(2)
-    stores = []
-    for _ in range(2):
-        quantisation = Quantisation(bits=bits, group=group)
-        store = RaggedStore(WIDTH, dtype=dtype, device=torch.device("cpu"), quantisation=quantisation)
-        ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
-        store.append(torch.randn(700, WIDTH, generator=generator), ranks)
-        stores.append(store)
-    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
-    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
+    query, stores, decoders, options = operands(generator, dtype, Quantisation(bits=bits, group=group))
     actual = operation.ragged_attention(query, *stores, *decoders, **options)
     expected = reference(query.double(), *stores, *decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
@@ -121,15 +125,7 @@ def test_equal_inputs_give_equal_bits(operation):
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_half_precision_is_near_the_reference(dtype, allowed):
     generator = torch.Generator().manual_seed(1)
-    stores = []
-    for _ in range(2):
-        store = RaggedStore(WIDTH, dtype=dtype, device=torch.device("cpu"))
-        ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
-        store.append(torch.randn(700, WIDTH, generator=generator), ranks)
-        stores.append(store)
-    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
-    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
+    query, stores, decoders, options = operands(generator, dtype)
     actual = ragged_attention(query, *stores, *decoders, **options)
     assert actual.dtype == dtype
     expected = reference(query.double(), *stores, *decoders, **options)
