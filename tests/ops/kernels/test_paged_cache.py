@@ -14,9 +14,11 @@ SETTINGS = {"granularity": 16}
 
 
 @pytest.fixture
-def model(device):
-    """A compressed model whose tokens keep 16, 32, 48 or 64 coefficients."""
-    model = tiny_model(hidden_size=128, num_hidden_layers=2)
+def model(device, request):
+    """A compressed model of one layer, or as many as a test's `layers` mark says, whose tokens keep 16, 32, 48 or 64
+    coefficients."""
+    mark = request.node.get_closest_marker("layers")
+    model = tiny_model(hidden_size=128, num_hidden_layers=mark.args[0] if mark else 1)
     dynakv_model(model, 0.4, **SETTINGS)
     spread_gates(model)
     return model.to(device)
@@ -31,6 +33,7 @@ def caches(model, **settings):
     return dynakv.DynaKVCache.from_model(model), PagedDynaKVCache.from_model(model, max_length=96, rate=1.0, **settings)
 
 
+@pytest.mark.layers(2)
 @torch.no_grad()
 def test_every_step_is_the_ordinary_cache_s(model):
     ids = token_ids(model, 2, 39)
@@ -53,8 +56,8 @@ def test_every_step_is_the_ordinary_cache_s(model):
     "arguments",
     [
         {},
-        {"num_beams": 2},
-        {"do_sample": True, "num_return_sequences": 2},
+        pytest.param({"num_beams": 2}, marks=pytest.mark.slow),
+        pytest.param({"do_sample": True, "num_return_sequences": 2}, marks=pytest.mark.slow),
         {"prompt_lookup_num_tokens": 3},
     ],
     ids=str,
@@ -73,12 +76,13 @@ def test_generates_what_the_ordinary_cache_does(model, arguments):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.layers(2)
 @torch.no_grad()
 def test_copies_of_a_cache_go_their_own_way(model):
     ids = token_ids(model, 1, 14)
     _, cache = caches(model)
     model(ids[:, :10], past_key_values=cache)
-    for token in (3, 5, 7):
+    for token in (3, 5):
         # The pages of a copy that is dropped are gone with it, and no others.
         twin = copy.deepcopy(cache)
         assert twin.layers[0].key.pool is twin.layers[1].value.pool is twin.memory_pages.pool
