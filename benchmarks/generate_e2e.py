@@ -22,9 +22,8 @@ def main(argv: list[str]) -> None:
 
     warmup = 2
     found = candidates(arguments, arguments.context + arguments.tokens + warmup)
-    caches = {
-        name: prefill(model, context_ids(arguments, model), make_cache()) for name, (model, make_cache) in found.items()
-    }
+    ids = context_ids(arguments, found[DYNAMIC][0])
+    caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name]) for name, (model, _) in found.items()}
     ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=warmup, mean=True)

@@ -17,8 +17,9 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context)
+    ids = context_ids(arguments, found[DYNAMIC][0])
     calls = {
-        name: lambda model=model, make_cache=make_cache: prefill(model, context_ids(arguments, model), make_cache())
+        name: lambda model=model, make_cache=make_cache: prefill(model, ids, make_cache())
         for name, (model, make_cache) in found.items()
     }
     ms = interleaved_ms(calls, repeats=arguments.repeats)

@@ -156,11 +156,14 @@ class LayerCompressor(nn.Module):
     def _encode_few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor] | None:
         """(coefficients of keys and values (2, B, T, C), ranks (2, B, T)) of a few new tokens in compiled code, where there
         is some for them."""
-        config, turn_back = self.key.config, None if rope is None else rope.halves_back()
+        config, weight = self.key.config, self.key.projection.weight
         is_plain = config.gap != "soft_prefix" and isinstance(self.key.gate, Gate)
         # The parameters must be as the states are, wherever somebody has moved them.
-        tensors = (key_BGTD, value_BGTD, self.key.projection.weight[None, None])
-        if not is_plain or not native.encodes(*tensors) or (rope is not None and turn_back is None):
+        is_alike = (weight.dtype, weight.device) == (key_BGTD.dtype, key_BGTD.device)
+        if not is_plain or not is_alike or not native.encodes(key_BGTD, value_BGTD):
+            return None
+        turn_back = None if rope is None else rope.halves_back()
+        if rope is not None and turn_back is None:
             return None
         return native.encode(
             key_BGTD,

@@ -2,7 +2,7 @@
 
 Every point is a training run of its own in `points/`, started by the training command, so that it may be launched on many
 processes; its rows are written beside it when it is measured. A sweep that is started again goes on with what is missing.
-In a staged sweep each point trains on from the one before it: what keeps half learns to keep less sooner than a PCA.
+In a staged sweep each point trains on from the one before it.
 """
 
 import dataclasses

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from byte_tokenizer import byte_tokenizer
 from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,6 +80,22 @@ def training_values(tiny_dir, text_file) -> dict:
         "compressor": {"granularity": 4},
         "optimizer": {"steps": 8, "batch_size": 2},
     }
+
+
+@pytest.fixture
+def four_steps(training_values, tmp_path) -> Path:
+    """The configuration file of a training run of four steps that looks at its layers and settles."""
+    values = {
+        **training_values,
+        "output": str(tmp_path / "run"),
+        "checkpoint_every": 2,
+        "optimizer": {"steps": 4, "batch_size": 2},
+        "report": {"inspect_every": 2, "sentence": "the cache keeps | what", "peak_flops": 1e12},
+        "rate": {"settle_tokens": 128},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """What the training loop minimises and how ranks are chosen: distillation, nested ranks, floors, targets, decoders."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -8,16 +7,12 @@ import pytest
 import torch
 import yaml
 from methods import calibration_moments, dynakv_model, spread_gates, tiny_model
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dynakv
 from dynakv.gate import Gate, entropy
 from dynakv.objective import RetainRates, objective, retain_rates
-from evaluation.compare import TextConfig
-from evaluation.sweep import SweepConfig, Variant, points, start_arguments
 from lowrank.errors import UserError
-from lowrank.text import CalibrationText
 from training.distillation import summed_divergence, teacher_logits, uncompressed
 from training.heldout import measure
 from training.inspection import inspect
@@ -248,37 +243,18 @@ def test_figures_are_darker_where_more_is_kept():
     assert heights[12:].max() == 40
 
 
-@pytest.fixture
-def config_file(tiny_dir, text_file, tmp_path):
-    values = {
-        "model": str(tiny_dir),
-        "output": str(tmp_path / "run"),
-        "checkpoint_every": 2,
-        "heldout_blocks": 1,
-        "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
-        "calibration": {"tokens": 256},
-        "compressor": {"granularity": 4},
-        "optimizer": {"steps": 4, "batch_size": 2},
-        "report": {"inspect_every": 2, "sentence": "the cache keeps | what", "peak_flops": 1e12},
-        "rate": {"settle_tokens": 128},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
 def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(run, config_file, tiny_dir, text_file, tmp_path):
+def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(run, four_steps, tiny_dir, text_file, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     preset = yaml.safe_load((ROOT / "configs/matryoshka.yaml").read_text())
-    own = yaml.safe_load(config_file.read_text())
+    own = yaml.safe_load(four_steps.read_text())
     merged = {**own, **{key: {**own.get(key, {}), **preset[key]} for key in ("compressor", "loss", "rate")}}
-    config_file.write_text(yaml.safe_dump(merged))
-    run("train_dynakv.py", "--config", config_file)
+    four_steps.write_text(yaml.safe_dump(merged))
+    run("train_dynakv.py", "--config", four_steps)
     output = tmp_path / "run"
     rows = rows_of(output / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -303,93 +279,6 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(run, config_
     assert summary["settled"]["hard_rate"] == pytest.approx(0.3, abs=0.02)
 
 
-def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, config_file, text_file, tmp_path):
-    sweep = {
-        "train": str(config_file),
-        "targets": [0.9],
-        "alphas": [4],
-        "texts": [{"label": "text", "name": str(text_file)}],
-        "calibration": {"name": str(text_file), "tokens": 256},
-        "block_length": 64,
-        "blocks": 2,
-    }
-    path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
-    path.write_text(yaml.safe_dump(sweep))
-    done = run("scripts/sweep.py", "--config", path, "--output", output)
-    rows = json.loads((output / "comparison.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
-    keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
-    assert all(set(row) == keys for row in rows)
-    assert (output / "comparison.md").read_text() in done.stdout
-    assert (output / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    points = {path.name: path for path in (output / "points").iterdir()}
-    assert points.keys() == {"dynakv-target-0.9", "dynakv-alpha-4"}
-    # Both start from the bases beside them, not from their own.
-    for point in points.values():
-        assert yaml.safe_load((point / "config.yaml").read_text())["calibration"]["bases"] == str(output / "bases")
-    # As if the sweep had been stopped before the second point was measured: it alone is measured again, not trained.
-    (points["dynakv-alpha-4"] / "rows.json").unlink()
-    trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
-    run("scripts/sweep.py", "--config", path, "--output", output)
-    assert json.loads((output / "comparison.json").read_text())["rows"] == rows
-    assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
-    refused = run("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1", check=False)
-    assert refused.returncode == 2
-    assert "begun with other settings" in refused.stderr
-
-
-def test_a_run_trains_on_from_a_checkpoint(run, config_file, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    target = ("--rate.target_retain_rate", "0.9", "--rate.settle", "false")
-    run("train_dynakv.py", "--config", config_file, "--output", first, *target)
-    learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
-    start = ("--initial_checkpoint", first / "checkpoint")
-    run("train_dynakv.py", "--config", config_file, "--output", second, *start, *target, *learned_nothing)
-    last = json.loads((first / "checkpoint/config.json").read_text())["summary"]["alpha"]
-    assert json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["alpha"] == last != 4.0
-    weights = [load_file(output / "checkpoint/compressor.safetensors") for output in (first, second)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][name]), name
-    for argument, message in {
-        "--compressor.inverse=orthogonal": "`compressor.inverse` is 'orthogonal', and the checkpoint",
-        "--calibration.bases=somewhere": "`initial_checkpoint` must be null where `calibration.bases` is given",
-    }.items():
-        refused = ("train_dynakv.py", "--config", config_file, "--output", tmp_path / "third", *start, argument)
-        done = run(*refused, check=False)
-        assert done.returncode == 2
-        assert message in " ".join(done.stderr.split())
-        assert not (tmp_path / "third/checkpoint").exists()
-
-
-def test_points_of_a_staged_sweep_train_on_from_each_other():
-    texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
-    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
-    config = SweepConfig(
-        train="x.yaml",
-        targets=[0.5, 0.3],
-        alphas=[4],
-        staged=True,
-        variants=recipes,
-        texts=texts,
-        calibration=calibration,
-    )
-    assert [(point.name, point.after) for point in points(config)] == [
-        ("exact-target-0.5", None),
-        ("exact-target-0.3", "exact-target-0.5"),
-        ("exact-alpha-4", "exact-target-0.3"),
-        ("other-target-0.5", None),
-        ("other-target-0.3", "other-target-0.5"),
-        ("other-alpha-4", "other-target-0.3"),
-    ]
-    assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
-    # Whatever the run's own file says, a point starts from one of the two.
-    begun, gone_on = (start_arguments(point, Path("out")) for point in points(config)[:2])
-    assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
-    checkpoint = "out/points/exact-target-0.5/checkpoint"
-    assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -404,13 +293,13 @@ def test_points_of_a_staged_sweep_train_on_from_each_other():
         (("--calibration.bases", "nowhere"), "`nowhere` is no calibration"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(config_file, tmp_path, arguments, message):
+def test_mistakes_are_named_before_anything_runs(four_steps, tmp_path, arguments, message):
     from lowrank.config import parse_config
     from training.config import TrainConfig
     from training.loop import train
 
     with pytest.raises(UserError) as caught:
-        train(parse_config(TrainConfig, ["--config", str(config_file), *arguments], description="")[0])
+        train(parse_config(TrainConfig, ["--config", str(four_steps), *arguments], description="")[0])
     assert message in str(caught.value)
     assert not (tmp_path / "run/checkpoint").exists()
 

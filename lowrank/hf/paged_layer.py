@@ -120,8 +120,8 @@ class PagedLayer(CodecLayer):
         self.length = length
 
     def select(self, rows: list[int]) -> None:
-        index_B = torch.tensor(rows, device=self.device)
         if rows != list(range(self.batch_size)):
+            index_B = torch.tensor(rows, device=self.device)
             self.key.select(index_B)
             self.value.select(index_B)
 

@@ -30,12 +30,11 @@ class SideWeights:
         return SideWeights, self._tensors
 
 
-def encodes(*states: Tensor) -> bool:
-    """Whether compiled code can encode such keys and values, (B, G, T, D): a few tokens, in fp32 on a CPU, of whole vector
-    registers."""
-    batch, groups, tokens, head_dim = states[0].shape
+def encodes(key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
+    """Whether compiled code can encode such keys and values: a few tokens, in fp32 on a CPU, of whole vector registers."""
+    batch, groups, tokens, head_dim = key_BGTD.shape
     return (
-        all(each.device.type == "cpu" and each.dtype == torch.float32 for each in states)
+        all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (key_BGTD, value_BGTD))
         and batch * tokens <= MAX_TOKENS
         and library() is not None
         and groups * head_dim % lanes() == 0

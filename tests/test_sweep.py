@@ -1,0 +1,100 @@
+"""Sweeps over targets, prices and recipes, and runs that train on from a checkpoint."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from evaluation.compare import TextConfig
+from evaluation.sweep import SweepConfig, Variant, points, start_arguments
+from lowrank.text import CalibrationText
+
+
+def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, four_steps, text_file, tmp_path):
+    sweep = {
+        "train": str(four_steps),
+        "targets": [0.9],
+        "alphas": [4],
+        "texts": [{"label": "text", "name": str(text_file)}],
+        "calibration": {"name": str(text_file), "tokens": 256},
+        "block_length": 64,
+        "blocks": 2,
+    }
+    path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
+    path.write_text(yaml.safe_dump(sweep))
+    done = run("scripts/sweep.py", "--config", path, "--output", output)
+    rows = json.loads((output / "comparison.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
+    keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
+    assert all(set(row) == keys for row in rows)
+    assert (output / "comparison.md").read_text() in done.stdout
+    assert (output / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    points = {path.name: path for path in (output / "points").iterdir()}
+    assert points.keys() == {"dynakv-target-0.9", "dynakv-alpha-4"}
+    # Both start from the bases beside them, not from their own.
+    for point in points.values():
+        assert yaml.safe_load((point / "config.yaml").read_text())["calibration"]["bases"] == str(output / "bases")
+    # As if the sweep had been stopped before the second point was measured: it alone is measured again, not trained.
+    (points["dynakv-alpha-4"] / "rows.json").unlink()
+    trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
+    run("scripts/sweep.py", "--config", path, "--output", output)
+    assert json.loads((output / "comparison.json").read_text())["rows"] == rows
+    assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
+    refused = run("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1", check=False)
+    assert refused.returncode == 2
+    assert "begun with other settings" in refused.stderr
+
+
+def test_a_run_trains_on_from_a_checkpoint(run, four_steps, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    target = ("--rate.target_retain_rate", "0.9", "--rate.settle", "false")
+    run("train_dynakv.py", "--config", four_steps, "--output", first, *target)
+    learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
+    start = ("--initial_checkpoint", first / "checkpoint")
+    run("train_dynakv.py", "--config", four_steps, "--output", second, *start, *target, *learned_nothing)
+    last = json.loads((first / "checkpoint/config.json").read_text())["summary"]["alpha"]
+    assert json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["alpha"] == last != 4.0
+    weights = [load_file(output / "checkpoint/compressor.safetensors") for output in (first, second)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+    for argument, message in {
+        "--compressor.inverse=orthogonal": "`compressor.inverse` is 'orthogonal', and the checkpoint",
+        "--calibration.bases=somewhere": "`initial_checkpoint` must be null where `calibration.bases` is given",
+    }.items():
+        refused = ("train_dynakv.py", "--config", four_steps, "--output", tmp_path / "third", *start, argument)
+        done = run(*refused, check=False)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.split())
+        assert not (tmp_path / "third/checkpoint").exists()
+
+
+def test_points_of_a_staged_sweep_train_on_from_each_other():
+    texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
+    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
+    config = SweepConfig(
+        train="x.yaml",
+        targets=[0.5, 0.3],
+        alphas=[4],
+        staged=True,
+        variants=recipes,
+        texts=texts,
+        calibration=calibration,
+    )
+    assert [(point.name, point.after) for point in points(config)] == [
+        ("exact-target-0.5", None),
+        ("exact-target-0.3", "exact-target-0.5"),
+        ("exact-alpha-4", "exact-target-0.3"),
+        ("other-target-0.5", None),
+        ("other-target-0.3", "other-target-0.5"),
+        ("other-alpha-4", "other-target-0.3"),
+    ]
+    assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
+    # Whatever the run's own file says, a point starts from one of the two.
+    begun, gone_on = (start_arguments(point, Path("out")) for point in points(config)[:2])
+    assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
+    checkpoint = "out/points/exact-target-0.5/checkpoint"
+    assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
