@@ -3,10 +3,11 @@
 Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full DynaKV checkpoints.
 """
 
-from dynakv.attach import add_compressors, configure, detach, initialise_from_moments, open_gates, use_ragged_cache
+from dynakv.attach import add_compressors, configure, detach, open_gates, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors, token_compressors
 from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
+from dynakv.start import initialise_from_gradients, initialise_from_moments
 
 __all__ = [
     "INVERSES",
@@ -18,6 +19,7 @@ __all__ = [
     "configure",
     "detach",
     "initialise_from_checkpoint",
+    "initialise_from_gradients",
     "initialise_from_moments",
     "open_gates",
     "save_compressor",

@@ -9,12 +9,10 @@ from dynakv.cache import DynaKVCache, compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
 from lowrank.allocation import check_rank
-from lowrank.basis import pca_basis
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM, restore
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.serving import serve_compressed, stop_serving
-from lowrank.moments import SecondMoment
 
 
 def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedModel:
@@ -33,17 +31,6 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
             layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
         modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
     return model
-
-
-def initialise_from_moments(model: PreTrainedModel, moments: dict[int, dict[str, SecondMoment]]) -> None:
-    """Start every layer from the PCA of its calibration moments (section 3.1), gates nearly open.
-
-    Args:
-        moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
-    """
-    for index, layer in compressors(model).items():
-        for side, compressor in (("key", layer.key), ("value", layer.value)):
-            compressor.initialise(pca_basis(moments[index][side].mean()[None]))
 
 
 def open_gates(model: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
 from lowrank.ranks import hard_rank
+from lowrank.weighted_basis import WeightedBasis
 
 
 @dataclasses.dataclass
@@ -47,8 +48,13 @@ class TokenCompressor(nn.Module):
     def initialise(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
         [vectors_CC], [energy_C] = basis.vectors_PWW, basis.energy_PW
-        self.projection.initialise(vectors_CC)
+        self.projection.initialise(vectors_CC, vectors_CC.T)
         self.gate.initialise(energy_C, self.config.gate_decay)
+
+    def initialise_at(self, basis: WeightedBasis, rank: int) -> None:
+        """Start from a weighted basis with a gate that keeps `rank` coefficients of every token."""
+        self.projection.initialise(basis.basis_CC, basis.inverse_CC)
+        self.gate.initialise_at(basis.energy_C, rank, self.config.threshold)
 
     def train(self, mode: bool = True) -> "TokenCompressor":
         # A rate that carries a graph would forbid copying the model once training is over.

@@ -79,6 +79,12 @@ class DynaKVConfig:
                 raise UserError(f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}")
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
+    def check_gradient_start(self) -> None:
+        """Raise :class:`UserError` where training can start only from a PCA with gates nearly open."""
+        for key, refused in (("inverse", "orthogonal"), ("truncation", "nested")):
+            value = getattr(self, key)
+            require(value != refused, f"compressor.{key}", value, "another, or `calibration.start: pca`")
+
     @property
     def quantisation(self) -> Quantisation | None:
         return quantisation_of(self.storage, self.storage_group)

@@ -31,11 +31,34 @@ class Gate(nn.Module):
             energy_C: second moment of each coefficient.
             decay: p falls as exp(−decay · i / C) with the number i of dropped coefficients.
         """
+        self._start(energy_C, -decay * torch.arange(self.bias.shape[0]) / self.bias.shape[0])
+
+    @torch.no_grad()
+    def initialise_at(self, energy_C: Tensor, rank: int, threshold: float) -> None:
+        """Start with one mask for all tokens that the threshold cuts at `rank`.
+
+        p falls from its peak as exp(−|i − i₀| / s), s = 4 coefficients (fewer of narrow states and at low ranks): so narrow
+        that little is attenuated, so wide that training sees what a few coefficients more or less would do.
+
+        Args:
+            energy_C: second moment of each coefficient.
+            rank: in 1..C.
+            threshold: τ of equation 8.
+        """
+        width = len(energy_C)
+        dropped_C = torch.arange(width)
+        # Where the peak must lie depends on how much of p the ends cut off: of all peaks the best is taken.
+        peak_K1 = torch.arange(-width, width + 1)[:, None]
+        bias_KC = -(dropped_C - peak_K1).abs() / max(1.0, min(4.0, width / 16, rank / 4))
+        rank_K = hard_rank(cumulative(bias_KC), threshold, granularity=1)
+        self._start(energy_C, bias_KC[(rank_K - rank).abs().argmin()])
+
+    def _start(self, energy_C: Tensor, bias_C: Tensor) -> None:
         # Directions the text never used have no energy; they are scaled as if they had a millionth of the largest.
         floor = energy_C.max() * 1e-6
         self.input_scale.copy_(energy_C.clamp(min=floor).rsqrt())
         self.weight.zero_()
-        self.bias.copy_(-decay * torch.arange(self.bias.shape[0]) / self.bias.shape[0])
+        self.bias.copy_(bias_C)
 
     @torch.no_grad()
     def open(self) -> None:

@@ -35,15 +35,15 @@ class Projection(nn.Module):
         self._fixed: dict[tuple, tuple] = {}  # (dtype, device) → versions of the parameters, U, V
 
     @torch.no_grad()
-    def initialise(self, vectors_CC: Tensor) -> None:
-        """Start from an orthonormal basis."""
+    def initialise(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
+        """Start from a basis and its inverse; ``orthogonal`` from an orthonormal one."""
         if self.inverse == "orthogonal":
             self.weight.zero_()
-            self.start.copy_(vectors_CC)
+            self.start.copy_(basis_CC)
             return
-        self.weight.copy_(vectors_CC)
+        self.weight.copy_(basis_CC)
         if self.inverse == "decoupled":
-            self.decoder.copy_(vectors_CC.T)
+            self.decoder.copy_(inverse_CC)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """(U, V), differentiable, in the parameters' dtype. Raises :class:`UserError` for a singular U.

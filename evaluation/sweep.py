@@ -61,6 +61,9 @@ class SweepConfig:
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
     blocks: int = option(4, help="blocks of each text", unit="blocks")
     calibration: CalibrationText = section(CalibrationText)
+    gradients: bool = option(
+        False, help="also calibrate on the loss's gradients, for training with `calibration.start: gradient`"
+    )
 
     def __post_init__(self):
         require(bool(self.targets or self.alphas), "targets", self.targets, "given, or `alphas`")
@@ -118,9 +121,10 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     model = load_model(name, dtype=config.dtype)
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
-    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration))
+    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration) | {"gradients": config.gradients})
     if not bases.exists():
-        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
+        blocks_NT = config.calibration.blocks(tokenizer)
+        calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
         calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}

@@ -3,7 +3,8 @@
     python scripts/calibrate.py --model meta-llama/Llama-3.1-8B --dtype bfloat16 --output bases/llama \\
         --name Salesforce/wikitext --subset wikitext-2-raw-v1
 
-Writes second moments of keys, values and queries, from which every layout, rank and preset is made.
+Writes second moments of keys, values and queries, from which every layout, rank and preset is made; with `--gradients true`
+also those of the loss's gradients, which training can start from.
 """
 
 import dataclasses
@@ -24,6 +25,9 @@ class CalibrateConfig(CalibrationText):
     output: str = option(help="directory for the calibration")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     device: str = option("cpu", help="to run on")
+    gradients: bool = option(
+        False, help="also take the loss's gradients, for training with `calibration.start: gradient`"
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -31,7 +35,7 @@ def main(argv: list[str]) -> None:
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(config.model))
-    calibration = Calibration.from_text(model, blocks_NT)
+    calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
     digest = calibration.save(
         config.output,
         # A directory is a place on this machine; its last part names the model.

@@ -6,6 +6,7 @@ from dynakv.config import DynaKVConfig
 from lowrank.config import option, require, section
 from lowrank.hf.loading import DTYPES
 
+STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
 
 
@@ -63,12 +64,19 @@ class DatasetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
-    """The PCA the projection starts from."""
+    """What the compressor starts from."""
 
-    tokens: int = option(16384, help="leading training text the PCA is computed on", unit="tokens")
+    start: str = option(
+        PCA,
+        help="`pca`: projections from the states' PCA, gates nearly open (paper). `gradient`: from their PCA weighted by "
+        "the loss's gradients, gates at the target rate, spread over layers, keys and values by the loss it costs",
+        choices=STARTS,
+    )
+    tokens: int = option(16384, help="leading training text that is calibrated on", unit="tokens")
     bases: str | None = option(
         None,
-        help="directory written by scripts/calibrate.py, whose moments are used instead; runs of a sweep share one",
+        help="directory written by scripts/calibrate.py (with `--gradients true` where the start asks for them), whose "
+        "moments are used instead; runs of a sweep share one",
     )
 
     def __post_init__(self):
@@ -249,6 +257,14 @@ class TrainConfig:
         )
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
         require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
+        if self.calibration.start == GRADIENT:
+            require(
+                self.rate.target_retain_rate is not None,
+                "rate.target_retain_rate",
+                None,
+                "given where `calibration.start` is gradient: gates start at it",
+            )
+            self.compressor.check_gradient_start()
         if self.compressor.truncation == "nested":
             require(
                 self.rate.target_retain_rate is not None,

@@ -1,6 +1,8 @@
 """From a configuration to what the loop runs on: text, and compressors started from it."""
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -8,10 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
+from dynakv.start import Moments
+from lowrank.errors import UserError
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.calibration_store import Calibration
+from lowrank.hf.sensitivity import gradient_moments
 from lowrank.text import Documents, blocks, hold_out, load_documents
-from training.config import DatasetConfig, TrainConfig
+from training.config import GRADIENT, DatasetConfig, TrainConfig
 from training.data import TrainingBlocks
 from training.distillation import uncompressed
 from training.engine import Engine
@@ -82,21 +87,38 @@ def starting_price(config: TrainConfig) -> float:
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
-    """Start a prepared engine's compressors from the PCA of the leading training blocks or of a calibration made before, or
-    from an earlier run's; every process computes the same."""
+    """Start a prepared engine's compressors from the leading training blocks or a calibration made before, or from an
+    earlier run's; every process computes the same."""
     config, model = engine.config, engine.model
+    start: Callable[[], None]
     if config.initial_checkpoint is not None:
-        with engine.gathered(engine.compressor_parameters(), write=True):
-            dynakv.initialise_from_checkpoint(model, config.initial_checkpoint)
-        return
+        start = functools.partial(dynakv.initialise_from_checkpoint, model, config.initial_checkpoint)
+    elif config.calibration.start == GRADIENT:
+        moments, gradients = _moments(engine, stream, gradients=True)
+        start = functools.partial(
+            dynakv.initialise_from_gradients, model, moments, gradients, config.rate.target_retain_rate
+        )
+    else:
+        moments, _ = _moments(engine, stream, gradients=False)
+        start = functools.partial(dynakv.initialise_from_moments, model, moments)
+    with engine.gathered(engine.compressor_parameters(), write=True):
+        start()
+
+
+def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:
+    """Second moments of the states and, if asked for, of the loss's gradients with regard to them."""
+    config, model = engine.config, engine.model
     if config.calibration.bases is not None:
         calibration = Calibration.load(config.calibration.bases).for_model(model)
-        with engine.gathered(engine.compressor_parameters(), write=True):
-            dynakv.initialise_from_moments(model, calibration.second_moments())
-        return
+        return calibration.second_moments(), calibration.gradients() if gradients else None
+    if gradients and engine.stage == 3:
+        raise UserError(
+            "`calibration.start` is gradient, and under ZeRO-3 no process has the whole model to take gradients of: make a "
+            "calibration with scripts/calibrate.py --gradients true and give it as `calibration.bases`"
+        )
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
+    blocks_NT = stream.first(count)[:, :length]
     with uncompressed(model):
-        moments = calibrate(model, stream.first(count)[:, :length], progress=engine.main)
-    with engine.gathered(engine.compressor_parameters(), write=True):
-        dynakv.initialise_from_moments(model, moments)
+        moments = calibrate(model, blocks_NT, progress=engine.main)
+        return moments, gradient_moments(model, blocks_NT, progress=engine.main) if gradients else None

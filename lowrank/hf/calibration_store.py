@@ -1,7 +1,7 @@
 """Calibration on disk: the second moments that every basis of every layout and rank is computed from.
 
-A calibration is a directory of `moments.safetensors` (4·C² numbers a layer) and `config.json`, which says what model shape
-it is for, what text it saw, and the SHA-256 of the moments.
+A calibration is a directory of `moments.safetensors` (4·C² numbers a layer, 6·C² with those of the loss's gradients) and
+`config.json`, which says what model shape it is for, what text it saw, and the SHA-256 of the moments.
 
 Shapes: C = G·D joint width.
 """
@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 
 from lowrank.atomic import new_directory
 from lowrank.errors import UserError
-from lowrank.hf.calibration import SIDES, calibrate
+from lowrank.hf.calibration import KEY, SIDES, VALUE, calibrate
 from lowrank.hf.geometry import KVGeometry, geometry_of
+from lowrank.hf.sensitivity import gradient_moments
 from lowrank.moments import SecondMoment
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "adaptive-kv calibration"
+GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}  # sides that a calibration may have or not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class Calibration:
 
     Attributes:
         geometry: of the model.
-        moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query``) → mean second moment (C, C), fp32.
+        moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
+            ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
         origin: where it came from, for errors.
     """
 
@@ -41,9 +44,20 @@ class Calibration:
     origin: str = "the calibration"
 
     @classmethod
-    def from_text(cls, model: PreTrainedModel, blocks_NT: Tensor, *, progress: bool = True) -> "Calibration":
-        """Run the uncompressed `model` over blocks of token ids (see :func:`lowrank.hf.calibration.calibrate`)."""
+    def from_text(
+        cls, model: PreTrainedModel, blocks_NT: Tensor, *, gradients: bool = False, progress: bool = True
+    ) -> "Calibration":
+        """Run the uncompressed `model` over blocks of token ids.
+
+        Args:
+            gradients: also take the loss's gradients, which costs a backward pass.
+
+        See :func:`lowrank.hf.calibration.calibrate` and :func:`lowrank.hf.sensitivity.gradient_moments`.
+        """
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
+        if gradients:
+            for index, sides in gradient_moments(model, blocks_NT, progress=progress).items():
+                found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
         moments = {i: {side: m.mean().float() for side, m in sides.items()} for i, sides in found.items()}
         return cls(geometry=geometry_of(model), moments=moments)
 
@@ -98,13 +112,27 @@ class Calibration:
         except SafetensorError as error:
             raise UserError(f"{Path(directory) / MOMENTS} cannot be read ({error}); calibrate again") from error
         geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
-        moments = {i: {side: flat[f"layers.{i}.{side}"] for side in SIDES} for i in geometry.layers}
+        sides = [side for side in (*SIDES, *GRADIENTS.values()) if f"layers.{geometry.layers[0]}.{side}" in flat]
+        moments = {i: {side: flat[f"layers.{i}.{side}"] for side in sides} for i in geometry.layers}
         return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`")
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
         """The moments as :func:`lowrank.hf.calibration.calibrate` returns them, each as if of one row."""
         return {
             i: {side: SecondMoment.of_mean(moment) for side, moment in sides.items()}
+            for i, sides in self.moments.items()
+        }
+
+    def gradients(self) -> dict[int, dict[str, SecondMoment]]:
+        """The gradients' moments as :func:`lowrank.hf.sensitivity.gradient_moments` returns them, each as if of one row.
+
+        Raises:
+            UserError: there are none.
+        """
+        if not all(side in sides for sides in self.moments.values() for side in GRADIENTS.values()):
+            raise UserError(f"{self.origin} was made without gradients; make it anew with `gradients: true`")
+        return {
+            i: {side: SecondMoment.of_mean(sides[name]) for side, name in GRADIENTS.items()}
             for i, sides in self.moments.items()
         }
 

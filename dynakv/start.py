@@ -1,0 +1,51 @@
+"""Where a compressor's training starts: from the states alone, as in the paper, or from what the loss answers to as well."""
+
+from transformers import PreTrainedModel
+
+from dynakv.cache import compressors
+from lowrank.allocation import waterfill_ranks
+from lowrank.basis import pca_basis
+from lowrank.moments import SecondMoment
+from lowrank.weighted_basis import WeightedBasis, weighted_basis
+
+Moments = dict[int, dict[str, SecondMoment]]
+
+
+def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
+    """Start every layer from the PCA of its calibration moments (section 3.1), gates nearly open.
+
+    Args:
+        moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
+    """
+    for index, layer in compressors(model).items():
+        for side, compressor in (("key", layer.key), ("value", layer.value)):
+            compressor.initialise(pca_basis(moments[index][side].mean()[None]))
+
+
+def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float) -> None:
+    """Start every layer from the PCA of its moments weighted by the loss's gradients, and every gate at a rank of its own.
+
+    Beyond the paper, whose training begins by closing gates that are nearly open: here the ranks are spread over layers,
+    keys and values by water-filling on the estimated loss (:func:`lowrank.weighted_basis.weighted_basis`), so that the
+    mean is `rate` from the first step on, and training sets out from what a good allocation without it would be.
+
+    Args:
+        moments, gradients: layer index → {"key", "value"}: of unrotated joint keys and joint values, and of the loss's
+            gradients with regard to them (:func:`lowrank.hf.sensitivity.gradient_moments`).
+        rate: hard retain rate to start at.
+
+    Raises:
+        UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA.
+    """
+    sides = {
+        (index, side): compressor
+        for index, layer in compressors(model).items()
+        for side, compressor in (("key", layer.key), ("value", layer.value))
+    }
+    next(iter(sides.values())).config.check_gradient_start()
+    bases: list[WeightedBasis] = [
+        weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides
+    ]
+    ranks = waterfill_ranks([basis.loss_C for basis in bases], rate)
+    for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
+        compressor.initialise_at(basis, rank)

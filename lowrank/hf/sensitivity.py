@@ -1,0 +1,104 @@
+"""How the loss answers to each layer's keys and values: second moments of its gradients over calibration text.
+
+Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from lowrank.errors import UserError
+from lowrank.hf.attention import TRANSFORM, prepare
+from lowrank.hf.calibration import KEY, VALUE
+from lowrank.hf.geometry import attention_modules, geometry_of
+from lowrank.hf.layer import join_heads, split_heads
+from lowrank.hf.rope import Rope
+from lowrank.moments import SecondMoment
+
+
+def gradient_moments(
+    model: PreTrainedModel, blocks_NT: Tensor, *, progress: bool = True
+) -> dict[int, dict[str, SecondMoment]]:
+    """Layer index → ``key``, ``value`` → second moment of ∂(Σ CE)/∂x over the tokens x of that layer's joint states.
+
+    With it, and errors e that do not depend on the gradients, ½ E[e G eᵀ] is to second order what rebuilding states with
+    the error e adds to the cross-entropy of a token: the Gauss–Newton (empirical Fisher) estimate.
+
+    One backward pass a block through the model as it is, which keeps the activations of one block; parameters get no
+    gradients.
+
+    Args:
+        model: an uncompressed model, any floating dtype.
+        blocks_NT: token ids, at least 2 a block.
+    """
+    geometry = geometry_of(model)
+    moments = {
+        index: {side: SecondMoment(geometry.width, device=model.device) for side in (KEY, VALUE)}
+        for index in geometry.layers
+    }
+    with (
+        _probes(model) as probes,
+        torch.enable_grad(),
+        tqdm(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
+    ):
+        for block_T in blocks_NT:
+            ids_T = block_T.to(model.device)
+            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
+            states = [state for probe in probes.values() for state in probe.states]
+            gradients = iter(torch.autograd.grad(loss, states))
+            for index in probes:
+                for side in (KEY, VALUE):
+                    _add(moments[index][side], next(gradients), f"layer {index}, {side}")
+            bar.update(block_T.numel())
+    return moments
+
+
+def _add(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
+    try:
+        moment.update(gradient_BTC.flatten(0, 1))
+    except ValueError as error:
+        raise UserError(f"gradients of {name}: {error}") from error
+
+
+@contextlib.contextmanager
+def _probes(model: PreTrainedModel) -> Iterator[dict[int, "_Probe"]]:
+    """A probe where each layer's compressor would be."""
+    prepare(model)
+    modules = attention_modules(model)
+    probes = {index: _Probe() for index in geometry_of(model).layers}
+    if any(TRANSFORM in modules[index]._modules for index in probes):
+        raise UserError("the model has compressors; gradients are taken of an uncompressed model")
+    for index, probe in probes.items():
+        modules[index]._modules[TRANSFORM] = probe
+    try:
+        yield probes
+    finally:
+        for index in probes:
+            del modules[index]._modules[TRANSFORM]
+
+
+class _Probe(nn.Module):
+    """Passes keys and values on as they are, and keeps the tensors that their gradients can be asked of."""
+
+    def __init__(self):
+        super().__init__()
+        self.states: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        head_dim = key_BGTD.shape[-1]
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        self.states = tuple(_with_gradient(join_heads(states)) for states in (unrotated, value_BGTD))
+        key_BGTD, value_BGTD = (split_heads(states, head_dim) for states in self.states)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
+
+
+def _with_gradient(states_BTC: Tensor) -> Tensor:
+    # Behind a frozen backbone the first layer's depend on nothing that has gradients.
+    return states_BTC if states_BTC.requires_grad else states_BTC.requires_grad_()
