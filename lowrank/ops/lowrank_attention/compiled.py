@@ -1,13 +1,11 @@
-"""Decode attention over low-rank and full-rank tokens on a CPU, the low-rank ones in compiled code.
+"""Decode attention over low-rank and full-rank tokens on a CPU in compiled code.
 
 Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 """
 
-import torch
 from torch import Tensor
 
 from lowrank.ops import native
-from lowrank.ops.capped import capped
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
 
@@ -44,23 +42,26 @@ def lowrank_attention(
     else:
         low_query_GMX = query_GMD
         options = {"decoder_PRW": keys.basis_PWR.mT, "angle_TF": rotation.angle_TF, "place_T": places}
-    low_GMD, logsumexp_GM = native.attend(
-        low_query_GMX,
-        [native.Piece(keys.coef)],
-        [native.Piece(values.coef)],
-        values.basis_PWR.mT,
-        scaling=scaling,
-        slots=low,
-        queries=queries,
-        softcap=softcap,
-        mask_QT=None if mask_QT is None else mask_QT[:, :low],
-        **options,
-    )
-    full_GMF = capped(query_GMD @ keys.full_GFD.mT.float() * scaling, softcap)
-    if mask_QT is not None:
-        full_HQF = full_GMF.view(heads, queries, -1)
-        full_GMF = full_HQF.masked_fill(~mask_QT[:, low:], torch.finfo(torch.float32).min).view(full_GMF.shape)
-    # All low-rank tokens together are one more token of the softmax.
-    weight_GMT = torch.cat([logsumexp_GM[..., None], full_GMF], dim=2).softmax(dim=-1)
-    output_GMD = weight_GMT[..., :1] * low_GMD + weight_GMT[..., 1:] @ values.full_GFD.float()
+    tokens = [
+        native.Tokens(
+            low_query_GMX,
+            [native.Piece.of(keys.coef)],
+            [native.Piece.of(values.coef)],
+            slots=low,
+            value_decoder_PRW=values.basis_PWR.mT,
+            mask_QT=None if mask_QT is None else mask_QT[:, :low],
+            **options,
+        )
+    ]
+    if keys.full_GFD.shape[1]:
+        tokens.append(
+            native.Tokens(
+                query_GMD,
+                [native.Piece.whole(keys.full_GFD)],
+                [native.Piece.whole(values.full_GFD)],
+                slots=keys.full_GFD.shape[1],
+                mask_QT=None if mask_QT is None else mask_QT[:, low:],
+            )
+        )
+    output_GMD = native.attend(tokens, head_dim, scaling=scaling, queries=queries, softcap=softcap)
     return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)

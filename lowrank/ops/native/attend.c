@@ -1,4 +1,4 @@
-/* Decode attention over compressed tokens on a CPU, in two passes over the coefficients.
+/* Decode attention over compressed tokens, and over whole ones beside them, on a CPU, in two passes over what is held.
  *
  * Pass 1, a block of tokens at a time: keys are rebuilt (coefficients · decoder), rotated and multiplied with the queries
  * while they are in the core's cache, and only the scores are written. Pass 2 weighs the values' coefficients by the
@@ -36,21 +36,23 @@ struct store {
     int64_t group;      /* integers: coefficients that share a scale; 0 when all of a row do */
 };
 
+/* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
     struct store keys, values;
-    const float *query;   /* (heads, depth), scaled: over the dims of a head, or over coefficients when there is no decoder */
+    const float *query;   /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
     const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
     const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
-    const uint8_t *mask;  /* (queries, slots): zero where a query may not see a token; NULL when it sees all */
-    const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients */
+    const uint8_t *mask;  /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
+    const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     float *score;         /* (slots, lanes), scratch */
+    int64_t parts, depth, pairs, decoder_stride, value_width, first_place, mask_stride;
+    /* The same in all tasks of a softmax: */
     float *output;        /* (heads, head_dim), out */
-    float *logsumexp;     /* (heads), out */
-    int64_t slots, parts, groups; /* groups: KV heads */
-    int64_t heads, lanes;         /* rows of queries, the new tokens fastest; the same, padded */
-    int64_t queries, depth, pairs, decoder_stride, value_width, first_place, threads;
-    float softcap; /* 0: none */
+    int64_t groups;       /* KV heads */
+    int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
+    int64_t queries, threads;
+    float scaling, softcap; /* of scores; 0: none */
 };
 
 /* One thread's own memory. */
@@ -60,7 +62,8 @@ struct scratch {
     float *score;   /* (BLOCK, lanes); pass 2: weights */
     float *largest; /* (lanes) */
     float *sum;     /* (lanes) */
-    float *latent;  /* (heads, padded rank of the values): Σ softmax · coefficients */
+    float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
+    float *latent;  /* of the running one */
     int64_t slot[BLOCK], place[BLOCK];
 };
 
@@ -183,7 +186,7 @@ static void rotate(const struct task *task, int64_t place, int64_t groups, float
 static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     for (int64_t m = 0; m < task->lanes; m++) {
         if (task->softcap) score[m] = task->softcap * tanhf(score[m] / task->softcap);
-        if (task->mask && !task->mask[m % task->queries * task->slots + slot]) score[m] = -FLT_MAX;
+        if (task->mask && !task->mask[m % task->queries * task->mask_stride + slot]) score[m] = -FLT_MAX;
     }
 }
 
@@ -262,6 +265,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     for (int64_t t = 0; t < count; t++) {
         float *found = scratch->score + t * lanes;
         float *restrict score = task->score + slot[t] * lanes, *restrict largest = scratch->largest;
+        for (int64_t m = 0; m < lanes; m++) found[m] *= task->scaling;
         if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
 #pragma omp simd
         for (int64_t m = 0; m < lanes; m++) {
@@ -326,13 +330,31 @@ static void run_share(const struct task *task, int64_t thread, const float *larg
     }
 }
 
-/* The head's own dims of its weighted coefficients' value. */
+static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values.rank); }
+
+/* One pass over all tasks; without `largest` the first. */
+static void run(const struct task *tasks, int count, const float *largest, struct scratch *all) {
+#pragma omp parallel for num_threads(tasks->threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < tasks->threads; thread++) {
+        struct scratch *scratch = all + thread;
+        scratch->latent = scratch->latents;
+        for (int i = 0; i < count; i++) {
+            run_share(tasks + i, thread, largest, scratch);
+            scratch->latent += latents_of(tasks + i);
+        }
+    }
+}
+
+/* Adds the value of the head's weighted coefficients, its own dims of it, to the output. */
 static void decode_value(const struct task *task, int64_t head, const float *latent, float scale) {
     const int64_t rows = task->heads / task->groups, group = head / rows, part_groups = task->groups / task->parts;
     const int64_t head_dim = task->value_width / part_groups;
-    const float *decoder = task->value_decoder + group / part_groups * task->values.rank * task->value_width;
     float *restrict out = task->output + head * head_dim;
-    memset(out, 0, head_dim * sizeof(float));
+    if (!task->value_decoder) {
+        for (int64_t d = 0; d < task->values.rank; d++) out[d] += latent[d] * scale;
+        return;
+    }
+    const float *decoder = task->value_decoder + group / part_groups * task->values.rank * task->value_width;
     for (int64_t r = 0; r < task->values.rank; r++) {
         const float *restrict row = decoder + r * task->value_width + group % part_groups * head_dim;
         const float weight = latent[r] * scale;
@@ -341,12 +363,17 @@ static void decode_value(const struct task *task, int64_t head, const float *lat
     }
 }
 
-/* Returns 0, or 1 when there is no memory. `output` and `logsumexp` are written. */
-int attend(const struct task *task) {
-    const int64_t threads = task->threads, stride = padded(task->values.rank), lanes = task->lanes;
-    const int64_t rank = padded(task->keys.rank > task->values.rank ? task->keys.rank : task->values.rank);
-    const int64_t latents = task->heads * stride;
-    const int64_t size = BLOCK * (rank + task->decoder_stride + lanes) + latents + 2 * lanes;
+/* One softmax over the tokens of all tasks, whose output is zero before. Returns 0, or 1 when there is no memory. */
+int attend(const struct task *tasks, int count) {
+    const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes;
+    int64_t rank = 0, width = 0, latents = 0;
+    for (const struct task *task = tasks; task < tasks + count; task++) {
+        const int64_t most = padded(task->keys.rank > task->values.rank ? task->keys.rank : task->values.rank);
+        if (most > rank) rank = most;
+        if (task->decoder_stride > width) width = task->decoder_stride;
+        latents += latents_of(task);
+    }
+    const int64_t size = BLOCK * (rank + width + lanes) + latents + 2 * lanes;
     float *memory = aligned_alloc(64, (threads * size * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     if (!memory || !all) {
@@ -358,29 +385,31 @@ int attend(const struct task *task) {
         struct scratch *scratch = all + thread;
         scratch->coef = memory + thread * size;
         scratch->key = scratch->coef + BLOCK * rank;
-        scratch->score = scratch->key + BLOCK * task->decoder_stride;
+        scratch->score = scratch->key + BLOCK * width;
         scratch->largest = scratch->score + BLOCK * lanes;
         scratch->sum = scratch->largest + lanes;
-        scratch->latent = scratch->sum + lanes;
+        scratch->latents = scratch->sum + lanes;
         for (int64_t m = 0; m < lanes; m++) scratch->largest[m] = -FLT_MAX;
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays zero */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t thread = 0; thread < threads; thread++) run_share(task, thread, NULL, all + thread);
+    run(tasks, count, NULL, all);
     float *largest = all[0].largest;
     for (int64_t thread = 1; thread < threads; thread++)
         for (int64_t m = 0; m < lanes; m++) largest[m] = fmaxf(largest[m], all[thread].largest[m]);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t thread = 0; thread < threads; thread++) run_share(task, thread, largest, all + thread);
-    for (int64_t head = 0; head < task->heads; head++) {
-        float sum = all[0].sum[head], *restrict latent = all[0].latent + head * stride;
-        for (int64_t thread = 1; thread < threads; thread++) {
-            sum += all[thread].sum[head];
-            for (int64_t r = 0; r < task->values.rank; r++) latent[r] += all[thread].latent[head * stride + r];
+    run(tasks, count, largest, all);
+    for (int64_t head = 0; head < heads; head++) {
+        float sum = 0;
+        for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
+        int64_t before = 0;
+        for (const struct task *task = tasks; task < tasks + count; task++) {
+            const int64_t place = before + head * padded(task->values.rank);
+            float *restrict latent = all[0].latents + place;
+            for (int64_t thread = 1; thread < threads; thread++)
+                for (int64_t r = 0; r < task->values.rank; r++) latent[r] += all[thread].latents[place + r];
+            decode_value(task, head, latent, 1 / sum);
+            before += latents_of(task);
         }
-        task->logsumexp[head] = largest[head] + logf(sum);
-        decode_value(task, head, latent, 1 / sum);
     }
     free(all);
     free(memory);

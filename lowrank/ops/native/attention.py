@@ -20,32 +20,67 @@ _QUANTISED = {8: 2, 4: 3}
 _MAX_PAIRS = 512  # as in attend.c
 # The members of `struct piece` and `struct task` there (with its two `struct store`), in their order.
 _PIECE, _STORE = struct.Struct("8q"), "3q2iq"
-_TASK = struct.Struct(f"{_STORE}{_STORE}9q12qf")
+_TASK = struct.Struct(f"{_STORE}{_STORE}14q6q2f")
 
 
 class Piece:
     """Tokens of one rank; what is passed must not change while this is in use.
 
     Args:
-        coef: their coefficients, (N, R) or (P, N, R).
+        rows_PNY: their coefficients, (N, Y) or (P, N, Y), contiguous but for room to grow after each part's rows.
+        rank: R, which is Y unless the rows are integers.
+        scale_PNS: of integers.
+        count: N, where there is room to grow.
         slot_N: where each is in the order that the mask's columns and places have, contiguous, possibly with room to grow;
             None where token n is at n.
+        kind: of the rows, as in `attend.c`.
+        group: of integers: coefficients that share a scale; 0 when all of a row do.
     """
 
-    def __init__(self, coef: Coefficients, slot_N: Tensor | None = None):
-        row_PNY, scale_PNS = coef.buffers()
-        self.coef, self.slot_N = coef, slot_N
-        self._buffers = row_PNY, scale_PNS  # kept alive: addresses in them follow
+    def __init__(
+        self,
+        rows_PNY: Tensor,
+        *,
+        rank: int,
+        scale_PNS: Tensor | None = None,
+        count: int | None = None,
+        slot_N: Tensor | None = None,
+        kind: int,
+        group: int = 0,
+    ):
+        self.rank, self.kind, self.group = rank, kind, group
+        self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
+        self._held = rows_PNY, scale_PNS, slot_N  # kept alive: addresses in them follow
         self.members = _PIECE.pack(
-            row_PNY.data_ptr(),
+            rows_PNY.data_ptr(),
             0 if scale_PNS is None else scale_PNS.data_ptr(),
             0 if slot_N is None else slot_N.data_ptr(),
-            coef.length,
-            coef.rank,
-            row_PNY.shape[-1] * row_PNY.itemsize,
-            row_PNY.stride(0) * row_PNY.itemsize,
+            rows_PNY.shape[-2] if count is None else count,
+            rank,
+            rows_PNY.shape[-1] * rows_PNY.itemsize,
+            rows_PNY.stride(0) * rows_PNY.itemsize,
             0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
         )
+
+    @classmethod
+    def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
+        """Coefficients as a cache holds them."""
+        rows_PNY, scale_PNS = coef.buffers()
+        quantisation = coef.quantisation
+        return cls(
+            rows_PNY,
+            rank=coef.rank,
+            scale_PNS=scale_PNS,
+            count=coef.length,
+            slot_N=slot_N,
+            kind=_KINDS[coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
+            group=0 if quantisation is None else quantisation.group or 0,
+        )
+
+    @classmethod
+    def whole(cls, states_GTD: Tensor) -> "Piece":
+        """Keys, or values, at full rank."""
+        return cls(states_GTD, rank=states_GTD.shape[2], kind=_KINDS[states_GTD.dtype])
 
 
 def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
@@ -55,76 +90,94 @@ def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) 
     return device.type == "cpu" and dtype in _KINDS and rotates_pairs and library() is not None
 
 
-def attend(
-    query_GMX: Tensor,
-    keys: list[Piece],
-    values: list[Piece],
-    value_decoder_PRW: Tensor,
-    *,
-    scaling: float,
-    slots: int,
-    queries: int = 1,
-    decoder_PRW: Tensor | None = None,
-    angle_TF: Tensor | None = None,
-    place_T: Tensor | slice | None = None,
-    softcap: float | None = None,
-    mask_QT: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over all pieces' tokens.
+class Tokens:
+    """Tokens of one softmax that are held in one way.
 
     Args:
         query_GMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) without a decoder.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
-        value_decoder_PRW: gives values from coefficients; R is at least the values' largest rank.
-        scaling: of the scores.
         slots: T.
-        queries: new queries, the fastest of the M rows.
+        value_decoder_PRW: gives values from coefficients; R is at least the values' largest rank. None where each KV
+            head's coefficients are its values.
         decoder_PRW: rebuilds keys; R is at least the largest rank.
         angle_TF: complex64 cos + i·sin that turn the pairs (j, j + F) of rebuilt keys; None to leave them.
         place_T: the place of each slot in `angle_TF`; None where they are the same.
-        softcap, mask_QT: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
+        mask_QT: bool, True where a query may see a token; None when it may see all.
+    """
+
+    def __init__(
+        self,
+        query_GMX: Tensor,
+        keys: list[Piece],
+        values: list[Piece],
+        *,
+        slots: int,
+        value_decoder_PRW: Tensor | None = None,
+        decoder_PRW: Tensor | None = None,
+        angle_TF: Tensor | None = None,
+        place_T: Tensor | slice | None = None,
+        mask_QT: Tensor | None = None,
+    ):
+        self.query, self.keys, self.values, self.slots = query_GMX, keys, values, slots
+        self.value_decoder = None if value_decoder_PRW is None else value_decoder_PRW.float().contiguous()
+        self.decoder = None if decoder_PRW is None else _padded(decoder_PRW.float())
+        self.angle = None if angle_TF is None else angle_TF.contiguous()
+        self.place = None if place_T is None or isinstance(place_T, slice) else place_T.long().contiguous()
+        self.first_place = place_T.start if isinstance(place_T, slice) else 0
+        self.mask = mask_QT if mask_QT is None or mask_QT.stride(1) == 1 else mask_QT.contiguous()
+
+    def pack(self, common: tuple, lanes: int) -> tuple[bytes, tuple]:
+        """(``struct task``, what must be kept alive while it is in use)."""
+        parts, rank = self.query.shape[0], None
+        value_width = self.values[0].rank
+        if self.value_decoder is not None:
+            parts, rank, value_width = self.value_decoder.shape
+        query = self.query.float().contiguous()
+        score = torch.empty(self.slots, lanes)
+        decoder, angle, mask = self.decoder, self.angle, self.mask
+        key_table, *key_store = _store(self.keys, None if decoder is None else decoder.shape[1])
+        value_table, *value_store = _store(self.values, rank)
+        tensors = (query, decoder, angle, self.place, mask, self.value_decoder, score)
+        packed = _TASK.pack(
+            *key_store,
+            *value_store,
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            parts,
+            query.shape[2],
+            0 if angle is None else angle.shape[1],
+            0 if decoder is None else decoder.shape[2],
+            value_width,
+            self.first_place,
+            0 if mask is None else mask.stride(0),
+            *common,
+        )
+        return packed, (key_table, value_table, query, score)
+
+
+def attend(
+    tokens: list[Tokens], head_dim: int, *, scaling: float, queries: int = 1, softcap: float | None = None
+) -> Tensor:
+    """Attention over all tokens in one softmax.
+
+    Args:
+        tokens: of every way in which some are held.
+        head_dim: D.
+        scaling: of the scores.
+        queries: new queries, the fastest of the M rows.
+        softcap: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
 
     Returns:
-        (G, M, D) fp32 and the logarithm of each row's sum of exponentials, (G, M).
+        (G, M, D) fp32.
     """
-    groups, rows, depth = query_GMX.shape
+    groups, rows, _ = tokens[0].query.shape
     heads = groups * rows
     width = heads + -heads % lanes()
-    parts, value_rank, value_width = value_decoder_PRW.shape
-    # What the addresses below point into has a name of its own, which keeps it alive.
-    query = (query_GMX.float() * scaling).contiguous()
-    decoder = None if decoder_PRW is None else _padded(decoder_PRW.float())
-    value_decoder = value_decoder_PRW.float().contiguous()
-    angle = None if angle_TF is None else angle_TF.contiguous()
-    place = None if place_T is None or isinstance(place_T, slice) else place_T.long().contiguous()
-    mask = None if mask_QT is None else mask_QT.contiguous()
-    score = torch.empty(slots, width)
-    output = torch.empty(groups, rows, value_width * parts // groups)
-    logsumexp = torch.empty(groups, rows)
-    key_table, *key_store = _store(keys, None if decoder is None else decoder.shape[1])
-    value_table, *value_store = _store(values, value_rank)
-    tensors = (query, decoder, angle, place, mask, value_decoder, score, output, logsumexp)
-    task = _TASK.pack(
-        *key_store,
-        *value_store,
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-        slots,
-        parts,
-        groups,
-        heads,
-        width,
-        queries,
-        depth,
-        0 if angle is None else angle.shape[1],
-        0 if decoder is None else decoder.shape[2],
-        value_width,
-        place_T.start if isinstance(place_T, slice) else 0,
-        torch.get_num_threads(),
-        softcap or 0.0,
-    )
-    if library().attend(task):
+    output = torch.zeros(groups, rows, head_dim)
+    common = (output.data_ptr(), groups, heads, width, queries, torch.get_num_threads(), scaling, softcap or 0.0)
+    packed = [each.pack(common, width) for each in tokens]
+    if library().attend(b"".join([task for task, _ in packed]), len(packed)):
         raise MemoryError("no memory for the scratch space of compiled decode attention")
-    return output, logsumexp
+    return output
 
 
 def _padded(states: Tensor) -> Tensor:
@@ -140,14 +193,6 @@ def _store(pieces: list[Piece], rank: int | None) -> tuple:
         rank: how many rows the decoder has; the largest of the pieces where there is none.
     """
     table = ctypes.create_string_buffer(b"".join([piece.members for piece in pieces]))
-    coef, slot_N = pieces[0].coef, pieces[0].slot_N
-    quantisation = coef.quantisation
-    return (
-        table,
-        ctypes.addressof(table),
-        len(pieces),
-        max(piece.coef.rank for piece in pieces) if rank is None else rank,
-        _KINDS[coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
-        0 if slot_N is None else slot_N.itemsize,
-        0 if quantisation is None else quantisation.group or 0,
-    )
+    first = pieces[0]
+    rank = max(piece.rank for piece in pieces) if rank is None else rank
+    return table, ctypes.addressof(table), len(pieces), rank, first.kind, first.slot_bytes, first.group

@@ -38,18 +38,16 @@ def ragged_attention(
     else:
         options = {"decoder_PRW": key_decoder_CC[None], "angle_TF": rotation.angle_TF, "place_T": place_T}
     value_pieces = _pieces(values)
-    output_GMD, _ = native.attend(
+    tokens = native.Tokens(
         query_GMD,
         _pieces(keys),
         value_pieces,
-        value_decoder_CC[None, : value_pieces[-1].coef.rank],
-        scaling=scaling,
         slots=keys.length,
-        queries=queries,
-        softcap=softcap,
+        value_decoder_PRW=value_decoder_CC[None, : value_pieces[-1].rank],
         mask_QT=mask_QT,
         **options,
     )
+    output_GMD = native.attend([tokens], head_dim, scaling=scaling, queries=queries, softcap=softcap)
     return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)
 
 
@@ -57,5 +55,5 @@ def _pieces(store: RaggedStore) -> list[native.Piece]:
     buckets = store.filled()
     for bucket in buckets:
         if bucket.memo is None:
-            bucket.memo = native.Piece(bucket.coef, bucket.position_N.buffer)
+            bucket.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
     return [bucket.memo for bucket in buckets]
