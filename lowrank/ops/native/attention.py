@@ -18,7 +18,7 @@ from lowrank.ops.rotation import Rotation
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
 _MAX_PAIRS = 512  # as in attend.c
-# The members of `struct piece` and `struct task` there (with its two `struct store`), in their order.
+# The members of `struct piece` in store.h and of `struct task` in attend.c (with its two `struct store`), in their order.
 _PIECE, _STORE = struct.Struct("8q"), "3q2iq"
 _TASK = struct.Struct(f"{_STORE}{_STORE}14q6q2f")
 
@@ -33,7 +33,7 @@ class Piece:
         count: N, where there is room to grow.
         slot_N: where each is in the order that the mask's columns and places have, contiguous, possibly with room to grow;
             None where token n is at n.
-        kind: of the rows, as in `attend.c`.
+        kind: of the rows, as in `store.h`.
         group: of integers: coefficients that share a scale; 0 when all of a row do.
     """
 
