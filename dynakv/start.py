@@ -27,7 +27,8 @@ def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradient
 
     Beyond the paper, whose training begins by closing gates that are nearly open: here the ranks are spread over layers,
     keys and values by water-filling on the estimated loss (:func:`lowrank.weighted_basis.weighted_basis`), so that the
-    mean is `rate` from the first step on, and training sets out from what a good allocation without it would be.
+    mean is about `rate` (ranks are rounded to `granularity`) from the first step on, and training sets out from what a good
+    allocation without it would be.
 
     Args:
         moments, gradients: layer index → {"key", "value"}: of unrotated joint keys and joint values, and of the loss's

@@ -24,6 +24,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
+START, PCA = "--calibration.start", "pca"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 
@@ -49,8 +50,8 @@ class SweepConfig:
     alphas: list[float] = option([], help="prices to hold fixed (paper), e.g. 1,4,16")
     staged: bool = option(
         False,
-        help="train each point of a recipe on from the one before it, in the order given, rather than each from the PCA; "
-        "a point's tokens then add up",
+        help="train each point of a recipe on from the one before it, in the order given, rather than each from the "
+        "calibration; a point's tokens then add up",
     )
     variants: list[Variant] = option([], help="recipes to compare; by default the training run's own, as `dynakv`")
     launch: list[str] = option(
@@ -61,9 +62,6 @@ class SweepConfig:
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
     blocks: int = option(4, help="blocks of each text", unit="blocks")
     calibration: CalibrationText = section(CalibrationText)
-    gradients: bool = option(
-        False, help="also calibrate on the loss's gradients, for training with `calibration.start: gradient`"
-    )
 
     def __post_init__(self):
         require(bool(self.targets or self.alphas), "targets", self.targets, "given, or `alphas`")
@@ -93,7 +91,7 @@ def points(config: SweepConfig) -> list[Point]:
         *((f"alpha-{a:g}", ["--rate.target_retain_rate", "null", "--rate.alpha", f"{a:g}"]) for a in config.alphas),
     ]
     found = []
-    for variant in config.variants or [Variant(label="dynakv")]:
+    for variant in _variants(config):
         after = None
         for name, arguments in settings:
             name = f"{variant.label}-{name}"
@@ -121,10 +119,11 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     model = load_model(name, dtype=config.dtype)
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
-    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration) | {"gradients": config.gradients})
+    gradients = starts_from_gradients(config)
+    extra = {"gradients": True} if gradients else {}
+    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
-        blocks_NT = config.calibration.blocks(tokenizer)
-        calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
+        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
         calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
@@ -152,6 +151,36 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
         rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
         write_comparison(output, name, rows)
     return name, rows
+
+
+def starts_from_gradients(config: SweepConfig) -> bool:
+    """Whether some of its runs do, so that the calibration must have the loss's gradients.
+
+    Raises:
+        UserError: such a run would have a price and no target.
+    """
+    start = (read_yaml(config.train).get("calibration") or {}).get("start", PCA)
+    starts = {variant.label: _given(variant.arguments, START, start) for variant in _variants(config)}
+    found = [label for label, given in starts.items() if given != PCA]
+    if found and config.alphas:
+        raise UserError(
+            f"`alphas` is {config.alphas}, but {', '.join(found)} starts from gradients, which needs a target: leave "
+            f"`alphas` out, or add `{START}, {PCA}` to its arguments"
+        )
+    return bool(found)
+
+
+def _given(arguments: list[str], flag: str, default: str) -> str:
+    """The last value that command-line arguments give a flag, as ``--flag value`` or ``--flag=value``."""
+    for place in reversed(range(len(arguments))):
+        name, equals, value = arguments[place].partition("=")
+        if name == flag:
+            return value if equals else arguments[place + 1]
+    return default
+
+
+def _variants(config: SweepConfig) -> list[Variant]:
+    return config.variants or [Variant(label="dynakv")]
 
 
 def start_arguments(point: Point, output: Path) -> list[str]:

@@ -47,6 +47,22 @@ def waterfill_ranks(energies_C: list[Tensor], rate: float) -> list[int]:
     return counts.tolist()
 
 
+def falling_means(worth_C: Tensor) -> Tensor:
+    """The worths of coefficients that can be kept only with all before them, as ones that fall, in fp64.
+
+    Runs of coefficients that are worth less than what follows them get the mean of both (pool adjacent violators): the sum
+    over a prefix that ends with a run stays, and water-filling on the result takes the prefixes worth most.
+    """
+    runs: list[tuple[float, int]] = []  # (mean, length)
+    for worth in worth_C.double().tolist():
+        length = 1
+        while runs and runs[-1][0] <= worth:
+            mean, before = runs.pop()
+            worth, length = (mean * before + worth * length) / (before + length), before + length
+        runs.append((worth, length))
+    return torch.cat([torch.full((length,), mean, dtype=torch.float64) for mean, length in runs])
+
+
 def energy_rank(energy_C: Tensor, threshold: float) -> int:
     """The least rank whose leading energies hold the fraction `threshold` of the total, in (0, 1]."""
     if not 0 < threshold <= 1:

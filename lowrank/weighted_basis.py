@@ -8,6 +8,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from lowrank.allocation import falling_means
+
 # The root of the gradients' moment weighs errors between energy alone (0) and the second-order estimate (1), which holds
 # near the uncompressed model only. Chosen by what each loses at rates where it no longer does (LOG.md).
 POWER = 0.5
@@ -22,7 +24,7 @@ class WeightedBasis:
         basis_CC, inverse_CC: U, which is not orthogonal, and V; fp32.
         energy_C: second moment of each coefficient, fp32, falling.
         loss_C: estimated loss, in nats a token, that leaving a coefficient out adds where all later ones are left out too;
-            fp32, falling.
+            fp32, on the CPU, made to fall (:func:`lowrank.allocation.falling_means`).
     """
 
     basis_CC: Tensor
@@ -58,6 +60,5 @@ def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor) -> WeightedBasis:
         basis_CC=(root_CC @ vectors_CC).float(),
         inverse_CC=inverse_CC.float(),
         energy_C=energy_C.float(),
-        # A coefficient is kept only with all before it, so that none is worth less than a later one.
-        loss_C=loss_C.flip(0).cummax(0).values.flip(0).float(),
+        loss_C=falling_means(loss_C).float(),
     )

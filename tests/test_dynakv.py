@@ -67,7 +67,7 @@ def test_the_gate_starts_nearly_open():
 def test_projection_inverts(inverse):
     projection = Projection(32, inverse=inverse, name="layer 0 keys")
     start = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
-    projection.initialise(start)
+    projection.initialise(start, start.T)
     projection.weight.data += 0.02 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
     for basis, decoder in (projection.matrices(), projection.fixed_matrices(torch.float32, torch.device("cpu"))):
         torch.testing.assert_close(basis @ decoder, torch.eye(32), atol=1e-5, rtol=0)

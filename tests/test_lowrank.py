@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowrank.allocation import check_rank, energy_rank, uniform_ranks, waterfill_ranks
+from lowrank.allocation import check_rank, energy_rank, falling_means, uniform_ranks, waterfill_ranks
 from lowrank.basis import parts_of, pca_basis
 from lowrank.errors import UserError
 from lowrank.metrics import relative_error, subspace_overlap
@@ -97,3 +97,22 @@ def test_energy_rank():
 def test_rank_out_of_range_names_the_range(rank):
     with pytest.raises(UserError, match=rf"1\.\.192 for this model, got {rank}"):
         check_rank(rank, 192)
+
+
+def test_worths_made_to_fall_keep_their_sums():
+    worth = torch.tensor([5.0, 1, 3, 2, 2, 7, 0, -1, 1])
+    found = falling_means(worth)
+    assert found.tolist() == [5.0, 3, 3, 3, 3, 3, 0, 0, 0]
+    assert torch.equal(falling_means(found), found)
+    # As many prefixes of two spectra as there are: none of them holds more than the one that water-filling takes.
+    generator = torch.Generator().manual_seed(0)
+    spectra = [torch.rand(7, generator=generator) for _ in range(2)]
+    for budget in range(2, 14):
+        ranks = waterfill_ranks([falling_means(spectrum) for spectrum in spectra], budget / 14)
+        assert sum(ranks) == budget
+        best = max(
+            float(spectra[0][:a].sum() + spectra[1][: budget - a].sum())
+            for a in range(max(1, budget - 7), min(7, budget - 1) + 1)
+        )
+        relaxed = sum(float(falling_means(s)[:rank].sum()) for s, rank in zip(spectra, ranks, strict=True))
+        assert relaxed >= best - 1e-6

@@ -4,12 +4,14 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from evaluation.compare import TextConfig
-from evaluation.sweep import SweepConfig, Variant, points, start_arguments
+from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients
+from lowrank.errors import UserError
 from lowrank.text import CalibrationText
 
 
@@ -98,3 +100,19 @@ def test_points_of_a_staged_sweep_train_on_from_each_other():
     assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
     checkpoint = "out/points/exact-target-0.5/checkpoint"
     assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
+
+
+def test_a_sweep_knows_which_recipes_start_from_gradients(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("model: m\n")
+    settings = {"train": str(path), "texts": [TextConfig(label="t", name="t")]}
+    plain = Variant(label="plain")
+    weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
+    unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
+    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
+    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[plain, weighted]))
+    with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
+        starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, weighted]))
+    path.write_text("model: m\ncalibration:\n  start: gradient\n")
+    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
+    assert not starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[unweighted]))

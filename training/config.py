@@ -212,7 +212,7 @@ class TrainConfig:
         "float32", help="the model computes in; whatever is trained is held and updated in float32", choices=DTYPES
     )
     initial_checkpoint: str | None = option(
-        None, help="compressor checkpoint of an earlier run to train on, in place of starting from a PCA"
+        None, help="compressor checkpoint of an earlier run to train on, in place of calibrating"
     )
     trainable: str = option(
         "compressor",
@@ -257,7 +257,7 @@ class TrainConfig:
         )
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
         require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
-        if self.calibration.start == GRADIENT:
+        if self.calibration.start == GRADIENT and self.initial_checkpoint is None:
             require(
                 self.rate.target_retain_rate is not None,
                 "rate.target_retain_rate",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -168,6 +168,17 @@ class Engine:
         if write and self.deepspeed:
             # The optimizer works on a copy of its own.
             self.optimizer.optimizer.refresh_fp32_params()
+
+    def share_compressors(self) -> None:
+        """Give every process the compressors of the first, parameters and buffers, which are whole.
+
+        Each has computed them, but what a GPU adds up in no fixed order may turn one eigenvector for another.
+        """
+        if self.world > 1:
+            for module in self.model.modules():
+                if isinstance(module, LayerCompressor):
+                    for tensor in module.state_dict().values():
+                        broadcast(tensor, from_process=0)
 
     def compressor_parameters(self) -> list[torch.nn.Parameter]:
         layers = [module for module in self.model.modules() if isinstance(module, LayerCompressor)]

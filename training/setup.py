@@ -88,7 +88,7 @@ def starting_price(config: TrainConfig) -> float:
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
     """Start a prepared engine's compressors from the leading training blocks or a calibration made before, or from an
-    earlier run's; every process computes the same."""
+    earlier run's, those of the first process on all."""
     config, model = engine.config, engine.model
     start: Callable[[], None]
     if config.initial_checkpoint is not None:
@@ -103,6 +103,7 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> None:
         start = functools.partial(dynakv.initialise_from_moments, model, moments)
     with engine.gathered(engine.compressor_parameters(), write=True):
         start()
+        engine.share_compressors()
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:

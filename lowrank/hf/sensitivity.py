@@ -30,12 +30,16 @@ def gradient_moments(
     the error e adds to the cross-entropy of a token: the Gauss–Newton (empirical Fisher) estimate.
 
     One backward pass a block through the model as it is, which keeps the activations of one block; parameters get no
-    gradients.
+    gradients. Documents of one block are not kept apart.
 
     Args:
         model: an uncompressed model, any floating dtype.
         blocks_NT: token ids, at least 2 a block.
     """
+    if blocks_NT.shape[1] < 2:
+        raise UserError(
+            "blocks of one token predict nothing that gradients could be taken of; calibrate on longer ones"
+        )
     geometry = geometry_of(model)
     moments = {
         index: {side: SecondMoment(geometry.width, device=model.device) for side in (KEY, VALUE)}
@@ -85,7 +89,7 @@ def _probes(model: PreTrainedModel) -> Iterator[dict[int, "_Probe"]]:
 
 
 class _Probe(nn.Module):
-    """Passes keys and values on as they are, and keeps the tensors that their gradients can be asked of."""
+    """Passes keys (but for the rounding of their rotation) and values on; what gradients can be asked of stays here."""
 
     def __init__(self):
         super().__init__()

@@ -56,6 +56,24 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_threads_share_low_rank_and_whole_tokens(joint):
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (operands(60, 3, rank, joint=joint, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 2, HEAD_DIM, generator=generator)
+    mask = torch.rand(2, 63, generator=generator) < 0.7
+    options = {"scaling": 0.25, "mask_QT": mask}
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        actual = compiled.lowrank_attention(query, keys, values, **options)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
 def test_joint_keys_and_values_of_each_head():
     """Keys and values that are cut into parts differently take the plain form."""
     generator = torch.Generator().manual_seed(5)

@@ -280,7 +280,7 @@ int attend(const struct task *tasks, int count) {
         scratch->sum = scratch->largest + lanes;
         scratch->latents = scratch->sum + lanes;
         for (int64_t m = 0; m < lanes; m++) scratch->largest[m] = -FLT_MAX;
-        memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays zero */
+        memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
     run(tasks, count, NULL, all);

@@ -17,6 +17,7 @@ from lowrank.ops.rotation import Rotation
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
+_FLOATS = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are set to
 _MAX_PAIRS = 512  # as in attend.c
 # The members of `struct piece` in store.h and of `struct task` in attend.c (with its two `struct store`), in their order.
 _PIECE, _STORE = struct.Struct("8q"), "3q2iq"
@@ -133,7 +134,7 @@ class Tokens:
         if self.value_decoder is not None:
             parts, rank, value_width = self.value_decoder.shape
         query = self.query.float().contiguous()
-        score = torch.empty(self.slots, lanes)
+        score = torch.empty(self.slots, lanes, **_FLOATS)
         decoder, angle, mask = self.decoder, self.angle, self.mask
         key_table, *key_store = _store(self.keys, None if decoder is None else decoder.shape[1])
         value_table, *value_store = _store(self.values, rank)
@@ -172,7 +173,7 @@ def attend(
     groups, rows, _ = tokens[0].query.shape
     heads = groups * rows
     width = heads + -heads % lanes()
-    output = torch.zeros(groups, rows, head_dim)
+    output = torch.zeros(groups, rows, head_dim, **_FLOATS)
     common = (output.data_ptr(), groups, heads, width, queries, torch.get_num_threads(), scaling, softcap or 0.0)
     packed = [each.pack(common, width) for each in tokens]
     if library().attend(b"".join([task for task, _ in packed]), len(packed)):
