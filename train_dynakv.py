@@ -1,7 +1,7 @@
 """Train a DynaKV compressor for any stock causal language model.
 
     accelerate launch train_dynakv.py --config configs/smollm2-demo.yaml
-    accelerate launch train_dynakv.py --config configs/smollm2-demo.yaml --optimizer.steps 200 --resume
+    accelerate launch train_dynakv.py --config configs/smollm2-demo.yaml --resume
 
 Every key of the YAML file can be given on the command line as ``--section.key value``.
 """

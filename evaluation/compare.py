@@ -51,7 +51,10 @@ class CompareConfig:
     texts: list[TextConfig] = option(help="texts to measure on")
     model: str | None = option(None, help="hub id or directory; by default what the checkpoint was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
-    presets: list[str] = option(list(PRESETS), help="OjaKV presets beside it")
+    presets: list[str] = option(
+        ["static-pca", "static-pca-h", "static-pca-joint", "ojakv"],
+        help=f"OjaKV presets to compare, any of {', '.join(PRESETS)}; those with exact prefill need a `prefix`",
+    )
     prefill: str | None = option(None, help="what every method's prompt attends to; by default the method's own")
     storages: list[str] = option(["model"], help=f"how coefficients are held, any of {', '.join(STORAGES)}")
     baselines: list[str] = option([], help=f"peers, any of {', '.join(BASELINES)}")

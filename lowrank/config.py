@@ -188,6 +188,8 @@ def _parse_scalar(text: str, hint: Any) -> Any:
         [hint] = [a for a in typing.get_args(hint) if a is not type(None)]
     if typing.get_origin(hint) is list:
         [item] = typing.get_args(hint)
+        if not text:
+            return []
         # Lists of sections are written as YAML, lists of values separated by commas.
         return (
             yaml.safe_load(text)

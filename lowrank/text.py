@@ -45,7 +45,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
             if "://" not in name and not glob.glob(name, recursive=True):
-                raise UserError(f"the data file `{name}` does not exist; check `dataset.name`")
+                raise UserError(f"the data file `{name}` does not exist; check `name`")
             options = {"sample_by": "document"} if format == "text" else {}
             rows = datasets.load_dataset(format, data_files=name, split="train", streaming=streaming, **options)
         first = next(iter(rows), None)
@@ -55,7 +55,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         raise UserError(f"cannot load the data set `{name}`: {' '.join(str(error).split())[:300]}") from error
     if first is not None and text_field not in first:
         raise UserError(
-            f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `dataset.text_field`"
+            f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"
         )
     if first is not None:
         rows = rows.select_columns([text_field]).filter(_has_text, input_columns=text_field)

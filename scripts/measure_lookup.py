@@ -46,18 +46,23 @@ def main(argv: list[str]) -> None:
         "--evict", type=float, nargs="+", default=[1.0], metavar="SHARE", help="shares of a prompt's tokens to keep"
     )
     parser.add_argument(
-        "--thresholds", type=float, nargs="+", default=[0.1], metavar="τ", help="of the gate; a lower one keeps more"
+        "--thresholds",
+        type=float,
+        nargs="+",
+        metavar="τ",
+        help="of the gate; a lower one keeps more [default: the checkpoint's]",
     )
     parser.add_argument("--prefill", choices=["exact", "reconstructed"], default="exact", help="[default %(default)s]")
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
     name = os.path.expanduser(arguments.model) if arguments.model else read_config(arguments.checkpoint).base_model
+    thresholds = arguments.thresholds or [read_config(arguments.checkpoint).compressor.threshold]
     model, tokenizer = load_model(name, dtype=arguments.dtype), load_tokenizer(name)
     pairs = lookup_prompts(arguments.prompts, arguments.facts, arguments.seed)
     full = score_lookup(model, tokenizer, pairs, lambda: full_cache(model), description="full")
     rows = [row("full", None, 1.0, full, full)]
-    for storage, threshold, keep in itertools.product(arguments.storages, arguments.thresholds, arguments.evict):
+    for storage, threshold, keep in itertools.product(arguments.storages, thresholds, arguments.evict):
         settings = {"storage": storage, "threshold": threshold, "eviction": {"keep": keep}}
         dynakv.attach(model, arguments.checkpoint, prefill=arguments.prefill, **settings)
         method = "dynakv" if storage == "model" else f"dynakv {storage}"

@@ -1,7 +1,7 @@
 """Train and measure a compressor at several retain rates or prices: the rate–quality curve of a recipe, or of several.
 
     python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/sweep
-    python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/prices --targets "" --alphas 1,4,16
+    python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/prices --variants "" --targets "" --alphas 1,4,16
 
 All runs start from one calibration. Writes comparison.json, comparison.md and pareto.png into the output directory after
 every run; started again with the same output directory it goes on with what is missing.
