@@ -25,6 +25,7 @@ def test_file_then_command_line(tmp_path):
     assert (config.optimizer.steps, config.optimizer.lr_gate) == (9, 3e-3)
     assert config.dataset.name == ["a.txt", "b.txt"]
     assert config.rate.target_retain_rate == 0.3
+    assert parse(tmp_path, "--dataset.heldout", "").dataset.heldout == []
     assert parse(tmp_path, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
 
 
