@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model directory with a byte tokenizer, and the demo model."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -121,5 +122,22 @@ def run():
         if check:
             assert done.returncode == 0, done.stderr[-3000:]
         return done
+
+    return call
+
+
+@pytest.fixture
+def mistake(capsys, monkeypatch):
+    """Run a command of the project within this process, which must end as a user's mistake does: with one paragraph on
+    standard error, which is returned, and status 2. Starting a process costs seconds, most of them imports."""
+
+    def call(script: str, *arguments: object) -> str:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert ended.value.code == 2
+        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return error
 
     return call
