@@ -127,15 +127,27 @@ def run():
 
 
 @pytest.fixture
-def mistake(capsys, monkeypatch):
-    """Run a command of the project within this process, which must end as a user's mistake does: with one paragraph on
-    standard error, which is returned, and status 2. Starting a process costs seconds, most of them imports."""
+def here(capsys, monkeypatch):
+    """Run a command of the project within this process; returns its standard output. Starting a process costs seconds, most
+    of them imports; each command has a test with :func:`run`, too."""
 
     def call(script: str, *arguments: object) -> str:
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def mistake(here, capsys):
+    """The same for a command that must end as a user's mistake does: with status 2 and one paragraph on standard error,
+    which is returned."""
+
+    def call(script: str, *arguments: object) -> str:
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            here(script, *arguments)
         assert ended.value.code == 2
         [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return error

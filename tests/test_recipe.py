@@ -247,14 +247,14 @@ def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(run, four_steps, tiny_dir, text_file, tmp_path):
+def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_steps, tiny_dir, text_file, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     preset = yaml.safe_load((ROOT / "configs/matryoshka.yaml").read_text())
     own = yaml.safe_load(four_steps.read_text())
     merged = {**own, **{key: {**own.get(key, {}), **preset[key]} for key in ("compressor", "loss", "rate")}}
     four_steps.write_text(yaml.safe_dump(merged))
-    run("train_dynakv.py", "--config", four_steps)
+    here("train_dynakv.py", "--config", four_steps)
     output = tmp_path / "run"
     rows = rows_of(output / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

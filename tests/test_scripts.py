@@ -74,11 +74,11 @@ def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
     assert table in done.stdout
 
 
-def test_two_checkpoints_keep_their_rows_apart(run, compare_config, checkpoint, tmp_path):
+def test_two_checkpoints_keep_their_rows_apart(here, compare_config, checkpoint, tmp_path):
     twin = tmp_path / "second/checkpoint"
     shutil.copytree(checkpoint, twin)
     arguments = ("--checkpoint", f"{checkpoint},{twin}", "--presets", "static-pca-joint")
-    run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
+    here("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
     rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
     assert {row["method"] for row in rows} >= {f"dynakv:{checkpoint}", f"dynakv:{twin}"}
 
@@ -115,11 +115,11 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     assert f"(uncompressed: {18 * 2 * 2 * 32 * 4:,} bytes)" in report
 
 
-def test_generate_serves_int8_and_evicts_where_asked(run, checkpoint):
+def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
     command = ("scripts/generate.py", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
     sizes = []
     for options in ((), ("--storage", "int8"), ("--storage", "int8", "--evict", 0.5)):
-        report = run(*command, "--max-new-tokens", 4, *options).stdout.splitlines()
+        report = here(*command, "--max-new-tokens", 4, *options).splitlines()
         sizes.append(int(next(line.split()[1] for line in report if line.strip().startswith("total")).replace(",", "")))
     assert sizes[2] < 0.75 * sizes[1] < 0.75 * 0.6 * sizes[0]
 
@@ -160,10 +160,10 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
     return directory
 
 
-def test_online_presets_are_compared_after_a_prompt(run, compare_config, bases, tmp_path):
+def test_online_presets_are_compared_after_a_prompt(here, compare_config, bases, tmp_path):
     arguments = ("--presets", "ojakv-pf,ojakv-joint,subspace-a", "--prefix", 240, "--block_length", 320)
     command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
-    run(*command, *arguments, "--blocks", 1, "--byte_rates", "0.8,0.95")
+    here(*command, *arguments, "--blocks", 1, "--byte_rates", "0.8,0.95")
     rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
     for method in ("ojakv-pf", "ojakv-joint", "subspace-a"):
         rates = [row["rate"] for row in rows if row["method"] == method and row["dataset"] == "same"]
@@ -185,7 +185,7 @@ def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
     assert done.stdout.count("| same |") == 8
 
 
-def test_storages_and_peers_are_compared_at_their_own_bytes(run, compare_config, bases, tmp_path):
+def test_storages_and_peers_are_compared_at_their_own_bytes(here, compare_config, bases, tmp_path):
     arguments = ("--presets", "ojakv-joint", "--storages", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
     peers = (
         "--baselines",
@@ -198,7 +198,7 @@ def test_storages_and_peers_are_compared_at_their_own_bytes(run, compare_config,
         "0.8",
     )
     command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
-    run(*command, *arguments, *peers)
+    here(*command, *arguments, *peers)
     rows = [
         row for row in json.loads((tmp_path / "out/comparison.json").read_text())["rows"] if row["dataset"] == "same"
     ]
