@@ -3,10 +3,11 @@
 from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
+from dynakv.compressor import TokenCompressor
 from lowrank.allocation import waterfill_ranks
 from lowrank.basis import pca_basis
 from lowrank.moments import SecondMoment
-from lowrank.weighted_basis import WeightedBasis, weighted_basis
+from lowrank.weighted_basis import weighted_basis
 
 Moments = dict[int, dict[str, SecondMoment]]
 
@@ -17,9 +18,8 @@ def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
     Args:
         moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
     """
-    for index, layer in compressors(model).items():
-        for side, compressor in (("key", layer.key), ("value", layer.value)):
-            compressor.initialise(pca_basis(moments[index][side].mean()[None]))
+    for (index, side), compressor in _sides(model).items():
+        compressor.initialise(pca_basis(moments[index][side].mean()[None]))
 
 
 def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float) -> None:
@@ -38,15 +38,18 @@ def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradient
     Raises:
         UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA.
     """
-    sides = {
+    sides = _sides(model)
+    next(iter(sides.values())).config.check_gradient_start()
+    bases = [weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides]
+    ranks = waterfill_ranks([basis.loss_C for basis in bases], rate)
+    for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
+        compressor.initialise_at(basis, rank)
+
+
+def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:
+    """(layer index, "key" or "value") → its compressor."""
+    return {
         (index, side): compressor
         for index, layer in compressors(model).items()
         for side, compressor in (("key", layer.key), ("value", layer.value))
     }
-    next(iter(sides.values())).config.check_gradient_start()
-    bases: list[WeightedBasis] = [
-        weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides
-    ]
-    ranks = waterfill_ranks([basis.loss_C for basis in bases], rate)
-    for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
-        compressor.initialise_at(basis, rank)

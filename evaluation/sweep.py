@@ -113,13 +113,13 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
+    gradients = starts_from_gradients(config)
     name = expand(str(read_yaml(config.train).get("model")))
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     model = load_model(name, dtype=config.dtype)
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
-    gradients = starts_from_gradients(config)
     extra = {"gradients": True} if gradients else {}
     _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():

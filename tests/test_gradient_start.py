@@ -194,16 +194,16 @@ def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
     loaded = Calibration.load(tmp_path / "with").gradients()
     expected = gradient_moments(model, ids(4, 32), progress=False)
     torch.testing.assert_close(loaded[1]["key"].mean(), expected[1]["key"].mean(), rtol=1e-5, atol=1e-9)
-    optimizer = {"steps": 1, "batch_size": 1}
-    for name in ("with", "without"):
-        changes = {**GRADIENT, "optimizer": optimizer}
-        changes["calibration"] = {"start": "gradient", "bases": str(tmp_path / name)}
-        if name == "with":
-            train_here(training_values, tmp_path / "run", **changes)
-            assert rows(tmp_path / "run")[0]["hard_rate"] == pytest.approx(0.5, abs=0.07)
-            continue
-        with pytest.raises(UserError, match="without gradients.*gradients: true"):
-            train_here(training_values, tmp_path / "refused", **changes)
+
+    def train_from(name: str) -> None:
+        start = {"start": "gradient", "bases": str(tmp_path / name)}
+        changes = {**GRADIENT, "calibration": start, "optimizer": {"steps": 1, "batch_size": 1}}
+        train_here(training_values, tmp_path / f"run {name}", **changes)
+
+    train_from("with")
+    assert rows(tmp_path / "run with")[0]["hard_rate"] == pytest.approx(0.5, abs=0.07)
+    with pytest.raises(UserError, match="without gradients.*gradients: true"):
+        train_from("without")
 
 
 @pytest.mark.parametrize(
