@@ -14,7 +14,7 @@ from dynakv.gated import Truncation, gated_reconstruction
 from dynakv.nested import NestedRank
 from dynakv.projection import Projection
 from lowrank.basis import Basis
-from lowrank.codec import LayerCodec, TokenGate, prefix_mask
+from lowrank.codec import Encoded, LayerCodec, TokenGate, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
@@ -43,7 +43,7 @@ class TokenCompressor(nn.Module):
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self.rate: RetainRate | None = None
-        self._compiled: tuple[list[tuple[int, int]], native.SideWeights] | None = None
+        self._compiled: tuple[list[tuple[int, int]], native.SideWeights | None] | None = None
 
     def initialise(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -100,15 +100,24 @@ class TokenCompressor(nn.Module):
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
 
-    def compiled_weights(self) -> native.SideWeights:
-        """What compiled code encodes by, as the parameters are now; they must be fp32 on the CPU."""
-        gate = self.gate
-        tensors = (self.projection.weight, gate.input_scale, gate.weight, gate.bias)
-        key = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-        if self._compiled is None or self._compiled[0] != key:
-            basis_CC, _ = self.projection.fixed_matrices(torch.float32, torch.device("cpu"))
-            self._compiled = key, native.SideWeights(basis_CC, *tensors[1:])
+    def compiled_weights(self) -> native.SideWeights | None:
+        """What compiled code encodes by, as the parameters are now; None where it cannot: with a gate or a gap of another
+        kind, or parameters that are not fp32 on the CPU."""
+        # Not by attribute: a module looks that up in Python, which all layers at every token feel.
+        projection, gate = self._modules["projection"], self._modules["gate"]
+        tensors = (*projection._parameters.values(), *gate._parameters.values(), *gate._buffers.values())
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        if self._compiled is None or self._compiled[0] != versions:
+            self._compiled = versions, self._compile()
         return self._compiled[1]
+
+    def _compile(self) -> native.SideWeights | None:
+        weight, gate = self.projection.weight, self.gate
+        is_plain = self.config.gap != "soft_prefix" and isinstance(gate, Gate)
+        if not is_plain or weight.dtype != torch.float32 or weight.device.type != "cpu":
+            return None
+        basis_CC, _ = self.projection.fixed_matrices(weight.dtype, weight.device)
+        return native.SideWeights(basis_CC, gate.input_scale, gate.weight, gate.bias)
 
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""
@@ -159,24 +168,21 @@ class LayerCompressor(nn.Module):
             encode_few=self._encode_few,
         )
 
-    def _encode_few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor] | None:
-        """(coefficients of keys and values (2, B, T, C), ranks (2, B, T)) of a few new tokens in compiled code, where there
-        is some for them."""
-        config, weight = self.key.config, self.key.projection.weight
-        is_plain = config.gap != "soft_prefix" and isinstance(self.key.gate, Gate)
-        # The parameters must be as the states are, wherever somebody has moved them.
-        is_alike = (weight.dtype, weight.device) == (key_BGTD.dtype, key_BGTD.device)
-        if not is_plain or not is_alike or not native.encodes(key_BGTD, value_BGTD):
+    def _encode_few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded] | None:
+        """What the codecs make of a few new tokens' keys and values, by compiled code, where there is some for them."""
+        if not native.encodes(key_BGTD, value_BGTD):
             return None
-        turn_back = None if rope is None else rope.halves_back()
-        if rope is not None and turn_back is None:
+        key, value = self.key, self.value
+        key_weights, value_weights = key.compiled_weights(), value.compiled_weights()
+        rotated_by = None if rope is None else rope.halves
+        if key_weights is None or value_weights is None or (rope is not None and rotated_by is None):
             return None
         return native.encode(
             key_BGTD,
             value_BGTD,
-            self.key.compiled_weights(),
-            self.value.compiled_weights(),
-            turn_back=None if turn_back is None else tuple(table.to(key_BGTD.device) for table in turn_back),
-            threshold=config.threshold,
-            granularity=config.granularity,
+            key_weights,
+            value_weights,
+            rotated_by=rotated_by,
+            threshold=key.config.threshold,
+            granularity=key.config.granularity,
         )

@@ -69,7 +69,6 @@ class Projection(nn.Module):
             self._inverted = self.weight.detach().clone(), inverse_CC
         return self._inverted[1]
 
-    @torch.no_grad()
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
 
@@ -80,7 +79,8 @@ class Projection(nn.Module):
         found = self._fixed.get((dtype, device))
         if found is None or found[0] != versions:
             self.check_condition()
-            found = (versions, *(matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()))
+            with torch.no_grad():  # only here: entering it takes longer than all else where nothing has changed
+                found = (versions, *(matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()))
             self._fixed[dtype, device] = found
         return found[1], found[2]
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from lowrank.eviction import Eviction
 from lowrank.quantise import Quantisation, companding
 
+Encoded = tuple[Tensor, Tensor]  # coefficients (B, T, C), ranks (B, T)
+
 
 class Codec(Protocol):
     """Maps joint keys or values to coefficients of which each token keeps a prefix."""
@@ -51,8 +53,8 @@ class LayerCodec:
     own attention sees exact keys and values or rebuilt ones.
 
     Attributes:
-        encode_few: a faster way for a few new tokens: (rotated keys, values, rotation) → (coefficients (2, B, T, C), ranks
-            (2, B, T)) of keys and values, or None where it does not serve.
+        encode_few: a faster way for a few new tokens: (rotated keys, values, rotation) → :data:`Encoded` of the keys and of
+            the values, or None where it does not serve.
     """
 
     key: Codec
@@ -60,22 +62,21 @@ class LayerCodec:
     quantisation: Quantisation | None = None
     eviction: Eviction = Eviction()
     exact_prefill: bool = False
-    encode_few: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    encode_few: Callable[..., tuple[Encoded, Encoded] | None] | None = None
 
     def __post_init__(self):
         if self.quantisation is not None:
             for side in ("key", "value"):
                 object.__setattr__(self, side, Companded(getattr(self, side)))
 
-    def few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Any) -> tuple[Tensor, Tensor] | None:
+    def few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Any) -> tuple[Encoded, Encoded] | None:
         """What :attr:`encode_few` gives, as it is held."""
         found = None if self.encode_few is None else self.encode_few(key_BGTD, value_BGTD, rope)
         if found is None or self.quantisation is None:
             return found
-        coef_2BTC, rank_2BT = found
-        for coef_BTC, codec in zip(coef_2BTC, (self.key, self.value), strict=True):
+        for (coef_BTC, _), codec in zip(found, (self.key, self.value), strict=True):
             coef_BTC /= codec.spread_C
-        return coef_2BTC, rank_2BT
+        return found
 
 
 class Companded:

@@ -114,6 +114,11 @@ class Coefficients:
             for held in self._tensors():
                 held.append(held.buffer.new_empty(*lead, count, held.buffer.shape[-1]), exact=exact)
 
+    def count_one(self) -> None:
+        """A row has been written behind the last, into the room to grow."""
+        for held in self._tensors():
+            held.count_one()
+
     def empty_like(self, capacity: int) -> "Coefficients":
         """No rows yet, but room for `capacity` of them."""
         twin = self.clone(rows=0)

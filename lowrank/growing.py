@@ -49,6 +49,10 @@ class GrowingTensor:
         self.buffer[self.length] = number
         self.length += 1
 
+    def count_one(self) -> None:
+        """A row has been written behind the last, into the room to grow."""
+        self.length += 1
+
     def reserve(self, capacity: int) -> None:
         """Move to a buffer of exactly `capacity` rows, at least those in use."""
         if capacity != self.capacity:

@@ -15,14 +15,16 @@ from lowrank.growing import GrowingTensor
 from lowrank.memory import POSITIONS
 from lowrank.quantise import Quantisation
 
+_INT16_MAX = torch.iinfo(torch.int16).max
+
 
 @dataclasses.dataclass
 class Bucket:
     """All rows of one rank, in order of position; changed by its own methods alone.
 
     Attributes:
-        memo: whatever a reader has worked out about the rows; forgotten when they change. A decoded token changes one bucket
-            of many, and looking at all of them anew would take longer than attending to a short text.
+        memo: whatever a reader has worked out about the rows; forgotten when they change. A new token changes one bucket of
+            many, and looking at all of them anew would take longer than attending to a short text.
     """
 
     coef: Coefficients
@@ -38,6 +40,11 @@ class Bucket:
         self.memo = None
         self.coef.append(coef_1R)
         self.position_N.append_number(position)
+
+    def count_one(self) -> None:
+        self.memo = None
+        self.coef.count_one()
+        self.position_N.count_one()
 
     def crop(self, count: int) -> None:
         """Keep the first `count` rows."""
@@ -77,6 +84,10 @@ class RaggedStore:
         dtype: of the coefficients.
         device: where they live.
         quantisation: how they are held as integers; None to hold them in `dtype`.
+
+    Attributes:
+        memo: whatever a reader has worked out about all rows; forgotten when they change otherwise than by
+            :meth:`count_one`.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class RaggedStore:
         self.width, self.dtype, self.device, self.quantisation = width, dtype, device, quantisation
         self.index_dtype = torch.int16
         self.length = 0
+        self.memo: Any = None
         self._buckets: dict[int, Bucket] = {}
 
     def append(self, coef_TC: Tensor, rank_T: Tensor, *, exact: bool = False) -> None:
@@ -97,16 +109,29 @@ class RaggedStore:
         """
         coef_TC = coef_TC.detach()
         count = coef_TC.shape[0]
-        self._widen_index(self.length + count)
-        if count == 1 and not exact:
-            self._bucket(rank := int(rank_T)).append_one(coef_TC[:, :rank], self.length)
-        else:
-            ranks, group_T = torch.unique(rank_T, return_inverse=True)
-            for group, rank in enumerate(ranks.tolist()):
-                row_N = torch.nonzero(group_T == group).squeeze(1)
-                position_N = (row_N + self.length).to(self.index_dtype)
-                self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
+        self._about_to_change(self.length + count)
+        ranks, group_T = torch.unique(rank_T, return_inverse=True)
+        for group, rank in enumerate(ranks.tolist()):
+            row_N = torch.nonzero(group_T == group).squeeze(1)
+            position_N = (row_N + self.length).to(self.index_dtype)
+            self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
         self.length += count
+
+    def append_one(self, coef_1R: Tensor) -> None:
+        """Add one row at the end, all of whose entries are kept."""
+        self._about_to_change(self.length + 1)
+        self._bucket(coef_1R.shape[1]).append_one(coef_1R.detach(), self.length)
+        self.length += 1
+
+    @property
+    def can_count(self) -> bool:
+        """Whether the next row's place fits the index, as :meth:`count_one` needs."""
+        return self.length < _INT16_MAX or self.index_dtype != torch.int16
+
+    def count_one(self, rank: int) -> None:
+        """The holder of :attr:`memo` has written a row and its place behind those of its rank."""
+        self._buckets[rank].count_one()
+        self.length += 1
 
     def filled(self) -> list["Bucket"]:
         """The buckets that hold rows, in order of rank."""
@@ -143,6 +168,7 @@ class RaggedStore:
         """Keep the first `length` rows. Buckets keep their buffers, so that a rolled-back draft costs no copy."""
         if not 0 <= length <= self.length:
             raise ValueError(f"`length` must be in 0..{self.length}, got {length}")
+        self.memo = None
         for bucket in self._buckets.values():
             # Positions rise within a bucket, so what goes is a suffix.
             bucket.crop(int((bucket.position_N.rows < length).sum()))
@@ -150,6 +176,7 @@ class RaggedStore:
 
     def keep(self, row_N: Tensor) -> None:
         """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
+        self.memo = None
         new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
         new_T[row_N] = torch.arange(len(row_N), device=self.device)
         for bucket in self._buckets.values():
@@ -160,6 +187,7 @@ class RaggedStore:
 
     def trim(self) -> None:
         """Give back all room to grow."""
+        self.memo = None
         for bucket in self._buckets.values():
             bucket.trim()
 
@@ -189,8 +217,10 @@ class RaggedStore:
             self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]
 
-    def _widen_index(self, length: int) -> None:
-        if self.index_dtype == torch.int16 and length > torch.iinfo(torch.int16).max:
+    def _about_to_change(self, length: int) -> None:
+        """There will be so many rows."""
+        self.memo = None
+        if self.index_dtype == torch.int16 and length > _INT16_MAX:
             self.index_dtype = torch.int32
             for bucket in self._buckets.values():
                 bucket.widen_index(torch.int32)

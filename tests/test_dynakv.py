@@ -271,14 +271,14 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
-    coef, rank = codec.few(key, value, rope)
+    encoded = codec.few(key, value, rope)
     assert codec.few(key, value.bfloat16(), rope) is None, "it would read beyond the values"
     unrotated = key if rope is None else rope.unrotate(key)
-    for which, states in enumerate((unrotated, value)):
-        plain_coef, plain_rank = (codec.key, codec.value)[which].encode(join_heads(states))
-        torch.testing.assert_close(coef[which], plain_coef, atol=1e-5, rtol=1e-5)
-        assert rank[which].tolist() == plain_rank.tolist()
-        assert rank[which].unique().numel() > 3
+    for (coef, rank), side, states in zip(encoded, (codec.key, codec.value), (unrotated, value), strict=True):
+        plain_coef, plain_rank = side.encode(join_heads(states))
+        torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
+        assert rank.tolist() == plain_rank.tolist()
+        assert rank.unique().numel() > 3
 
 
 @pytest.mark.parametrize("storage", ["model", "int8", "int4"])

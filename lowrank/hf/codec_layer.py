@@ -7,7 +7,7 @@ import abc
 
 from torch import Tensor
 
-from lowrank.codec import LayerCodec, prefix_mask
+from lowrank.codec import Encoded, LayerCodec, prefix_mask
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
 
@@ -23,8 +23,8 @@ class CodecLayer(CompressedLayer):
         self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
 
     @abc.abstractmethod
-    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
-        """Hold new tokens: coefficients (B, Q, C) and ranks (B, Q) of keys and of values."""
+    def store(self, key: Encoded, value: Encoded) -> None:
+        """Hold new tokens."""
 
     @abc.abstractmethod
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -50,14 +50,11 @@ class CodecLayer(CompressedLayer):
     def clear(self) -> None:
         self._prompt = None
 
-    def _encoded(
-        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(coefficients (B, T, C), ranks (B, T)) of new tokens' keys and of their values."""
+    def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
+        """New tokens' keys and their values as they are held."""
         few = self.codec.few(key_BGTD, value_BGTD, rope)
         if few is not None:
-            (key_coef, value_coef), (key_rank, value_rank) = few
-            return (key_coef, key_rank), (value_coef, value_rank)
+            return few
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))

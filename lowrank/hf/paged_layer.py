@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank.codec import Codec, Companded, LayerCodec
+from lowrank.codec import Codec, Companded, Encoded, LayerCodec
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
@@ -78,7 +78,7 @@ class PagedLayer(CodecLayer):
             gated_append(join_heads(states)[:, 0], store=store, **arguments)
         self.length += 1
 
-    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
+    def store(self, key: Encoded, value: Encoded) -> None:
         self.key.append(*key)
         self.value.append(*value)
         self.length += key[0].shape[1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank.codec import Codec
+from lowrank.codec import Codec, Encoded
 from lowrank.eviction import check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
@@ -19,6 +19,7 @@ from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
+from lowrank.ops.ragged_table import append_few
 from lowrank.ragged import RaggedStore
 
 
@@ -81,12 +82,17 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
-    def store(self, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> None:
+    def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]
+        is_prompt = count > MAX_DECODE_QUERIES
+        key_ranks, value_ranks = (None, None) if is_prompt else (key[1].tolist(), value[1].tolist())
         for b, sequence in enumerate(self.sequences):
-            for store, (coef_BTC, rank_BT) in ((sequence.key, key), (sequence.value, value)):
-                # A prompt leaves room to grow to the tokens that follow.
-                store.append(coef_BTC[b], rank_BT[b], exact=count > MAX_DECODE_QUERIES)
+            if is_prompt:  # it leaves room to grow to the tokens that follow
+                sequence.key.append(key[0][b], key[1][b], exact=True)
+                sequence.value.append(value[0][b], value[1][b], exact=True)
+            else:
+                append_few(sequence.key, key[0][b], key_ranks[b])
+                append_few(sequence.value, value[0][b], value_ranks[b])
             sequence.note(count)
 
     def dense(self) -> tuple[Tensor, Tensor]:

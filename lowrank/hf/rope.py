@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank.errors import UserError
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
@@ -44,19 +43,14 @@ class Rope:
         With s = cos² + sin² the inverse rotation is (cos/s, −sin/s); s differs from 1 for rotary kinds that scale the
         embedding (yarn, longrope), where merely negating the sine would be far off.
         """
-        return self._call(key_BGTD.float(), *self._inverse()).to(key_BGTD.dtype)
+        cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
+        norm = cos.square() + sin.square()
+        return self._call(key_BGTD.float(), cos / norm, -sin / norm).to(key_BGTD.dtype)
 
-    def halves_back(self) -> tuple[Tensor, Tensor] | None:
-        """fp32 cos and sin by which halves of a head turn back, (B or 1, T, E); None for a family that rotates otherwise."""
-        return self._inverse() if _rotates_halves(self.apply) else None
-
-    def _inverse(self) -> tuple[Tensor, Tensor]:
-        inverse = _INVERSES.get(self.cos_BTE)
-        if inverse is None:
-            cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
-            norm = cos.square() + sin.square()
-            inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
-        return inverse
+    @property
+    def halves(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin by which halves of a head are rotated, (B or 1, T, E); None for a family that rotates otherwise."""
+        return (self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)
@@ -64,10 +58,6 @@ class Rope:
             return _RotatedHalves.apply(key_BGTD, cos, sin)
         # The function rotates queries and keys together; no heads of queries means no work for them.
         return self.apply(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
-
-
-# cos of a pass → (cos/s, −sin/s): its layers share one rotation, and what is computed from it goes when it goes.
-_INVERSES = WeakIdKeyDictionary()
 
 
 class RopeHistory:
@@ -89,6 +79,7 @@ class RopeHistory:
         self._table: Rope | None = None  # of this step, dropped after the last layer
         self._angle: Tensor | None = None  # the same as complex numbers
         self._rotary: RotaryTable | None = None  # the same for kernels
+        self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
         self._dtype = torch.float32
 
@@ -138,8 +129,13 @@ class RopeHistory:
         return Rope(self.apply, table.cos_BTE[row, places][None], table.sin_BTE[row, places][None])
 
     def rotation(self, sequence: int, device: torch.device) -> Rotation:
-        """The rotation of one sequence's keys on a device, for the attention operations."""
+        """The rotation of one sequence's keys on a device, for the attention operations; made once per step."""
+        rotation = self._rotations.get((sequence, device))
+        if rotation is None:
+            rotation = self._rotations[sequence, device] = self._rotation(sequence, device)
+        return rotation
 
+    def _rotation(self, sequence: int, device: torch.device) -> Rotation:
         def rotate(key_GND: Tensor, places: Places) -> Tensor:
             return self.picked(sequence, places).rotate(key_GND[None])[0]
 
@@ -187,6 +183,7 @@ class RopeHistory:
     def release(self) -> None:
         """Drop this step's table of cos and sin."""
         self._table = self._angle = self._rotary = None
+        self._rotations = {}
 
     def crop(self, length: int) -> None:
         self._kept = [tensor[:, :length].clone() for tensor in self._kept]
@@ -206,6 +203,7 @@ class RopeHistory:
         # The model's module is shared; only the tokens' state is copied.
         twin = copy.copy(self)
         twin._kept = [tensor.clone() for tensor in self._kept]
+        twin.release()
         memo[id(self)] = twin
         return twin
 

@@ -33,20 +33,17 @@ def lowrank_attention(
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
-    heads, queries, head_dim = query_HQD.shape
-    groups, low = keys.full_GFD.shape[0], keys.coef.length
-    query_GMD = query_HQD.reshape(groups, -1, head_dim).float()
-    options = {}
+    head_dim, groups, low = query_HQD.shape[2], keys.full_GFD.shape[0], keys.coef.length
+    low_query_MX, options = query_HQD, {}
     if rotation is None:
-        low_query_GMX = query_GMD @ keys.head_basis().float()
+        low_query_MX = query_HQD.reshape(groups, -1, head_dim).float() @ keys.head_basis().float()
     else:
-        low_query_GMX = query_GMD
         options = {"decoder_PRW": keys.basis_PWR.mT, "angle_TF": rotation.angle_TF, "place_T": places}
     tokens = [
         native.Tokens(
-            low_query_GMX,
-            [native.Piece.of(keys.coef)],
-            [native.Piece.of(values.coef)],
+            low_query_MX,
+            native.Table([native.Piece.of(keys.coef)], keys.coef.rank),
+            native.Table([native.Piece.of(values.coef)], values.coef.rank),
             slots=low,
             value_decoder_PRW=values.basis_PWR.mT,
             mask_QT=None if mask_QT is None else mask_QT[:, :low],
@@ -56,12 +53,12 @@ def lowrank_attention(
     if keys.full_GFD.shape[1]:
         tokens.append(
             native.Tokens(
-                query_GMD,
-                [native.Piece.whole(keys.full_GFD)],
-                [native.Piece.whole(values.full_GFD)],
+                query_HQD,
+                native.Table([native.Piece.whole(keys.full_GFD)], head_dim),
+                native.Table([native.Piece.whole(values.full_GFD)], head_dim),
                 slots=keys.full_GFD.shape[1],
                 mask_QT=None if mask_QT is None else mask_QT[:, low:],
             )
         )
-    output_GMD = native.attend(tokens, head_dim, scaling=scaling, queries=queries, softcap=softcap)
-    return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)
+    output_HQD = native.attend(tokens, query_HQD.shape, groups=groups, scaling=scaling, softcap=softcap)
+    return output_HQD.to(query_HQD.dtype)

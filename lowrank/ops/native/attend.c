@@ -20,19 +20,19 @@ enum { BLOCK = 32, MAX_PAIRS = 512 }; /* 32 keys of 192 dims are 24 KiB: half a 
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
-    struct store keys, values;
+    const struct store *keys, *values;
     const float *query;   /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
     const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
     const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
     const uint8_t *mask;  /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
-    float *score;         /* (slots, lanes), scratch */
-    int64_t parts, depth, pairs, decoder_stride, value_width, first_place, mask_stride;
+    int64_t slots, parts, depth, pairs, decoder_stride, value_width, first_place, mask_stride;
     /* The same in all tasks of a softmax: */
     float *output;        /* (heads, head_dim), out */
     int64_t groups;       /* KV heads */
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
+    int64_t head_dim;
     int64_t queries, threads;
     float scaling, softcap; /* of scores; 0: none */
 };
@@ -46,6 +46,7 @@ struct scratch {
     float *sum;     /* (lanes) */
     float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
     float *latent;  /* of the running one */
+    float *scores;  /* of the running one (slots, lanes), shared by the threads */
     int64_t slot[BLOCK], place[BLOCK];
 };
 
@@ -127,7 +128,7 @@ static void score_rows(int64_t queries, int64_t count, int64_t depth, const floa
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
 static void score_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
                         struct scratch *scratch) {
-    const struct store *store = &task->keys;
+    const struct store *store = task->keys;
     const int64_t lanes = task->lanes;
     int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
@@ -154,7 +155,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     }
     for (int64_t t = 0; t < count; t++) {
         float *found = scratch->score + t * lanes;
-        float *restrict score = task->score + slot[t] * lanes, *restrict largest = scratch->largest;
+        float *restrict score = scratch->scores + slot[t] * lanes, *restrict largest = scratch->largest;
         for (int64_t m = 0; m < lanes; m++) found[m] *= task->scaling;
         if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
 #pragma omp simd
@@ -170,12 +171,12 @@ static void score_block(const struct task *task, const struct piece *piece, int6
 /* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
 static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
                         const float *restrict largest, struct scratch *scratch) {
-    const struct store *store = &task->values;
+    const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
     float *restrict sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
-        const float *restrict score = task->score + slot_of(store, piece, first + t) * lanes;
+        const float *restrict score = scratch->scores + slot_of(store, piece, first + t) * lanes;
         float *restrict weight = scratch->score + t * lanes;
 #pragma omp simd
         for (int64_t m = 0; m < lanes; m++) {
@@ -203,7 +204,7 @@ int64_t lanes(void) { return LANES; }
 
 /* Runs one pass of one thread over its share of a store. */
 static void run_share(const struct task *task, int64_t thread, const float *largest, struct scratch *scratch) {
-    const struct store *store = largest ? &task->values : &task->keys;
+    const struct store *store = largest ? task->values : task->keys;
     const int64_t total = total_cost(store);
     int64_t before = 0;
     for (int64_t p = 0; p < store->count; p++) {
@@ -220,17 +221,19 @@ static void run_share(const struct task *task, int64_t thread, const float *larg
     }
 }
 
-static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values.rank); }
+static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values->rank); }
 
 /* One pass over all tasks; without `largest` the first. */
-static void run(const struct task *tasks, int count, const float *largest, struct scratch *all) {
+static void run(const struct task *tasks, int count, float *scores, const float *largest, struct scratch *all) {
 #pragma omp parallel for num_threads(tasks->threads) schedule(static, 1)
     for (int64_t thread = 0; thread < tasks->threads; thread++) {
         struct scratch *scratch = all + thread;
         scratch->latent = scratch->latents;
+        scratch->scores = scores;
         for (int i = 0; i < count; i++) {
             run_share(tasks + i, thread, largest, scratch);
             scratch->latent += latents_of(tasks + i);
+            scratch->scores += tasks[i].slots * tasks[i].lanes;
         }
     }
 }
@@ -238,14 +241,14 @@ static void run(const struct task *tasks, int count, const float *largest, struc
 /* Adds the value of the head's weighted coefficients, its own dims of it, to the output. */
 static void decode_value(const struct task *task, int64_t head, const float *latent, float scale) {
     const int64_t rows = task->heads / task->groups, group = head / rows, part_groups = task->groups / task->parts;
-    const int64_t head_dim = task->value_width / part_groups;
+    const int64_t head_dim = task->head_dim;
     float *restrict out = task->output + head * head_dim;
     if (!task->value_decoder) {
-        for (int64_t d = 0; d < task->values.rank; d++) out[d] += latent[d] * scale;
+        for (int64_t d = 0; d < head_dim; d++) out[d] += latent[d] * scale;
         return;
     }
-    const float *decoder = task->value_decoder + group / part_groups * task->values.rank * task->value_width;
-    for (int64_t r = 0; r < task->values.rank; r++) {
+    const float *decoder = task->value_decoder + group / part_groups * task->values->rank * task->value_width;
+    for (int64_t r = 0; r < task->values->rank; r++) {
         const float *restrict row = decoder + r * task->value_width + group % part_groups * head_dim;
         const float weight = latent[r] * scale;
 #pragma omp simd
@@ -253,18 +256,19 @@ static void decode_value(const struct task *task, int64_t head, const float *lat
     }
 }
 
-/* One softmax over the tokens of all tasks, whose output is zero before. Returns 0, or 1 when there is no memory. */
+/* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes;
-    int64_t rank = 0, width = 0, latents = 0;
+    int64_t rank = 0, width = 0, latents = 0, slots = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
-        const int64_t most = padded(task->keys.rank > task->values.rank ? task->keys.rank : task->values.rank);
+        const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);
+        slots += task->slots;
     }
     const int64_t size = BLOCK * (rank + width + lanes) + latents + 2 * lanes;
-    float *memory = aligned_alloc(64, (threads * size * sizeof(float) + 63) / 64 * 64);
+    float *memory = aligned_alloc(64, ((threads * size + slots * lanes) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     if (!memory || !all) {
         free(memory);
@@ -283,20 +287,22 @@ int attend(const struct task *tasks, int count) {
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
-    run(tasks, count, NULL, all);
+    float *scores = memory + threads * size;
+    run(tasks, count, scores, NULL, all);
     float *largest = all[0].largest;
     for (int64_t thread = 1; thread < threads; thread++)
         for (int64_t m = 0; m < lanes; m++) largest[m] = fmaxf(largest[m], all[thread].largest[m]);
-    run(tasks, count, largest, all);
+    run(tasks, count, scores, largest, all);
     for (int64_t head = 0; head < heads; head++) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
+        memset(tasks->output + head * tasks->head_dim, 0, tasks->head_dim * sizeof(float));
         int64_t before = 0;
         for (const struct task *task = tasks; task < tasks + count; task++) {
-            const int64_t place = before + head * padded(task->values.rank);
+            const int64_t place = before + head * padded(task->values->rank);
             float *restrict latent = all[0].latents + place;
             for (int64_t thread = 1; thread < threads; thread++)
-                for (int64_t r = 0; r < task->values.rank; r++) latent[r] += all[thread].latents[place + r];
+                for (int64_t r = 0; r < task->values->rank; r++) latent[r] += all[thread].latents[place + r];
             decode_value(task, head, latent, 1 / sum);
             before += latents_of(task);
         }

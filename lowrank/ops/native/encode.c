@@ -1,5 +1,6 @@
-/* A few new tokens of a layer on their way into a cache, in one pass: keys are turned back to before their rotation, then keys
- * and values are projected, gated and told how many coefficients they keep, each on a thread of its own. */
+/* A few new tokens of a layer as a cache holds them: keys are turned back to before their rotation, then keys and values are
+ * projected, gated and told how many coefficients they keep, each on a thread of its own. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "common.h"
@@ -11,14 +12,13 @@ struct side {
     const float *bias;   /* (width) */
     const float *states; /* (batch, heads, tokens, head_dim), of the strides below */
     int64_t batch_stride, head_stride, token_stride;
+    float *coef;   /* (batch, tokens, width), out */
+    int64_t *rank; /* (batch, tokens), out */
 };
 
 struct encoding {
     struct side sides[2];    /* keys, values */
-    const float *cos, *sin;  /* (batch or 1, tokens, rotary): turn keys back; NULL where they are not rotated */
-    float *coef;             /* (2, batch, tokens, width), out */
-    int64_t *rank;           /* (2, batch, tokens), out */
-    float *scratch;          /* (2, 2, batch, tokens, width) */
+    const float *cos, *sin;  /* (batch or 1, tokens, rotary): rotated the keys; NULL where they are not rotated */
     int64_t rope_stride;     /* from one sequence to the next; 0 where all share one rotation */
     int64_t batch, tokens, heads, head_dim, rotary, threads, granularity;
     float threshold;
@@ -50,19 +50,20 @@ static void gather(const struct encoding *task, const struct side *side, int rot
                 const float *state = side->states + b * side->batch_stride + g * side->head_stride + t * side->token_stride;
                 memcpy(out, state, task->head_dim * sizeof(float));
                 for (int64_t f = 0; rotated && f < half; f++) {
-                    out[f] = state[f] * cos[f] - state[f + half] * sin[f];
-                    out[f + half] = state[f + half] * cos[f + half] + state[f] * sin[f + half];
+                    /* out turned by (cos, sin) is state; some rotary kinds scale both, so that the squares do not add up to 1 */
+                    const float a = cos[f], b = sin[f], c = cos[f + half], d = sin[f + half], scale = 1 / (a * c + b * d);
+                    out[f] = (state[f] * c + state[f + half] * b) * scale;
+                    out[f + half] = (state[f + half] * a - state[f] * d) * scale;
                 }
             }
         }
 }
 
-static void encode_side(const struct encoding *task, int which) {
+static void encode_side(const struct encoding *task, int which, float *scratch) {
     const struct side *side = task->sides + which;
     const int64_t tokens = task->batch * task->tokens, width = task->heads * task->head_dim;
     const int64_t granularity = task->granularity, least = granularity < width ? granularity : width;
-    float *coef = task->coef + which * tokens * width, *logit = task->scratch + which * 2 * tokens * width;
-    float *state = logit + tokens * width, *scaled = state;
+    float *coef = side->coef, *logit = scratch, *state = logit + tokens * width, *scaled = state;
     gather(task, side, which == 0 && task->cos != NULL, state);
     product(tokens, width, width, state, width, 1, side->basis, width, coef, width, 0);
     for (int64_t t = 0; t < tokens; t++) {
@@ -73,11 +74,17 @@ static void encode_side(const struct encoding *task, int which) {
     for (int64_t t = 0; t < tokens; t++) {
         int64_t rank = kept(logit + t * width, width, task->threshold);
         rank = (rank + granularity / 2) / granularity * granularity;
-        task->rank[which * tokens + t] = rank < least ? least : rank > width ? width : rank;
+        side->rank[t] = rank < least ? least : rank > width ? width : rank;
     }
 }
 
-void encode(const struct encoding *task) {
+/* Returns 0, or 1 when there is no memory. */
+int encode(const struct encoding *task) {
+    const int64_t size = 2 * task->batch * task->tokens * task->heads * task->head_dim;
+    float *scratch = aligned_alloc(64, (2 * size * sizeof(float) + 63) / 64 * 64);
+    if (!scratch) return 1;
 #pragma omp parallel for num_threads(task->threads) schedule(static, 1)
-    for (int which = 0; which < 2; which++) encode_side(task, which);
+    for (int which = 0; which < 2; which++) encode_side(task, which, scratch + which * size);
+    free(scratch);
+    return 0;
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.native.library import lanes, library
+from lowrank.ops.native.plain import CPU, plain
 
 # More tokens than this are a prompt, which torch's own products serve better.
 MAX_TOKENS = 16
@@ -34,8 +35,10 @@ def encodes(key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
     """Whether compiled code can encode such keys and values: a few tokens, in fp32 on a CPU, of whole vector registers."""
     batch, groups, tokens, head_dim = key_BGTD.shape
     return (
-        all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (key_BGTD, value_BGTD))
-        and batch * tokens <= MAX_TOKENS
+        batch * tokens <= MAX_TOKENS
+        and key_BGTD.dtype == value_BGTD.dtype == torch.float32
+        and key_BGTD.is_cpu
+        and value_BGTD.is_cpu
         and library() is not None
         and groups * head_dim % lanes() == 0
     )
@@ -47,57 +50,56 @@ def encode(
     key: SideWeights,
     value: SideWeights,
     *,
-    turn_back: tuple[Tensor, Tensor] | None,
+    rotated_by: tuple[Tensor, Tensor] | None,
     threshold: float,
     granularity: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Coefficients x·U and ranks of new tokens by their gates (DynaKV, equations 1, 5, 6 and 8).
 
     Args:
-        key_BGTD: rotated keys, fp32, D contiguous; as are the values.
+        key_BGTD: rotated keys, fp32; as are the values.
         key, value: how each is encoded.
-        turn_back: cos and sin, (B or 1, T, E) fp32, that rotate halves of the keys' first E dims back; None where keys are
-            not rotated.
+        rotated_by: cos and sin, (B or 1, T, E), by which halves of the keys' first E dims were rotated and are turned back;
+            None where keys are not rotated.
         threshold: τ; as many coefficients are kept as cumulative sums of the softmax exceed it.
         granularity: the ranks are rounded to its nearest multiple, at least one.
 
     Returns:
-        coefficients of (keys, values), (2, B, T, C) fp32, and ranks, (2, B, T) int64.
+        (coefficients (B, T, C) fp32, ranks (B, T) int64) of the keys and of the values.
     """
     batch, groups, tokens, head_dim = key_BGTD.shape
-    width = groups * head_dim
-    states = [states.contiguous() if states.stride(3) != 1 else states for states in (key_BGTD, value_BGTD)]
-    cos, sin = (None, None) if turn_back is None else (table.contiguous() for table in turn_back)
-    coef_2BTC = torch.empty(2, batch, tokens, width)
-    scratch = torch.empty(4, batch, tokens, width)
-    rank_2BT = torch.empty(2, batch, tokens, dtype=torch.int64)
-    task = b"".join(
-        [
-            key.members,
-            _STATES.pack(states[0].data_ptr(), *states[0].stride()[:3]),
-            value.members,
-            _STATES.pack(states[1].data_ptr(), *states[1].stride()[:3]),
-            _REST.pack(
-                0 if cos is None else cos.data_ptr(),
-                0 if sin is None else sin.data_ptr(),
-                coef_2BTC.data_ptr(),
-                rank_2BT.data_ptr(),
-                scratch.data_ptr(),
-                0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
-                batch,
-                tokens,
-                groups,
-                head_dim,
-                0 if cos is None else cos.shape[2],
-                torch.get_num_threads(),
-                granularity,
-                threshold,
-            ),
-        ]
+    cos, sin = (None, None) if rotated_by is None else [plain(table) for table in rotated_by]
+    encoded, packed = [], []
+    for states_BGTD, weights in ((key_BGTD, key), (value_BGTD, value)):
+        if states_BGTD.stride(3) != 1:
+            states_BGTD = states_BGTD.contiguous()
+        coef_BTC = torch.empty(batch, tokens, groups * head_dim, dtype=torch.float32, device=CPU)
+        rank_BT = torch.empty(batch, tokens, dtype=torch.int64, device=CPU)
+        encoded.append((coef_BTC, rank_BT, states_BGTD))
+        strides = states_BGTD.stride()[:3]
+        packed += (
+            weights.members,
+            _STATES.pack(states_BGTD.data_ptr(), *strides, coef_BTC.data_ptr(), rank_BT.data_ptr()),
+        )
+    packed.append(
+        _REST.pack(
+            0 if cos is None else cos.data_ptr(),
+            0 if sin is None else sin.data_ptr(),
+            0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
+            batch,
+            tokens,
+            groups,
+            head_dim,
+            0 if cos is None else cos.shape[2],
+            torch.get_num_threads(),
+            granularity,
+            threshold,
+        )
     )
-    library().encode(task)
-    return coef_2BTC, rank_2BT
+    if library().encode(b"".join(packed)):
+        raise MemoryError("no memory for the scratch space of compiled encoding")
+    return encoded[0][:2], encoded[1][:2]
 
 
-# The members of `struct side` (weights and states) and the others of `struct encoding` in encode.c, in their order.
-_WEIGHTS, _STATES, _REST = struct.Struct("4q"), struct.Struct("4q"), struct.Struct("13qf")
+# The members of `struct side` (weights, then states and results) and the others of `struct encoding` in encode.c, in order.
+_WEIGHTS, _STATES, _REST = struct.Struct("4q"), struct.Struct("6q"), struct.Struct("10qf")

@@ -49,7 +49,9 @@ def library() -> ctypes.CDLL | None:
             if result.returncode:
                 return _without(f"compiling them fails: {result.stderr.strip()}")
             os.replace(built, target)
-    return ctypes.CDLL(str(target))
+    kernels = ctypes.CDLL(str(target))
+    kernels.append.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return kernels
 
 
 @functools.cache

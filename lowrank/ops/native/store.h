@@ -9,16 +9,16 @@ enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
 
 /* Tokens of one rank. Where heads are compressed apart, each part's coefficients lie `part_bytes` after the part before. */
 struct piece {
-    const uint8_t *rows;   /* (parts, count, row_bytes) */
-    const uint8_t *scales; /* integers: (parts, count, 2K) bfloat16, K steps and then K least values */
-    const void *slot;      /* each token's row in the scores; NULL: 0, 1, … */
-    int64_t count, rank, row_bytes, part_bytes, scale_part_bytes;
+    uint8_t *rows;         /* (parts, capacity, row_bytes) */
+    const uint8_t *scales; /* integers: (parts, capacity, 2K) bfloat16, K steps and then K least values */
+    void *slot;            /* each token's row in the scores; NULL: 0, 1, … */
+    int64_t count, capacity, rank, row_bytes, part_bytes, scale_part_bytes;
 };
 
 struct store {
-    const struct piece *pieces;
+    struct piece *pieces;
     int64_t count;      /* of pieces */
-    int64_t rank;       /* the largest */
+    int64_t rank;       /* as many as a part's decoder has rows; no piece has more */
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
     int64_t group;      /* integers: coefficients that share a scale; 0 when all of a row do */

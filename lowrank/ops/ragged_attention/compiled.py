@@ -6,6 +6,7 @@ Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint wid
 from torch import Tensor
 
 from lowrank.ops import native
+from lowrank.ops.ragged_table import table_of
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
@@ -29,31 +30,21 @@ def ragged_attention(
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
-    heads, queries, head_dim = query_HQD.shape
-    groups = key_decoder_CC.shape[1] // head_dim
-    query_GMD = query_HQD.reshape(groups, -1, head_dim).float()
-    options = {}
+    groups = key_decoder_CC.shape[1] // query_HQD.shape[2]
+    query_MX, options = query_HQD, {}
     if rotation is None:
-        query_GMD = query_GMD @ key_decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0).float()
+        head_decoder_GCD = key_decoder_CC.unflatten(1, (groups, -1)).transpose(0, 1)
+        query_MX = query_HQD.reshape(groups, -1, query_HQD.shape[2]).float() @ head_decoder_GCD.mT.float()
     else:
-        options = {"decoder_PRW": key_decoder_CC[None], "angle_TF": rotation.angle_TF, "place_T": place_T}
-    value_pieces = _pieces(values)
+        options = {"decoder_PRW": key_decoder_CC, "angle_TF": rotation.angle_TF, "place_T": place_T}
     tokens = native.Tokens(
-        query_GMD,
-        _pieces(keys),
-        value_pieces,
+        query_MX,
+        table_of(keys),
+        table_of(values),
         slots=keys.length,
-        value_decoder_PRW=value_decoder_CC[None, : value_pieces[-1].rank],
+        value_decoder_PRW=value_decoder_CC,
         mask_QT=mask_QT,
         **options,
     )
-    output_GMD = native.attend([tokens], head_dim, scaling=scaling, queries=queries, softcap=softcap)
-    return output_GMD.view(heads, queries, head_dim).to(query_HQD.dtype)
-
-
-def _pieces(store: RaggedStore) -> list[native.Piece]:
-    buckets = store.filled()
-    for bucket in buckets:
-        if bucket.memo is None:
-            bucket.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
-    return [bucket.memo for bucket in buckets]
+    output_HQD = native.attend([tokens], query_HQD.shape, groups=groups, scaling=scaling, softcap=softcap)
+    return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)

@@ -1,0 +1,20 @@
+/* A token's coefficients on their way into a store. */
+#include <string.h>
+
+#include "store.h"
+
+/* Writes one row behind those of its rank; returns 1, or 0 where no piece of that rank has room. The pieces are in order of
+ * rank, have one part and hold floats. */
+int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
+    struct piece *piece = store->pieces, *end = piece + store->count;
+    while (piece < end && piece->rank < rank) piece++;
+    if (piece == end || piece->rank != rank || piece->count == piece->capacity) return 0;
+    memcpy(piece->rows + piece->count * piece->row_bytes, coef, rank * sizeof(float));
+    switch (store->slot_bytes) {
+    case 2: ((int16_t *)piece->slot)[piece->count] = slot; break;
+    case 4: ((int32_t *)piece->slot)[piece->count] = slot; break;
+    default: ((int64_t *)piece->slot)[piece->count] = slot;
+    }
+    piece->count++;
+    return 1;
+}

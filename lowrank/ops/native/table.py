@@ -1,0 +1,108 @@
+"""What a store holds, as compiled code reads it and appends to it.
+
+Shapes: P parts (1, or one for each KV head where heads are compressed apart), N tokens of a piece, Y numbers or bytes of a
+row.
+"""
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from lowrank.coefficients import Coefficients
+from lowrank.ops.native.library import library
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_QUANTISED = {8: 2, 4: 3}
+# The members of `struct piece` and `struct store` in store.h, in their order.
+_PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
+
+
+class Piece:
+    """Tokens of one rank; what is passed must not move while this is in use.
+
+    Args:
+        rows_PNY: their coefficients, (N, Y) or (P, N, Y), contiguous, with room to grow after each part's rows.
+        rank: R, which is Y unless the rows are integers.
+        scale_PNS: of integers.
+        count: N, where there is room to grow.
+        slot_N: where each is in the order that the mask's columns and places have, contiguous, with as much room to grow at
+            least; None where token n is at n.
+        kind: of the rows, as in `store.h`.
+        group: of integers: coefficients that share a scale; 0 when all of a row do.
+    """
+
+    def __init__(
+        self,
+        rows_PNY: Tensor,
+        *,
+        rank: int,
+        scale_PNS: Tensor | None = None,
+        count: int | None = None,
+        slot_N: Tensor | None = None,
+        kind: int,
+        group: int = 0,
+    ):
+        self.rank, self.kind, self.group = rank, kind, group
+        self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
+        self._held = rows_PNY, scale_PNS, slot_N  # kept alive: addresses in them follow
+        room = rows_PNY.shape[-2]
+        self.members = _PIECE.pack(
+            rows_PNY.data_ptr(),
+            0 if scale_PNS is None else scale_PNS.data_ptr(),
+            0 if slot_N is None else slot_N.data_ptr(),
+            room if count is None else count,
+            room if slot_N is None else min(room, slot_N.shape[0]),
+            rank,
+            rows_PNY.shape[-1] * rows_PNY.itemsize,
+            rows_PNY.stride(0) * rows_PNY.itemsize,
+            0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
+        )
+
+    @classmethod
+    def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
+        """Coefficients as a cache holds them."""
+        rows_PNY, scale_PNS = coef.buffers()
+        quantisation = coef.quantisation
+        return cls(
+            rows_PNY,
+            rank=coef.rank,
+            scale_PNS=scale_PNS,
+            count=coef.length,
+            slot_N=slot_N,
+            kind=KINDS[coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
+            group=0 if quantisation is None else quantisation.group or 0,
+        )
+
+    @classmethod
+    def whole(cls, states_GTD: Tensor) -> "Piece":
+        """Keys, or values, at full rank."""
+        return cls(states_GTD, rank=states_GTD.shape[2], kind=KINDS[states_GTD.dtype])
+
+
+def appends(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiled code can append rows that are held in `dtype`, not as integers."""
+    return dtype == torch.float32 and device.type == "cpu" and library() is not None
+
+
+class Table:
+    """The pieces of one store, held in one way and in order of rank.
+
+    Args:
+        pieces: one at least.
+        rank: rows of what rebuilds each part, at least the largest rank of a piece.
+    """
+
+    def __init__(self, pieces: list[Piece], rank: int):
+        first = pieces[0]
+        self._pieces = pieces  # kept alive: addresses in them follow
+        self._memory = ctypes.create_string_buffer(_STORE.size + len(pieces) * _PIECE.size)
+        self.address = ctypes.addressof(self._memory)
+        store = _STORE.pack(self.address + _STORE.size, len(pieces), rank, first.kind, first.slot_bytes, first.group)
+        self._memory.raw = b"".join([store, *(piece.members for piece in pieces)])
+
+    def append(self, coef_address: int, rank: int, slot: int) -> bool:
+        """Write a row of `rank` coefficients and its slot behind those of its rank; False, and nothing is written, where
+        there is no room. Only where :func:`appends`, and pieces have one part and slots."""
+        return bool(library().append(self.address, coef_address, rank, slot))

@@ -1,0 +1,41 @@
+"""A ragged store as compiled code reads it, and the way of a few new rows into it.
+
+Shapes: C width, T rows.
+"""
+
+from torch import Tensor
+
+from lowrank.ops import native
+from lowrank.ragged import RaggedStore
+
+
+def table_of(store: RaggedStore) -> native.Table:
+    """The store's rows, of which there must be some; kept with the store until it changes otherwise than by
+    :func:`append_few`."""
+    if store.memo is None:
+        buckets = store.filled()
+        for bucket in buckets:
+            if bucket.memo is None:
+                bucket.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
+        store.memo = native.Table([bucket.memo for bucket in buckets], store.width)
+    return store.memo
+
+
+def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
+    """Add T rows at the end, of which only the first ``ranks[t]`` entries are read and kept; a call of compiled code for
+    each, where there is some for them and their bucket has room.
+
+    Args:
+        coef_TC: in the store's dtype and on its device; C contiguous.
+    """
+    is_compiled = store.quantisation is None and native.appends(store.dtype, store.device)
+    for t, rank in enumerate(ranks):
+        if (
+            is_compiled
+            and store.length
+            and store.can_count
+            and table_of(store).append(coef_TC.data_ptr() + t * coef_TC.stride(0) * 4, rank, store.length)
+        ):
+            store.count_one(rank)
+        else:
+            store.append_one(coef_TC[t : t + 1, :rank])
