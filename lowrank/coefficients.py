@@ -4,6 +4,7 @@ Shapes: N rows, R coefficients, M queries; leading dims (parts) are kept.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ class Coefficients:
         shape: (…, R), the leading dims and the number of coefficients.
         dtype: of what is read, and of what is held unless quantised.
         quantisation: how rows are held as integers; None to hold them as they are.
+
+    Attributes:
+        memo: whatever a reader has worked out about the rows; forgotten when they change.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Coefficients:
     ):
         *lead, self.rank = shape
         self.dtype, self.quantisation = dtype, quantisation
+        self.memo: Any = None
 
         def empty(width: int, kind: torch.dtype) -> GrowingTensor:
             return GrowingTensor(torch.empty(*lead, 0, width, dtype=kind, device=device), dim=len(lead))
@@ -103,6 +108,7 @@ class Coefficients:
 
     def append(self, rows_NR: Tensor, *, exact: bool = False) -> None:
         """Add rows (…, N, R) at the end; with `exact` without room to grow."""
+        self.memo = None
         if self.quantisation is None:
             self._values.append(rows_NR, exact=exact)
         elif rows_NR.numel():
@@ -116,7 +122,7 @@ class Coefficients:
 
     def count_one(self) -> None:
         """A row has been written behind the last, into the room to grow."""
-        for held in self._tensors():
+        for held in self._changing():
             held.count_one()
 
     def empty_like(self, capacity: int) -> "Coefficients":
@@ -128,23 +134,24 @@ class Coefficients:
 
     def reserve(self, capacity: int) -> None:
         """Move to buffers of exactly `capacity` rows, at least those in use."""
-        for held in self._tensors():
+        for held in self._changing():
             held.reserve(capacity)
 
     def keep(self, index_N: Tensor) -> None:
         """Keep the rows at `index_N` (or, for each part its own, (P, N)), in that order; no room to grow is left."""
-        for held in self._tensors():
+        for held in self._changing():
             held.keep(index_N)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` rows; buffers stay."""
-        for held in self._tensors():
+        for held in self._changing():
             held.crop(length)
 
     def clone(self, rows: int | None = None) -> "Coefficients":
         """An independent copy of the first `rows` rows, or all, without room to grow."""
         twin = object.__new__(Coefficients)
         twin.__dict__.update(self.__dict__)
+        twin.memo = None
         twin._values = self._values.clone(rows)
         twin._scales = None if self._scales is None else self._scales.clone(rows)
         return twin
@@ -154,6 +161,10 @@ class Coefficients:
         yield COEFFICIENTS, self._values.buffer
         if self._scales is not None:
             yield SCALES, self._scales.buffer
+
+    def _changing(self) -> list[GrowingTensor]:
+        self.memo = None
+        return self._tensors()
 
     def _tensors(self) -> list[GrowingTensor]:
         return [self._values] if self._scales is None else [self._values, self._scales]

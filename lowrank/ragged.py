@@ -20,52 +20,40 @@ _INT16_MAX = torch.iinfo(torch.int16).max
 
 @dataclasses.dataclass
 class Bucket:
-    """All rows of one rank, in order of position; changed by its own methods alone.
-
-    Attributes:
-        memo: whatever a reader has worked out about the rows; forgotten when they change. A new token changes one bucket of
-            many, and looking at all of them anew would take longer than attending to a short text.
-    """
+    """All rows of one rank, in order of position; changed by its own methods alone. The memo of `coef` is of both."""
 
     coef: Coefficients
     position_N: GrowingTensor
-    memo: Any = None
 
     def append(self, coef_NR: Tensor, position_N: Tensor, *, exact: bool) -> None:
-        self.memo = None
         self.coef.append(coef_NR, exact=exact)
         self.position_N.append(position_N, exact=exact)
 
     def append_one(self, coef_1R: Tensor, position: int) -> None:
-        self.memo = None
         self.coef.append(coef_1R)
         self.position_N.append_number(position)
 
     def count_one(self) -> None:
-        self.memo = None
         self.coef.count_one()
         self.position_N.count_one()
 
     def crop(self, count: int) -> None:
         """Keep the first `count` rows."""
-        self.memo = None
         self.coef.crop(count)
         self.position_N.crop(count)
 
     def keep(self, row_N: Tensor, position_N: Tensor) -> None:
         """Keep the rows at `row_N`, which are then at `position_N`."""
-        self.memo = None
         self.coef.keep(row_N)
         self.position_N = GrowingTensor(position_N)
 
     def trim(self) -> None:
         """Give back all room to grow."""
-        self.memo = None
         self.coef.reserve(self.coef.length)
         self.position_N.reserve(self.position_N.length)
 
     def widen_index(self, dtype: torch.dtype) -> None:
-        self.memo = None
+        self.coef.memo = None
         self.position_N.to(dtype)
 
     def clone(self) -> "Bucket":
@@ -87,7 +75,7 @@ class RaggedStore:
 
     Attributes:
         memo: whatever a reader has worked out about all rows; forgotten when they change otherwise than by
-            :meth:`count_one`.
+            :meth:`count_one`. Those of the buckets outlive it: a new token changes one of many.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Tracker(abc.ABC):
             vectors_PWR: orthonormal columns to start from; shared, never written to.
             name: what the basis is of, such as ``layer 3 keys``, for errors.
         """
-        self.vectors_PWR, self.name = vectors_PWR.float(), name
+        self.vectors_PWR, self.name = by_columns(vectors_PWR.float()), name
 
     @abc.abstractmethod
     def observe(self, rows_PNW: Tensor) -> None:
@@ -50,7 +50,7 @@ class Tracker(abc.ABC):
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         """Make a proposed basis the present one."""
-        self.vectors_PWR = vectors_PWR
+        self.vectors_PWR = by_columns(vectors_PWR)
 
     @abc.abstractmethod
     def tensors(self) -> Iterator[Tensor]:
@@ -206,6 +206,11 @@ class FrequentDirections(Tracker):
         if not self._shared:
             twin.move_to(self.vectors_PWR.clone())
         return twin
+
+
+def by_columns(matrix_PWR: Tensor) -> Tensor:
+    """The same, each column's numbers side by side, as attention reads a basis at every token; no copy of one that is so."""
+    return matrix_PWR.mT.contiguous().mT
 
 
 def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:

@@ -15,7 +15,7 @@ from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
-from lowrank.hf.layer import MAX_DECODE_QUERIES
+from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
 from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.ops.lowrank_attention import lowrank_attention
@@ -144,7 +144,7 @@ class OjaKVLayer(SequenceLayer):
                     mask_QT=mask_QT,
                 )
             )
-        return torch.stack(outputs).transpose(1, 2).contiguous()
+        return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All keys (rotated) and values as the cache gives them back, (B, G, T, D) each."""

@@ -13,6 +13,7 @@ from lowrank.basis import parts_of, pca_basis
 from lowrank.hf.calibration import KEY, QUERY, ROTATED_KEY, VALUE
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import KVGeometry
+from lowrank.trackers import by_columns
 from ojakv.config import OjaKVConfig
 
 
@@ -123,7 +124,7 @@ def _unit_rows(energy_PW: Tensor) -> Tensor:
 
 def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
     return SideBasis(
-        vectors_PWR=spectrum.vectors_PWW[:, :, :rank].contiguous(), energy_PR=spectrum.energy_PW[:, :rank].contiguous()
+        vectors_PWR=by_columns(spectrum.vectors_PWW[:, :, :rank]), energy_PR=spectrum.energy_PW[:, :rank].contiguous()
     )
 
 

@@ -55,6 +55,12 @@ class OnlineSequence:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
         key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
         count = key_GQD.shape[1]
+        if count == 1 and present_Q is None:
+            self.key.full.append(key_GQD)
+            self.value.full.append(value_GQD)
+            self.full_position.append_number(self.length)
+            self.length, self._arrived = self.length + 1, 1
+            return
         position_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=key_GQD.device)
         if present_Q is not None and not bool(present_Q.all()):
             self.absent_position = torch.cat([self.absent_position, position_N[~present_Q]])

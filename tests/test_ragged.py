@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank.growing import GROWTH
+from lowrank.ops.ragged_table import append_few
 from lowrank.ragged import RaggedStore
 
 WIDTH = 24
@@ -31,7 +32,7 @@ def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("append"), st.lists(st.integers(0, WIDTH), min_size=1, max_size=9)),
+        st.tuples(st.sampled_from(["append", "append few"]), st.lists(st.integers(0, WIDTH), min_size=1, max_size=9)),
         st.tuples(st.just("crop"), st.integers(0, 12)),
         st.tuples(st.just("clone"), st.just(0)),
         st.tuples(st.just("trim"), st.just(0)),
@@ -46,9 +47,12 @@ def test_any_sequence_of_operations_matches_a_list(steps):
     store, rows = new_store(), []
     generator = torch.Generator().manual_seed(0)
     for name, argument in steps:
-        if name == "append":
+        if name.startswith("append"):
             coef = torch.randn(len(argument), WIDTH, generator=generator)
-            store.append(coef, torch.tensor(argument))
+            if name == "append":
+                store.append(coef, torch.tensor(argument))
+            else:
+                append_few(store, coef, argument)
             rows += [coef[i, :rank].clone() for i, rank in enumerate(argument)]
         elif name == "crop":
             length = max(0, len(rows) - argument)
@@ -72,7 +76,7 @@ def test_growth_is_amortised_and_bounded():
     store, copies = new_store(), 0
     for _ in range(3000):
         before = [tensor.data_ptr() for _, tensor in store.held()]
-        store.append(torch.randn(1, WIDTH), torch.tensor([8]))
+        append_few(store, torch.randn(1, WIDTH), [8])
         copies += before != [tensor.data_ptr() for _, tensor in store.held()]
     used = 3000 * (8 * 4 + 2)
     assert copies < 80
@@ -83,7 +87,7 @@ def test_the_index_widens_past_int16():
     length = torch.iinfo(torch.int16).max
     store = new_store()
     store.append(torch.ones(length, WIDTH), torch.full((length,), 2))
-    store.append(torch.full((2, WIDTH), 3.0), torch.tensor([2, 5]))
+    append_few(store, torch.full((2, WIDTH), 3.0), [2, 5])
     assert store.dense()[length - 1 :, 0].tolist() == [1.0, 3.0, 3.0]
     assert store.ranks()[-1] == 5
 

@@ -15,7 +15,7 @@ from lowrank.eviction import check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
-from lowrank.hf.layer import MAX_DECODE_QUERIES
+from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
 from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
@@ -158,10 +158,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 softcap=softcap,
                 place_T=sequence.places(),
                 mask_QT=None if mask is None else _mask_of(mask, b, sequence),
-            ).transpose(0, 1)
+            )
             for b, sequence in enumerate(self.sequences)
         ]
-        return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None].contiguous(), None
+        return join_sequences(outputs), None
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""

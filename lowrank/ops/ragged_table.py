@@ -15,9 +15,9 @@ def table_of(store: RaggedStore) -> native.Table:
     if store.memo is None:
         buckets = store.filled()
         for bucket in buckets:
-            if bucket.memo is None:
-                bucket.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
-        store.memo = native.Table([bucket.memo for bucket in buckets], store.width)
+            if bucket.coef.memo is None:
+                bucket.coef.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
+        store.memo = native.Table([bucket.coef.memo for bucket in buckets], store.width)
     return store.memo
 
 

@@ -5,6 +5,7 @@ Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 
 from torch import Tensor
 
+from lowrank.coefficients import Coefficients
 from lowrank.ops import native
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
@@ -42,8 +43,8 @@ def lowrank_attention(
     tokens = [
         native.Tokens(
             low_query_MX,
-            native.Table([native.Piece.of(keys.coef)], keys.coef.rank),
-            native.Table([native.Piece.of(values.coef)], values.coef.rank),
+            _table(keys.coef),
+            _table(values.coef),
             slots=low,
             value_decoder_PRW=values.basis_PWR.mT,
             mask_QT=None if mask_QT is None else mask_QT[:, :low],
@@ -61,4 +62,10 @@ def lowrank_attention(
             )
         )
     output_HQD = native.attend(tokens, query_HQD.shape, groups=groups, scaling=scaling, softcap=softcap)
-    return output_HQD.to(query_HQD.dtype)
+    return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
+
+
+def _table(coef: Coefficients) -> native.Table:
+    if coef.memo is None:
+        coef.memo = native.Table([native.Piece.of(coef)], coef.rank)
+    return coef.memo
