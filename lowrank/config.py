@@ -190,15 +190,17 @@ def _parse_scalar(text: str, hint: Any) -> Any:
         [item] = typing.get_args(hint)
         if not text:
             return []
-        # Lists of sections are written as YAML, lists of values separated by commas.
-        return (
-            yaml.safe_load(text)
-            if dataclasses.is_dataclass(item)
-            else [_parse_scalar(p, item) for p in text.split(",")]
-        )
+        # Lists are written as in a configuration file, or, of plain values, separated by commas.
+        if dataclasses.is_dataclass(item) or text.startswith("["):
+            return _yaml(text)
+        return [_parse_scalar(part, item) for part in text.split(",")]
     # A string key keeps its text as typed: `--model 7` names a directory, not a number.
     if hint is str:
         return text
+    return _yaml(text)
+
+
+def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

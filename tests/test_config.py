@@ -19,11 +19,10 @@ def parse(tmp_path, *arguments: str, text: str = ROOT_YAML) -> TrainConfig:
 
 
 def test_file_then_command_line(tmp_path):
-    config = parse(
-        tmp_path, "--optimizer.steps", "9", "--dataset.name", "a.txt,b.txt", "--rate.target_retain_rate", "0.3"
-    )
+    chosen = ["--optimizer.steps", "9", "--rate.target_retain_rate", "0.3"]
+    config = parse(tmp_path, *chosen, "--dataset.name", "a.txt,b.txt", "--dataset.weights", "[2, 1]")
     assert (config.optimizer.steps, config.optimizer.lr_gate) == (9, 3e-3)
-    assert config.dataset.name == ["a.txt", "b.txt"]
+    assert (config.dataset.name, config.dataset.weights) == (["a.txt", "b.txt"], [2, 1])
     assert config.rate.target_retain_rate == 0.3
     assert parse(tmp_path, "--dataset.heldout", "").dataset.heldout == []
     assert parse(tmp_path, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
