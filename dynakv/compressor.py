@@ -113,11 +113,13 @@ class TokenCompressor(nn.Module):
 
     def _compile(self) -> native.SideWeights | None:
         weight, gate = self.projection.weight, self.gate
-        is_plain = self.config.gap != "soft_prefix" and isinstance(gate, Gate)
-        if not is_plain or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        if self.config.gap == "soft_prefix" or not isinstance(gate, Gate):
+            return None
+        of_gate = (gate.input_scale, gate.weight, gate.bias)
+        if not all(tensor.dtype == torch.float32 and tensor.is_cpu for tensor in (weight, *of_gate)):
             return None
         basis_CC, _ = self.projection.fixed_matrices(weight.dtype, weight.device)
-        return native.SideWeights(basis_CC, gate.input_scale, gate.weight, gate.bias)
+        return native.SideWeights(basis_CC, *of_gate)
 
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""
@@ -174,7 +176,7 @@ class LayerCompressor(nn.Module):
             return None
         key, value = self.key, self.value
         key_weights, value_weights = key.compiled_weights(), value.compiled_weights()
-        rotated_by = None if rope is None else rope.halves
+        rotated_by = None if rope is None else rope.halves_rotation
         if key_weights is None or value_weights is None or (rope is not None and rotated_by is None):
             return None
         return native.encode(

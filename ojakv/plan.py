@@ -123,13 +123,15 @@ def _unit_rows(energy_PW: Tensor) -> Tensor:
 
 
 def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
-    return SideBasis(
-        vectors_PWR=by_columns(spectrum.vectors_PWW[:, :, :rank]), energy_PR=spectrum.energy_PW[:, :rank].contiguous()
-    )
+    # A copy: a view would keep all directions alive.
+    vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
+    return SideBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
 
 
 def _whole(geometry: KVGeometry) -> SideBasis:
     heads, head_dim = geometry.num_kv_heads, geometry.head_dim
     return SideBasis(
-        vectors_PWR=torch.eye(head_dim).repeat(heads, 1, 1), energy_PR=torch.ones(heads, head_dim), moves=False
+        vectors_PWR=by_columns(torch.eye(head_dim).repeat(heads, 1, 1)),
+        energy_PR=torch.ones(heads, head_dim),
+        moves=False,
     )

@@ -261,6 +261,25 @@ def test_state_is_fp32_whatever_the_models_dtype(calibration, ids):
     assert 0.9 < cache.kept_energy <= 1
 
 
+@pytest.mark.parametrize("compress", ["both", "keys"])
+@pytest.mark.parametrize("layout", ["joint", "per_head"])
+def test_sequences_share_a_plan_that_holds_its_bases_alone(model, calibration, ids, layout, compress):
+    config = OjaKVConfig(rate=0.5, layout=layout, rope="pre", compress=compress, tracker="fixed")
+    plan = make_plan(calibration, config)
+    cache = OjaKVCache(model, plan)
+    model(ids[:, :40], past_key_values=cache)
+    for index, sides in plan.layers.items():
+        sequence = cache.layers[index].sequences[0]
+        for start, side in zip(sides, (sequence.key, sequence.value), strict=True):
+            basis = start.vectors_PWR
+            assert basis.untyped_storage().nbytes() == basis.nbytes
+            assert (
+                side.tracker.vectors_PWR.data_ptr()
+                == side.operands().basis_PWR.mT.contiguous().data_ptr()
+                == basis.data_ptr()
+            )
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 

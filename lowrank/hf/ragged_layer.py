@@ -84,15 +84,17 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
     def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]
-        is_prompt = count > MAX_DECODE_QUERIES
-        key_ranks, value_ranks = (None, None) if is_prompt else (key[1].tolist(), value[1].tolist())
-        for b, sequence in enumerate(self.sequences):
-            if is_prompt:  # it leaves room to grow to the tokens that follow
+        if count > MAX_DECODE_QUERIES:
+            for b, sequence in enumerate(self.sequences):
+                # No room to grow, which is left to the tokens that follow.
                 sequence.key.append(key[0][b], key[1][b], exact=True)
                 sequence.value.append(value[0][b], value[1][b], exact=True)
-            else:
-                append_few(sequence.key, key[0][b], key_ranks[b])
-                append_few(sequence.value, value[0][b], value_ranks[b])
+                sequence.note(count)
+            return
+        key_ranks, value_ranks = key[1].tolist(), value[1].tolist()
+        for b, sequence in enumerate(self.sequences):
+            append_few(sequence.key, key[0][b], key_ranks[b])
+            append_few(sequence.value, value[0][b], value_ranks[b])
             sequence.note(count)
 
     def dense(self) -> tuple[Tensor, Tensor]:

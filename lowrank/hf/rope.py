@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank.errors import UserError
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
@@ -43,12 +44,15 @@ class Rope:
         With s = cos² + sin² the inverse rotation is (cos/s, −sin/s); s differs from 1 for rotary kinds that scale the
         embedding (yarn, longrope), where merely negating the sine would be far off.
         """
-        cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
-        norm = cos.square() + sin.square()
-        return self._call(key_BGTD.float(), cos / norm, -sin / norm).to(key_BGTD.dtype)
+        inverse = _INVERSES.get(self.cos_BTE)
+        if inverse is None:
+            cos, sin = self.cos_BTE.float(), self.sin_BTE.float()
+            norm = cos.square() + sin.square()
+            inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
+        return self._call(key_BGTD.float(), *inverse).to(key_BGTD.dtype)
 
     @property
-    def halves(self) -> tuple[Tensor, Tensor] | None:
+    def halves_rotation(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin by which halves of a head are rotated, (B or 1, T, E); None for a family that rotates otherwise."""
         return (self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
 
@@ -58,6 +62,10 @@ class Rope:
             return _RotatedHalves.apply(key_BGTD, cos, sin)
         # The function rotates queries and keys together; no heads of queries means no work for them.
         return self.apply(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
+
+
+# cos of a pass → (cos/s, −sin/s): its layers share one rotation, and what is computed from it goes when it goes.
+_INVERSES = WeakIdKeyDictionary()
 
 
 class RopeHistory:

@@ -17,7 +17,7 @@ def table_of(store: RaggedStore) -> native.Table:
         for bucket in buckets:
             if bucket.coef.memo is None:
                 bucket.coef.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
-        store.memo = native.Table([bucket.coef.memo for bucket in buckets], store.width)
+        store.memo = native.Table([bucket.coef.memo for bucket in buckets], buckets[-1].coef.rank)
     return store.memo
 
 

@@ -51,9 +51,9 @@ static void gather(const struct encoding *task, const struct side *side, int rot
                 memcpy(out, state, task->head_dim * sizeof(float));
                 for (int64_t f = 0; rotated && f < half; f++) {
                     /* out turned by (cos, sin) is state; some rotary kinds scale both, so that the squares do not add up to 1 */
-                    const float a = cos[f], b = sin[f], c = cos[f + half], d = sin[f + half], scale = 1 / (a * c + b * d);
-                    out[f] = (state[f] * c + state[f + half] * b) * scale;
-                    out[f + half] = (state[f + half] * a - state[f] * d) * scale;
+                    const float c1 = cos[f], s1 = sin[f], c2 = cos[f + half], s2 = sin[f + half], scale = 1 / (c1 * c2 + s1 * s2);
+                    out[f] = (state[f] * c2 + state[f + half] * s1) * scale;
+                    out[f + half] = (state[f + half] * c1 - state[f] * s2) * scale;
                 }
             }
         }

@@ -18,7 +18,7 @@ struct piece {
 struct store {
     struct piece *pieces;
     int64_t count;      /* of pieces */
-    int64_t rank;       /* as many as a part's decoder has rows; no piece has more */
+    int64_t rank;       /* the largest; with several parts as many as the decoder of each has rows */
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
     int64_t group;      /* integers: coefficients that share a scale; 0 when all of a row do */

@@ -18,6 +18,8 @@ _QUANTISED = {8: 2, 4: 3}
 # The members of `struct piece` and `struct store` in store.h, in their order.
 _PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
 
+_NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
+
 
 class Piece:
     """Tokens of one rank; what is passed must not move while this is in use.
@@ -27,8 +29,8 @@ class Piece:
         rank: R, which is Y unless the rows are integers.
         scale_PNS: of integers.
         count: N, where there is room to grow.
-        slot_N: where each is in the order that the mask's columns and places have, contiguous, with as much room to grow at
-            least; None where token n is at n.
+        slot_N: where each is in the order that the mask's columns and places have, contiguous, with room to grow; None where
+            token n is at n.
         kind: of the rows, as in `store.h`.
         group: of integers: coefficients that share a scale; 0 when all of a row do.
     """
@@ -59,6 +61,9 @@ class Piece:
             rows_PNY.stride(0) * rows_PNY.itemsize,
             0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
         )
+
+    def __reduce__(self) -> tuple:
+        return _NOTHING
 
     @classmethod
     def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
@@ -91,7 +96,7 @@ class Table:
 
     Args:
         pieces: one at least.
-        rank: rows of what rebuilds each part, at least the largest rank of a piece.
+        rank: the largest of the pieces, or more; with several parts as many as the decoder of each has rows.
     """
 
     def __init__(self, pieces: list[Piece], rank: int):
@@ -101,6 +106,9 @@ class Table:
         self.address = ctypes.addressof(self._memory)
         store = _STORE.pack(self.address + _STORE.size, len(pieces), rank, first.kind, first.slot_bytes, first.group)
         self._memory.raw = b"".join([store, *(piece.members for piece in pieces)])
+
+    def __reduce__(self) -> tuple:
+        return _NOTHING
 
     def append(self, coef_address: int, rank: int, slot: int) -> bool:
         """Write a row of `rank` coefficients and its slot behind those of its rank; False, and nothing is written, where
