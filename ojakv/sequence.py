@@ -18,6 +18,9 @@ from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 from ojakv.side import OnlineSide
 
+# So many of a prompt's last queries weigh its residuals together.
+QUERIES_AT_ONCE = 8
+
 
 class OnlineSequence:
     """Tokens arrive at full rank and wait; :meth:`settle` compresses those whose time has come.
@@ -297,16 +300,18 @@ def _worst(
     e_t is the mean of |q · r_t| · scaling over the last w queries that may see token t and over all heads.
     """
     groups, tokens, head_dim = residual_GND.shape
-    window = min(config.observation_window, query_HQD.shape[1])
+    heads, window = query_HQD.shape[0], min(config.observation_window, query_HQD.shape[1])
     error_N = residual_GND.new_zeros(tokens)
     seen_N = residual_GND.new_zeros(tokens)
-    # One query at a time: all at once would be w times the size of a layer's keys.
-    for query_HD, position in zip(query_HQD[:, -window:].float().unbind(1), position_Q[-window:], strict=True):
-        may_see_N = position_N <= position
-        query_GJD = query_HD.view(groups, -1, head_dim)
-        error_N += (query_GJD @ residual_GND.mT).abs().sum(dim=(0, 1)) * scaling * may_see_N
-        seen_N += may_see_N
-    score_N = error_N / (seen_N * query_HQD.shape[0]).clamp(min=1)
+    # A few queries at a time: the products of all would be w times the size of a layer's keys.
+    for start in range(query_HQD.shape[1] - window, query_HQD.shape[1], QUERIES_AT_ONCE):
+        some = slice(start, start + QUERIES_AT_ONCE)
+        query_GMD = query_HQD[:, some].float().reshape(groups, -1, head_dim)
+        error_HQN = (query_GMD @ residual_GND.mT).abs_().view(heads, -1, tokens)
+        may_see_QN = position_N <= position_Q[some, None]
+        error_N += (error_HQN.sum(dim=0) * may_see_QN).sum(dim=0) * scaling
+        seen_N += may_see_QN.sum(dim=0)
+    score_N = error_N / (seen_N * heads).clamp(min=1)
     if config.score_pool > 1:
         pad = config.score_pool // 2
         score_N = F.avg_pool1d(score_N[None], config.score_pool, 1, pad, count_include_pad=False)[0]

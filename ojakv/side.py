@@ -71,7 +71,7 @@ class OnlineSide:
             UserError: a row is NaN or infinite.
         """
         rows_GND = rows_GND.float()
-        if not math.isfinite(float(rows_GND.abs().sum())):
+        if not math.isfinite(float(rows_GND.sum())):  # what is not finite stays so in a sum
             raise UserError(f"{self.name} hold NaN or infinite entries; check the model's weights and dtype")
         joint = self.start.vectors_PWR.shape[0] == 1
         return rows_GND.transpose(0, 1).flatten(1)[None] if joint else rows_GND
