@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from methods import calibration_of, tiny_model
+from transformers import DynamicCache
 
 from lowrank.errors import UserError
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
@@ -190,6 +191,14 @@ def test_prefill_modes_differ_in_the_prompt_alone(model, calibration, ids):
     )
     torch.testing.assert_close(model(ids, past_key_values=exact).logits, dense, atol=1e-4, rtol=0)
     assert (model(ids, past_key_values=rebuilt).logits - dense).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_a_prepared_model_still_takes_a_plain_dynamic_cache(model, calibration, ids):
+    filled(model, calibration, ids, 150)
+    cache = DynamicCache()  # without a config it has no layers yet
+    parts = [model(part, past_key_values=cache).logits for part in ids.split(75, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), tiny_model()(ids).logits)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

@@ -108,7 +108,9 @@ def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if embeddings is not None and context.apply_rotary is not None:
         context.rope = Rope(context.apply_rotary, *embeddings, position_BT=kwargs.get("position_ids"))
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    layer = None if cache is None else cache.layers[module.layer_idx]
+    # A DynamicCache made without a config has no layers before their first tokens come.
+    layers = [] if cache is None else cache.layers
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     context.layer = layer if hasattr(layer, "arm") else None
     if context.layer is not None:
         context.layer.arm(context.rope)
