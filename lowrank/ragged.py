@@ -114,7 +114,7 @@ class RaggedStore:
     @property
     def can_count(self) -> bool:
         """Whether the next row's place fits the index, as :meth:`count_one` needs."""
-        return self.length < _INT16_MAX or self.index_dtype != torch.int16
+        return self._fits(self.length + 1)
 
     def count_one(self, rank: int) -> None:
         """The holder of :attr:`memo` has written a row and its place behind those of its rank."""
@@ -205,10 +205,14 @@ class RaggedStore:
             self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]
 
+    def _fits(self, length: int) -> bool:
+        """Whether the index can count so many rows."""
+        return self.index_dtype != torch.int16 or length <= _INT16_MAX
+
     def _about_to_change(self, length: int) -> None:
         """There will be so many rows."""
         self.memo = None
-        if self.index_dtype == torch.int16 and length > _INT16_MAX:
+        if not self._fits(length):
             self.index_dtype = torch.int32
             for bucket in self._buckets.values():
                 bucket.widen_index(torch.int32)

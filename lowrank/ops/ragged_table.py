@@ -29,12 +29,13 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
         coef_TC: in the store's dtype and on its device; C contiguous.
     """
     is_compiled = store.quantisation is None and native.appends(store.dtype, store.device)
+    address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
     for t, rank in enumerate(ranks):
         if (
             is_compiled
             and store.length
             and store.can_count
-            and table_of(store).append(coef_TC.data_ptr() + t * coef_TC.stride(0) * 4, rank, store.length)
+            and table_of(store).append(address + t * row_bytes, rank, store.length)
         ):
             store.count_one(rank)
         else:
