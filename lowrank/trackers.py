@@ -19,6 +19,20 @@ from lowrank.errors import UserError
 ENERGY_FLOOR = 1e-6
 
 
+class Batch:
+    """New rows (P, N, W), fp32, and what they make of a basis; their second moment is formed once where that is cheaper."""
+
+    def __init__(self, rows_PNW: Tensor):
+        self.rows_PNW = rows_PNW
+        self._moment_PWW = rows_PNW.mT @ rows_PNW if rows_PNW.shape[1] > rows_PNW.shape[2] else None
+
+    def times(self, vectors_PWR: Tensor) -> Tensor:
+        """XᵀX U, (P, W, R)."""
+        if self._moment_PWW is not None:
+            return self._moment_PWW @ vectors_PWR
+        return self.rows_PNW.mT @ (self.rows_PNW @ vectors_PWR)
+
+
 class Tracker(abc.ABC):
     """A basis and the rule by which it moves."""
 
@@ -35,17 +49,17 @@ class Tracker(abc.ABC):
         """Take in rows (fp32), each time exactly once, before :meth:`propose` is asked about them."""
 
     @abc.abstractmethod
-    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
         """An orthonormal basis that represents the rows better, (P, W, R); None to stay.
 
         Args:
-            rows_PNW: the newest rows, fp32.
+            batch: the newest rows.
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
             rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
         """
 
     @abc.abstractmethod
-    def defer(self, rows_PNW: Tensor) -> None:
+    def defer(self, batch: Batch) -> None:
         """Remember rows for the next :meth:`propose`, because no step follows them now."""
 
     def move_to(self, vectors_PWR: Tensor) -> None:
@@ -67,10 +81,10 @@ class FixedTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> None:
+    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> None:
         return None
 
-    def defer(self, rows_PNW: Tensor) -> None:
+    def defer(self, batch: Batch) -> None:
         pass
 
     def tensors(self) -> Iterator[Tensor]:
@@ -99,26 +113,26 @@ class OjaTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
         if not rate:
             return None
-        step_PWR, seen_PRR = self._outside(rows_PNW)
+        step_PWR, seen_PRR = self._outside(batch)
         if self.preconditioned:
             step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
         return orthonormal(self.vectors_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
 
-    def defer(self, rows_PNW: Tensor) -> None:
+    def defer(self, batch: Batch) -> None:
         # The basis stays until the next step, so the sum is exact.
-        self._deferred_PWR, _ = self._outside(rows_PNW)
+        self._deferred_PWR, _ = self._outside(batch)
 
-    def _outside(self, rows_PNW: Tensor) -> tuple[Tensor, Tensor]:
+    def _outside(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(I − U Uᵀ) XᵀX U of the newest rows, over N unless preconditioned, and the like of the deferred ones, (P, W, R);
         UᵀXᵀX U of the newest alone, (P, R, R)."""
-        coef_PNR = rows_PNW @ self.vectors_PWR
-        seen_PRR = coef_PNR.mT @ coef_PNR
-        outside_PWR = rows_PNW.mT @ coef_PNR - self.vectors_PWR @ seen_PRR
+        moment_PWR = batch.times(self.vectors_PWR)
+        seen_PRR = self.vectors_PWR.mT @ moment_PWR
+        outside_PWR = moment_PWR - self.vectors_PWR @ seen_PRR
         if not self.preconditioned:
-            outside_PWR /= rows_PNW.shape[1]
+            outside_PWR /= batch.rows_PNW.shape[1]
         return outside_PWR if self._deferred_PWR is None else outside_PWR + self._deferred_PWR, seen_PRR
 
     def move_to(self, vectors_PWR: Tensor) -> None:
@@ -183,12 +197,12 @@ class FrequentDirections(Tracker):
         self.sketch_PMW[:, : left_PR.shape[1]] = left_PR[:, :, None] * directions_PMW[:, :rank]
         self.used = rank
 
-    def propose(self, rows_PNW: Tensor, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
         rank = self.vectors_PWR.shape[2]
         directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
         return orthonormal(directions_PMW[:, :rank].mT, f"{self.name}: the sketch's directions")
 
-    def defer(self, rows_PNW: Tensor) -> None:
+    def defer(self, batch: Batch) -> None:
         pass  # the sketch has them
 
     def move_to(self, vectors_PWR: Tensor) -> None:

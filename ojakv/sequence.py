@@ -130,8 +130,8 @@ class OnlineSequence:
         self.has_settled = True
         position_Q = torch.arange(first, first + query_HQD.shape[1], device=query_HQD.device)
 
-        def choose(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
-            rebuilt_GND = self.key.rebuilt(rows_PNW)
+        def choose(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
+            rebuilt_GND = self.key.rebuilt(coef_PNR)
             if self.config.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
             residual_GND = key_GND.float() - rebuilt_GND
@@ -149,10 +149,13 @@ class OnlineSequence:
         key_PNW, value_PNW = self.key.parts(plain_GND), self.value.parts(value_GND)
         self.key.follow(key_PNW, is_prompt=is_prompt)
         self.value.follow(value_PNW, is_prompt=is_prompt)
-        none_N = torch.zeros_like(position_N, dtype=torch.bool)
-        picked_N = none_N if choose is None else choose(key_PNW, key_GND, position_N)
-        self.key.compress(key_PNW[:, ~picked_N])
-        self.value.compress(value_PNW[:, ~picked_N])
+        key_PNR, value_PNR = self.key.projected(key_PNW), self.value.projected(value_PNW)
+        picked_N = torch.zeros_like(position_N, dtype=torch.bool)
+        if choose is not None:
+            picked_N = choose(key_PNR, key_GND, position_N)
+            key_PNR, value_PNR = key_PNR[:, ~picked_N], value_PNR[:, ~picked_N]
+        self.key.store(key_PNR)
+        self.value.store(value_PNR)
         stays = torch.ones(self.full_position.length, dtype=torch.bool, device=position_N.device)
         stays[moving] = picked_N
         self.staying += int(picked_N.sum())
@@ -285,7 +288,7 @@ class OnlineSequence:
             yield BUFFERS, self.prompt_query
 
 
-def _all(rows_PNW: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
+def _all(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
     return torch.ones_like(position_N, dtype=torch.bool)
 
 

@@ -16,7 +16,7 @@ from lowrank.growing import GrowingTensor
 from lowrank.memory import BASES, BUFFERS, FULL_RANK
 from lowrank.ops.lowrank_attention import Operands
 from lowrank.quantise import companding
-from lowrank.trackers import FixedTracker, FrequentDirections, OjaTracker, Tracker
+from lowrank.trackers import Batch, FixedTracker, FrequentDirections, OjaTracker, Tracker
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 
@@ -76,9 +76,12 @@ class OnlineSide:
         joint = self.start.vectors_PWR.shape[0] == 1
         return rows_GND.transpose(0, 1).flatten(1)[None] if joint else rows_GND
 
-    def rebuilt(self, rows_PNW: Tensor) -> Tensor:
-        """What is left of rows (P, N, W) in the basis, (G, N, D) fp32."""
-        coef_PNR = rows_PNW @ self.tracker.vectors_PWR
+    def projected(self, rows_PNW: Tensor) -> Tensor:
+        """Rows (P, N, W) as coefficients in the present basis, (P, N, R)."""
+        return rows_PNW @ self.tracker.vectors_PWR
+
+    def rebuilt(self, coef_PNR: Tensor) -> Tensor:
+        """Rows (G, N, D), fp32, from their coefficients."""
         whole = self.full.buffer
         return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, whole[:, :0].float()).rebuilt()
 
@@ -91,23 +94,24 @@ class OnlineSide:
         config = self.config
         pooled_PNW = _pooled(rows_PNW, config.pool)
         self.tracker.observe(pooled_PNW)
+        batch = Batch(pooled_PNW)
         if is_prompt:
             for _ in range(config.prompt_steps):
-                self._step(pooled_PNW, config.learning_rate)
+                self._step(batch, config.learning_rate)
         else:
-            self._step(pooled_PNW, config.decode_learning_rate, is_triggered=config.update == "triggered")
+            self._step(batch, config.decode_learning_rate, is_triggered=config.update == "triggered")
 
-    def compress(self, rows_PNW: Tensor) -> None:
-        """Store rows as coefficients in the present basis."""
+    def store(self, coef_PNR: Tensor) -> None:
+        """Append coefficients in the present basis."""
         # Coefficients that are rewritten by every update need no room to grow.
         exact = self.config.update_period > 1
-        start, coef_PNR = self.coef.length, rows_PNW @ self.tracker.vectors_PWR
+        start = self.coef.length
         self.coef.append(self._spread(coef_PNR, -1), exact=exact)
         if self.spread_PR is not None and coef_PNR.numel():
             rounded_PNR = self._spread(self.coef.rows(start).float(), 1)
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
-    def _step(self, rows_PNW: Tensor, rate: float, *, is_triggered: bool = False) -> None:
+    def _step(self, batch: Batch, rate: float, *, is_triggered: bool = False) -> None:
         """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy.
 
         A triggered step waits until it is worth its price: until the residuals of the rows since the last one exceed
@@ -119,7 +123,7 @@ class OnlineSide:
         if self.coef.length:
             stored_PRR = sum(tile.mT @ tile for tile in self._stored())
         for halving in range(MAX_HALVINGS + 1):
-            new_PWR = self.tracker.propose(rows_PNW, stored_PRR, rate / 2**halving)
+            new_PWR = self.tracker.propose(batch, stored_PRR, rate / 2**halving)
             if new_PWR is None:
                 return
             turn_PRR = old_PWR.mT @ new_PWR
@@ -130,9 +134,10 @@ class OnlineSide:
         else:
             return
         if is_triggered:
-            self.regret += _residual(rows_PNW, old_PWR) / max(_residual(rows_PNW, new_PWR), SMALLEST_RESIDUAL) - 1
+            left = _residual(batch.rows_PNW, new_PWR)
+            self.regret += _residual(batch.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1
             if self.regret <= self.config.trigger:
-                self.tracker.defer(rows_PNW)
+                self.tracker.defer(batch)
                 return
             self.regret = 0.0
         self.tracker.move_to(new_PWR)
@@ -140,7 +145,7 @@ class OnlineSide:
         self.kept_energy *= kept
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            turned = self.coef.empty_like(self.coef.length + rows_PNW.shape[1] * self.config.pool)
+            turned = self.coef.empty_like(self.coef.length + batch.rows_PNW.shape[1] * self.config.pool)
             for tile_PNR in self._stored():
                 turned.append(self._spread(tile_PNR @ turn_PRR, -1))
             self.coef = turned

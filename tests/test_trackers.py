@@ -5,7 +5,7 @@ import torch
 
 from lowrank.errors import UserError
 from lowrank.metrics import relative_error
-from lowrank.trackers import FixedTracker, FrequentDirections, OjaTracker
+from lowrank.trackers import Batch, FixedTracker, FrequentDirections, OjaTracker
 
 WIDTH, RANK = 24, 6
 
@@ -27,7 +27,7 @@ def follow(tracker, rows_PNW: torch.Tensor, memory: float = 0.9, rate: float = 1
     for batch in rows_PNW.split(32, dim=1):
         tracker.observe(batch)
         old = tracker.vectors_PWR
-        new = tracker.propose(batch, stored, rate)
+        new = tracker.propose(Batch(batch), stored, rate)
         if new is not None:
             tracker.move_to(new)
             turn = old.mT @ new
@@ -62,7 +62,7 @@ def test_the_plain_step_is_the_papers_formula():
     moment = rows[0].T @ rows[0] / 50
     expected = torch.linalg.qr(u + 0.1 * (moment @ u - u @ u.T @ moment @ u)).Q
     tracker = OjaTracker(u[None], "rows", preconditioned=False)
-    actual = tracker.propose(rows, torch.zeros(1, RANK, RANK), 0.1)[0]
+    actual = tracker.propose(Batch(rows), torch.zeros(1, RANK, RANK), 0.1)[0]
     torch.testing.assert_close(actual @ actual.T, expected @ expected.T, atol=1e-5, rtol=0)
 
 
@@ -75,7 +75,7 @@ def test_a_preconditioned_step_is_an_orthogonal_iteration_on_all_rows():
     expected = torch.linalg.qr(moment @ u).Q
     coef = stored_rows @ u
     tracker = OjaTracker(u[None], "rows", preconditioned=True)
-    actual = tracker.propose(rows, (coef.T @ coef)[None], 1.0)[0]
+    actual = tracker.propose(Batch(rows), (coef.T @ coef)[None], 1.0)[0]
     torch.testing.assert_close(actual @ actual.T, expected @ expected.T, atol=1e-4, rtol=0)
 
 
@@ -94,7 +94,7 @@ def test_frequent_directions_meets_its_bound(rank):
     tracker = FrequentDirections(orthogonal(0, RANK)[None], "rows", energy_PR=torch.ones(1, RANK), prior_rows=0)
     for batch in rows.split(17):
         tracker.observe(batch[None])
-    basis = tracker.propose(rows[None], torch.zeros(1, RANK, RANK), 1.0)[0, :, :rank]
+    basis = tracker.propose(Batch(rows[None]), torch.zeros(1, RANK, RANK), 1.0)[0, :, :rank]
     energies = torch.linalg.svdvals(rows.double()).square()
     left = relative_error(rows, basis) * float(energies.sum())
     assert left <= (1 + rank / (RANK + 1 - rank)) * float(energies[rank:].sum()) * (1 + 1e-5)
@@ -110,13 +110,13 @@ def test_frequent_directions_is_exact_on_what_fits():
     tracker = FrequentDirections(orthogonal(0, RANK)[None], "rows", energy_PR=torch.ones(1, RANK), prior_rows=0)
     for batch in rows.split(32):
         tracker.observe(batch[None])
-    assert relative_error(rows, tracker.propose(rows[None], None, 1.0)[0]) < 1e-6
+    assert relative_error(rows, tracker.propose(Batch(rows[None]), None, 1.0)[0]) < 1e-6
 
 
 def test_a_step_that_leaves_no_basis_names_its_rate():
     tracker = OjaTracker(orthogonal(0, RANK)[None], "layer 3 keys", preconditioned=False)
     with pytest.raises(UserError, match=r"layer 3 keys: an Oja step of rate 1e\+38 left no orthonormal basis"):
-        tracker.propose(stream(orthogonal(1), 50, 4, 1e3), torch.zeros(1, RANK, RANK), 1e38)
+        tracker.propose(Batch(stream(orthogonal(1), 50, 4, 1e3)), torch.zeros(1, RANK, RANK), 1e38)
 
 
 @pytest.mark.parametrize("kind", ["oja", "sketch"])
