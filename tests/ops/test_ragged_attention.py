@@ -47,6 +47,23 @@ def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quant
     return query, stores, decoders, {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
 
 
+@pytest.mark.parametrize("head_dim", [8, 24, 32])
+@pytest.mark.parametrize("heads_of_a_group", [1, 2, 5, 16])
+def test_any_shape_of_heads_equals_the_reference(operation, head_dim, heads_of_a_group):
+    generator = torch.Generator().manual_seed(head_dim + heads_of_a_group)
+    width = 3 * head_dim
+    stores = []
+    for _ in range(2):
+        stores.append(RaggedStore(width, dtype=torch.float32, device=torch.device("cpu")))
+        ranks = torch.randint(0, width + 1, (200,), generator=generator)
+        stores[-1].append(torch.randn(200, width, generator=generator), ranks)
+    query = torch.randn(3 * heads_of_a_group, 1, head_dim, generator=generator)
+    decoders = torch.randn(2, width, width, generator=generator) / width**0.5
+    options = {"scaling": 0.25, "rotation": rotation(200, head_dim, generator)}
+    actual = operation.ragged_attention(query, *stores, *decoders, **options)
+    torch.testing.assert_close(actual, reference(query, *stores, *decoders, **options), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
 @pytest.mark.parametrize("rank", [None, 0, 1, WIDTH])
 @pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (63, 1), (1000, 1), (3000, 3)])

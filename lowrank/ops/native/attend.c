@@ -16,7 +16,7 @@
 #include "common.h"
 #include "store.h"
 
-enum { BLOCK = 32, MAX_PAIRS = 512 }; /* 32 keys of 192 dims are 24 KiB: half a core's first cache */
+enum { BLOCK = 32 };
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
@@ -40,7 +40,8 @@ struct task {
 /* One thread's own memory. */
 struct scratch {
     float *coef;    /* (BLOCK, padded rank) */
-    float *key;     /* (BLOCK, decoder_stride) */
+    float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors */
+    float *turn;    /* (BLOCK, pairs of cos, then of sin) */
     float *score;   /* (BLOCK, lanes); pass 2: weights */
     float *largest; /* (lanes) */
     float *sum;     /* (lanes) */
@@ -52,24 +53,25 @@ struct scratch {
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
 
-/* Turns the pairs (f, f + pairs) of every head of one key. */
-static void rotate(const struct task *task, int64_t place, int64_t groups, float *key) {
+/* The cos of a place's pairs and, behind them, the sin. */
+static void read_angles(const struct task *task, int64_t place, float *restrict turn) {
     const int64_t pairs = task->pairs;
-    const float *angle = task->angle + place * pairs * 2;
-    float cos[MAX_PAIRS], sin[MAX_PAIRS];
+    const float *restrict angle = task->angle + place * pairs * 2;
 #pragma omp simd
     for (int64_t f = 0; f < pairs; f++) {
-        cos[f] = angle[2 * f];
-        sin[f] = angle[2 * f + 1];
+        turn[f] = angle[2 * f];
+        turn[pairs + f] = angle[2 * f + 1];
     }
-    for (int64_t g = 0; g < groups; g++) {
-        float *restrict first = key + g * task->depth, *restrict second = first + pairs;
+}
+
+/* Turns the pairs (f, f + pairs) of one head's key. */
+static void rotate(int64_t pairs, const float *restrict turn, float *key) {
+    float *restrict first = key, *restrict second = key + pairs;
 #pragma omp simd
-        for (int64_t f = 0; f < pairs; f++) {
-            const float x = first[f], y = second[f];
-            first[f] = x * cos[f] - y * sin[f];
-            second[f] = y * cos[f] + x * sin[f];
-        }
+    for (int64_t f = 0; f < pairs; f++) {
+        const float x = first[f], y = second[f], cos = turn[f], sin = turn[pairs + f];
+        first[f] = x * cos - y * sin;
+        second[f] = y * cos + x * sin;
     }
 }
 
@@ -81,38 +83,49 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     }
 }
 
-/* Products of up to LANES queries with tokens' states, score[t][m]; `queries` is a constant here. Every `sharing` of the
- * queries, from number `first` on, the state is that of the next head. */
-static inline __attribute__((always_inline)) void score_queries(
-    const int queries, int64_t first, int64_t count, int64_t depth, const float *query, int64_t query_stride,
-    const float *all_states, int64_t stride, int64_t sharing, float *score, int64_t lanes) {
-    const float *state_of[LANES];
+/* Products of queries with the states of tokens, score[t][m]; `tokens` and `queries` are constants here, LANES in product
+ * at most. */
+static inline __attribute__((always_inline)) void score_tile(
+    const int tokens, const int queries, int64_t depth, const float *query, int64_t query_stride, const float *state,
+    int64_t stride, float *score, int64_t lanes) {
+    vector sum[LANES];
 #pragma GCC unroll 16
-    for (int m = 0; m < queries; m++) state_of[m] = all_states + (first + m) / sharing * depth;
-    for (int64_t t = 0; t < count; t++, score += lanes) {
-        vector sum[LANES];
+    for (int i = 0; i < tokens * queries; i++) sum[i] = (vector){0};
+    int64_t d = 0;
+    for (; d + LANES <= depth; d += LANES)
 #pragma GCC unroll 16
-        for (int m = 0; m < queries; m++) sum[m] = (vector){0};
-        int64_t i = 0;
-        for (; i + LANES <= depth; i += LANES)
+        for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 16
             for (int m = 0; m < queries; m++)
-                sum[m] += *(const vector *)(query + m * query_stride + i) * *(const vector *)(state_of[m] + t * stride + i);
-        const vector found = totals(queries, sum);
-        memcpy(score, &found, queries * sizeof(float));
-        for (; i < depth; i++)
-            for (int m = 0; m < queries; m++) score[m] += query[m * query_stride + i] * state_of[m][t * stride + i];
+                sum[t * queries + m] += *(const vector *)(query + m * query_stride + d) * *(const vector *)(state + t * stride + d);
+    const vector found = totals(tokens * queries, sum);
+    for (int t = 0; t < tokens; t++) {
+        memcpy(score + t * lanes, (const float *)&found + t * queries, queries * sizeof(float));
+        for (int64_t i = d; i < depth; i++)
+            for (int m = 0; m < queries; m++) score[t * lanes + m] += query[m * query_stride + i] * state[t * stride + i];
     }
 }
 
-#define SCORES(M)                                                                                     \
-    case M:                                                                                           \
-        score_queries(M, m, count, depth, query + m * query_stride, query_stride, state, stride, sharing, score + m, lanes); \
+/* The same for any number of tokens. */
+static inline __attribute__((always_inline)) void score_tokens(
+    const int queries, int64_t count, int64_t depth, const float *query, int64_t query_stride, const float *state,
+    int64_t stride, float *score, int64_t lanes) {
+    const int at_once = LANES / queries;
+    int64_t t = 0;
+    for (; t + at_once <= count; t += at_once)
+        score_tile(at_once, queries, depth, query, query_stride, state + t * stride, stride, score + t * lanes, lanes);
+    for (; at_once > 1 && t < count; t++)
+        score_tile(1, queries, depth, query, query_stride, state + t * stride, stride, score + t * lanes, lanes);
+}
+
+#define SCORES(M)                                                                                                  \
+    case M:                                                                                                     \
+        score_tokens(M, count, depth, query + m * query_stride, query_stride, state, stride, score + m, lanes); \
         break;
 
 /* The same for any number of queries. */
 static void score_rows(int64_t queries, int64_t count, int64_t depth, const float *query, int64_t query_stride,
-                       const float *state, int64_t stride, int64_t sharing, float *score, int64_t lanes) {
+                       const float *state, int64_t stride, float *score, int64_t lanes) {
     for (int64_t m = 0; m < queries; m += LANES)
         switch (queries - m < LANES ? queries - m : LANES) {
             SCORES(1) SCORES(2) SCORES(3) SCORES(4)
@@ -139,29 +152,38 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         for (int64_t f = 0; f < task->pairs * 2; f += 16) __builtin_prefetch(angle + f);
     }
     const int64_t part_heads = task->heads / task->parts, part_groups = task->groups / task->parts;
+    const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_groups;
+    /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
+    const int64_t together = depth % LANES ? part_groups : 1, columns = depth % LANES ? stride : depth;
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
-        const float *query = task->query + part * part_heads * task->depth;
-        const int64_t stride = task->decoder_stride;
+        const float *query = task->query + part * part_heads * depth;
         const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         if (!task->decoder) {
-            score_rows(part_heads, count, piece->rank, query, task->depth, rows.start, rows.stride, part_heads, score, lanes);
+            score_rows(part_heads, count, piece->rank, query, depth, rows.start, rows.stride, score, lanes);
             continue;
         }
-        product(count, stride, piece->rank, rows.start, rows.stride, 1, task->decoder + part * store->rank * stride, stride,
-                scratch->key, stride, 0);
-        for (int64_t t = 0; task->angle && t < count; t++) rotate(task, place[t], part_groups, scratch->key + t * stride);
-        score_rows(part_heads, count, task->depth, query, task->depth, scratch->key, stride, part_heads / part_groups, score, lanes);
+        const float *decoder = task->decoder + part * store->rank * stride;
+        for (int64_t group = 0; group < part_groups; group++) {
+            float *key = scratch->key + group % together * depth;
+            if (group % together == 0)
+                product(count, columns, piece->rank, rows.start, rows.stride, 1, decoder + group * depth, stride, key, columns, 0);
+            for (int64_t t = 0; task->angle && t < count; t++) {
+                float *turn = scratch->turn + t * task->pairs * 2;
+                if (!part && !group) read_angles(task, place[t], turn);
+                rotate(task->pairs, turn, key + t * columns);
+            }
+            score_rows(sharing, count, depth, query + group * sharing * depth, depth, key, columns, score + group * sharing, lanes);
+        }
     }
     for (int64_t t = 0; t < count; t++) {
-        float *found = scratch->score + t * lanes;
-        float *restrict score = scratch->scores + slot[t] * lanes, *restrict largest = scratch->largest;
-        for (int64_t m = 0; m < lanes; m++) found[m] *= task->scaling;
+        float *found = scratch->score + t * lanes, *score = scratch->scores + slot[t] * lanes, *largest = scratch->largest;
+        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(found + m) *= task->scaling;
         if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
-#pragma omp simd
-        for (int64_t m = 0; m < lanes; m++) {
-            score[m] = found[m];
-            largest[m] = largest[m] > found[m] ? largest[m] : found[m];
+        for (int64_t m = 0; m < lanes; m += LANES) {
+            const vector new = *(vector *)(found + m), old = *(vector *)(largest + m);
+            *(vector *)(score + m) = new;
+            *(vector *)(largest + m) = where(old > new, old, new);
         }
     }
 }
@@ -170,18 +192,18 @@ static void score_block(const struct task *task, const struct piece *piece, int6
 
 /* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
 static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
-                        const float *restrict largest, struct scratch *scratch) {
+                        const float *largest, struct scratch *scratch) {
     const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
-    float *restrict sum = scratch->sum;
+    float *sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
-        const float *restrict score = scratch->scores + slot_of(store, piece, first + t) * lanes;
-        float *restrict weight = scratch->score + t * lanes;
-#pragma omp simd
-        for (int64_t m = 0; m < lanes; m++) {
-            weight[m] = exponential(score[m] - largest[m]);
-            sum[m] += weight[m];
+        const float *score = scratch->scores + slot_of(store, piece, first + t) * lanes;
+        float *weight = scratch->score + t * lanes;
+        for (int64_t m = 0; m < lanes; m += LANES) {
+            const vector each = exponential(*(const vector *)(score + m) - *(const vector *)(largest + m));
+            *(vector *)(weight + m) = each;
+            *(vector *)(sum + m) += each;
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
@@ -259,15 +281,16 @@ static void decode_value(const struct task *task, int64_t head, const float *lat
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes;
-    int64_t rank = 0, width = 0, latents = 0, slots = 0;
+    int64_t rank = 0, width = 0, pairs = 0, latents = 0, slots = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
+        if (task->pairs > pairs) pairs = task->pairs;
         latents += latents_of(task);
         slots += task->slots;
     }
-    const int64_t size = BLOCK * (rank + width + lanes) + latents + 2 * lanes;
+    const int64_t size = BLOCK * (rank + width + padded(2 * pairs) + lanes) + latents + 2 * lanes;
     float *memory = aligned_alloc(64, ((threads * size + slots * lanes) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     if (!memory || !all) {
@@ -279,7 +302,8 @@ int attend(const struct task *tasks, int count) {
         struct scratch *scratch = all + thread;
         scratch->coef = memory + thread * size;
         scratch->key = scratch->coef + BLOCK * rank;
-        scratch->score = scratch->key + BLOCK * width;
+        scratch->turn = scratch->key + BLOCK * width;
+        scratch->score = scratch->turn + BLOCK * padded(2 * pairs);
         scratch->largest = scratch->score + BLOCK * lanes;
         scratch->sum = scratch->largest + lanes;
         scratch->latents = scratch->sum + lanes;

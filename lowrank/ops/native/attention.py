@@ -15,15 +15,13 @@ from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import KINDS, Table
 from lowrank.ops.rotation import Rotation
 
-_MAX_PAIRS = 512  # as in attend.c
 # The members of `struct task` in attend.c, in their order.
 _TASK = struct.Struct("2q6q8q7q2f")
 
 
 def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
-    """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs (of which its tables hold
-    so many) or not at all."""
-    rotates_pairs = rotation is None or (rotation.angle_TF is not None and rotation.angle_TF.shape[1] <= _MAX_PAIRS)
+    """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at all."""
+    rotates_pairs = rotation is None or rotation.angle_TF is not None
     return device.type == "cpu" and dtype in KINDS and rotates_pairs and library() is not None
 
 

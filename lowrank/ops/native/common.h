@@ -1,15 +1,14 @@
 /* Matrix products of small matrices, and what else the kernels share. */
 #pragma once
-#include <math.h>
 #include <stdint.h>
 
 /* Sums of a tile of a matrix product stay in registers: NARROW rows of one vector, or ROWS rows of up to VECTORS. */
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
-enum { ROWS = 8, VECTORS = 3, NARROW = 16 }; /* of 32 registers */
+enum { ROWS = 6, VECTORS = 4, NARROW = 16 }; /* of 32 registers */
 #elif defined(__aarch64__)
 #define VECTOR_BYTES 16
-enum { ROWS = 8, VECTORS = 3, NARROW = 16 };
+enum { ROWS = 6, VECTORS = 4, NARROW = 16 };
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
 enum { ROWS = 4, VECTORS = 3, NARROW = 8 }; /* of 16 registers */
@@ -23,28 +22,35 @@ enum { LANES = VECTOR_BYTES / sizeof(float) };
 
 static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87. Written out so that a compiler can vectorise loops over it. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -88.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
+typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));
+
+/* Each lane of a where the mask is −1, of b where it is 0. */
+static inline vector where(const whole mask, const vector a, const vector b) {
+    return (vector)(((whole)a & mask) | ((whole)b & ~mask));
+}
+
+/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87. */
+static inline vector exponential(const vector given) {
+    const float round = 12582912.0f; /* 1.5 · 2^23: a sum with it has no fraction */
+    const whole is_seen = given > -87.0f;
+    const vector x = where(is_seen, given, (vector){0});
+    const vector n = x * 1.44269504f + round - round;
+    const vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vector p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return x == -88.0f ? 0.0f : p * power.value;
+    const vector power = (vector)((__builtin_convertvector(n, whole) + 127) << 23);
+    return (vector)((whole)(p * power) & is_seen);
 }
 
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t lane_numbers __attribute__((vector_size(VECTOR_BYTES)));
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (lane_numbers){__VA_ARGS__})
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (whole){__VA_ARGS__})
 #endif
 
 /* Lane i of every other `size` lanes, counted through a and then b; the compiler must see that they are constants. */
@@ -93,28 +99,28 @@ static inline __attribute__((always_inline)) void tile_product(
     vector sum[NARROW][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             sum[i][j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
     for (int64_t k = 0; k < depth; k++) {
         vector right[VECTORS];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) right[j] = *(const vector *)(b + k * b_row + j * LANES);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_column];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) sum[i][j] += left * right[j];
         }
     }
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) *(vector *)(c + i * c_row + j * LANES) = sum[i][j];
 }
 
 #define CASE(R, V)                                                                          \
-    case (R) * 4 + (V):                                                                     \
+    case (R) * 8 + (V):                                                                     \
         tile_product(R, V, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
         break;
 #define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3)
@@ -131,12 +137,12 @@ static inline __attribute__((always_inline)) void product(
             const int64_t first = all_rows * tile / tiles, rows = all_rows * (tile + 1) / tiles - first;
             const float *a = all_a + first * a_row, *b = all_b + column;
             float *c = all_c + first * c_row + column;
-            switch (rows * 4 + vectors) {
+            switch (rows * 8 + vectors) {
                 CASES(1) CASES(2) CASES(3) CASES(4)
                 CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
 #if defined(__AVX512F__) || defined(__aarch64__)
-                CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2)
-                CASE(5, 3) CASE(6, 3) CASE(7, 3) CASE(8, 3)
+                CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
+                CASE(5, 2) CASE(6, 2) CASE(5, 3) CASE(6, 3)
                 CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1) CASE(13, 1) CASE(14, 1) CASE(15, 1) CASE(16, 1)
 #endif
             }

@@ -24,12 +24,11 @@ struct encoding {
     float threshold;
 };
 
-/* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold. */
+/* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; there is room for padded(width). */
 static int64_t kept(float *logit, int64_t width, float threshold) {
     float largest = logit[0], sum = 0, cumulative = 0;
     for (int64_t i = 1; i < width; i++) largest = logit[i] > largest ? logit[i] : largest;
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) logit[i] = exponential(logit[i] - largest);
+    for (int64_t i = 0; i < width; i += LANES) *(vector *)(logit + i) = exponential(*(vector *)(logit + i) - largest);
     for (int64_t i = 0; i < width; i++) sum += logit[i];
     int64_t below = 0;
     for (; below < width; below++) {
