@@ -2,6 +2,19 @@
 
 from lowrank.ops.native.attention import Tokens, attend, serves
 from lowrank.ops.native.encoding import SideWeights, encode, encodes
+from lowrank.ops.native.rotating import angles, rotates
 from lowrank.ops.native.table import Piece, Table, appends
 
-__all__ = ["Piece", "SideWeights", "Table", "Tokens", "appends", "attend", "encode", "encodes", "serves"]
+__all__ = [
+    "Piece",
+    "SideWeights",
+    "Table",
+    "Tokens",
+    "angles",
+    "appends",
+    "attend",
+    "encode",
+    "encodes",
+    "rotates",
+    "serves",
+]

@@ -50,7 +50,10 @@ def library() -> ctypes.CDLL | None:
                 return _without(f"compiling them fails: {result.stderr.strip()}")
             os.replace(built, target)
     kernels = ctypes.CDLL(str(target))
-    kernels.append.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    kernels.append.argtypes = [address, address, number, number]
+    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address]
+    kernels.angles.restype = None
     return kernels
 
 

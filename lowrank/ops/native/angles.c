@@ -1,0 +1,27 @@
+/* The rotations of many tokens at once. */
+#include <math.h>
+#include <stdint.h>
+
+/* cos and sin of place · frequency, each times `scaling`, (count, pairs, 2). The product is rounded to a float, as models
+ * round it; reducing it to a quarter turn in double leaves no further error of its size. */
+void angles(const int32_t *place, int64_t count, const float *frequency, int64_t pairs, float scaling, int64_t threads,
+            float *out) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < count; t++) {
+        const float at = (float)place[t];
+        float *row = out + t * pairs * 2;
+#pragma omp simd
+        for (int64_t f = 0; f < pairs; f++) {
+            const float angle = at * frequency[f];
+            const double quarters = rint(angle * 0.63661977236758134);
+            const float x = (float)(angle - quarters * 1.5707963267948966), square = x * x;
+            const float sine = x + x * square * (-1.6666654611e-1f + square * (8.3321608736e-3f + square * -1.9515295891e-4f));
+            const float cosine = 1 - 0.5f * square +
+                                 square * square * (4.166664568298827e-2f + square * (-1.388731625493765e-3f + square * 2.443315711809948e-5f));
+            const int32_t quarter = (int32_t)(int64_t)quarters;
+            const float first = quarter & 1 ? sine : cosine, second = quarter & 1 ? cosine : sine;
+            row[2 * f] = ((quarter + 1) & 2 ? -first : first) * scaling;
+            row[2 * f + 1] = (quarter & 2 ? -second : second) * scaling;
+        }
+    }
+}
