@@ -7,7 +7,7 @@ import torch
 from methods import METHODS, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from lowrank.hf.frequencies import Frequencies
+from lowrank.hf.frequencies import angles, turns_by_frequencies
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE, attention_modules, rotary_function, rotary_module
 from lowrank.hf.rope import Rope, RopeHistory, _rotates_halves
 from lowrank.ops.native.library import library
@@ -130,14 +130,16 @@ def test_compiled_code_turns_by_the_modules_angles(kind):
     module = rotary_module(model_of(kind))
     place = torch.tensor([[0, 5, 700, 1_000_003], [9, 8, 7, 6]], dtype=torch.int32)
     cos, sin = module(torch.empty(0), place.long())
-    angle = Frequencies.of(module).angles(place)
-    torch.testing.assert_close(angle, torch.complex(cos, sin)[..., : cos.shape[-1] // 2], atol=3e-7, rtol=0)
+    assert turns_by_frequencies(module)
+    torch.testing.assert_close(
+        angles(module, place), torch.complex(cos, sin)[..., : cos.shape[-1] // 2], atol=3e-7, rtol=0
+    )
 
 
 def test_a_module_that_does_more_than_its_frequencies_say_is_left_to_itself():
     module = rotary_module(model_of("default"))
     module.register_forward_hook(lambda _, __, tables: tuple(2 * table for table in tables))
-    assert Frequencies.of(module) is None
+    assert not turns_by_frequencies(module)
     history = RopeHistory(module, rotary_function(next(iter(attention_modules(model_of("default")).values()))))
     history.extend(rope_of(model_of("default"), torch.arange(7)[None]), 7)
     assert torch.equal(

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank.errors import UserError
-from lowrank.hf.frequencies import Frequencies
+from lowrank.hf.frequencies import angles, turns_by_frequencies
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Places, Rotate, Rotation
@@ -90,8 +90,9 @@ class RopeHistory:
         self._rotary: RotaryTable | None = None  # the same for kernels
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
-        self._frequencies: Frequencies | None = None  # known once asked for, where there are any
-        self._asked = False
+        self._turns_by_frequencies: bool | None = (
+            None  # whether compiled code can do what the module does, once asked for
+        )
         self._dtype = torch.float32
 
     @property
@@ -179,7 +180,7 @@ class RopeHistory:
         if self._angle is not None or not _rotates_halves(self.apply):
             return self._angle
         if self._turns_compiled():
-            self._angle = self._frequencies.angles(self._kept[0])
+            self._angle = angles(self.module, self._kept[0])
         else:
             table = self.rope()
             half = table.cos_BTE.shape[2] // 2
@@ -192,12 +193,12 @@ class RopeHistory:
         return self._angle
 
     def _turns_compiled(self) -> bool:
-        """Whether compiled code can do what the module does, which takes some milliseconds at every step."""
+        """Whether compiled code computes the table, for which the module takes some milliseconds at every step."""
         if self.keeps_rows or self._dtype != torch.float32 or not self._kept[0].is_cpu:
             return False
-        if not self._asked:
-            self._frequencies, self._asked = Frequencies.of(self.module), True
-        return self._frequencies is not None
+        if self._turns_by_frequencies is None:
+            self._turns_by_frequencies = turns_by_frequencies(self.module)
+        return self._turns_by_frequencies
 
     def unrotate_rows(self, sequence: int) -> Rotate:
         """A function (key_GND, places) → keys of one sequence as they were before rotation."""
