@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank.coefficients import TILE_ROWS, Coefficients
+from lowrank.coefficients import Coefficients
 from lowrank.errors import UserError
 from lowrank.growing import GrowingTensor
 from lowrank.memory import BASES, BUFFERS, FULL_RANK
+from lowrank.moved_basis import moment, turned
 from lowrank.ops.lowrank_attention import Operands
 from lowrank.quantise import companding
 from lowrank.trackers import Batch, FixedTracker, FrequentDirections, OjaTracker, Tracker
@@ -121,7 +122,7 @@ class OnlineSide:
         # Before anything is stored, the calibration stands for so many tokens.
         stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
         if self.coef.length:
-            stored_PRR = sum(tile.mT @ tile for tile in self._stored())
+            stored_PRR = moment(self.coef, self.spread_PR)
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(batch, stored_PRR, rate / 2**halving)
             if new_PWR is None:
@@ -145,16 +146,8 @@ class OnlineSide:
         self.kept_energy *= kept
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            turned = self.coef.empty_like(self.coef.length + batch.rows_PNW.shape[1] * self.config.pool)
-            for tile_PNR in self._stored():
-                turned.append(self._spread(tile_PNR @ turn_PRR, -1))
-            self.coef = turned
-
-    def _stored(self) -> Iterator[Tensor]:
-        """The stored coefficients in the present basis, fp32, a tile at a time."""
-        for start in range(0, self.coef.length, TILE_ROWS):
-            rows_PNR = self.coef.rows(start, min(start + TILE_ROWS, self.coef.length))
-            yield self._spread(rows_PNR.float(), 1)
+            room = self.coef.length + batch.rows_PNW.shape[1] * self.config.pool
+            self.coef = turned(self.coef, turn_PRR, room, self.spread_PR)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
