@@ -16,7 +16,7 @@
 #include "common.h"
 #include "store.h"
 
-enum { BLOCK = 32 };
+enum { BLOCK = 48 };
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
