@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowrank import trackers
 from lowrank.errors import UserError
 from lowrank.metrics import relative_error
 from lowrank.trackers import Batch, FixedTracker, FrequentDirections, OjaTracker
@@ -111,6 +112,16 @@ def test_frequent_directions_is_exact_on_what_fits():
     for batch in rows.split(32):
         tracker.observe(batch[None])
     assert relative_error(rows, tracker.propose(Batch(rows[None]), None, 1.0)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("unevenness", [0.0, 0.3, 5.0, 1e4])
+def test_columns_are_made_orthonormal_without_turning_them_round(unevenness):
+    generator = torch.Generator().manual_seed(9)
+    matrix = orthogonal(0, RANK) + unevenness * torch.randn(WIDTH, RANK, generator=generator) / WIDTH**0.5
+    matrix = matrix * torch.logspace(0, -3 if unevenness > 1 else 0, RANK)
+    exact = torch.linalg.qr(matrix.double())
+    expected = exact.Q * exact.R.diagonal().sign()
+    torch.testing.assert_close(trackers.orthonormal(matrix[None], "rows")[0].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_a_step_that_leaves_no_basis_names_its_rate():
