@@ -118,8 +118,7 @@ class OnlineSequence:
         if self.length - self.absent_position.shape[0] - held < config.min_length:
             return
         if self.has_settled:
-            due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
-            if due:
+            if due := self._due(held):
                 self._compress(due, None, unrotate=unrotate)
             return
         due = max(0, present - config.sinks - config.recent)
@@ -138,6 +137,17 @@ class OnlineSequence:
             return _worst(residual_GND, position_N, query_HQD, scaling, position_Q, config)
 
         self._compress(due, choose if config.keep else None, unrotate=unrotate)
+
+    def has_to_wait(self, *, may_be_cropped: bool) -> bool:
+        """Whether :meth:`settle` would find nothing to do, as after most tokens of a generation."""
+        is_prompt = self._arrived == self.length or self.held_prompt
+        is_held = may_be_cropped and not self.config.compresses_tokens_alone
+        return self.has_settled and not is_prompt and not self._due(self._arrived if is_held else 0)
+
+    def _due(self, held: int) -> int:
+        """How many tokens after a prompt's are to be compressed: whole periods of those that neither stay nor are held."""
+        waiting = self.full_position.length - held - self.staying - self.config.recent
+        return max(0, waiting) // self.config.update_period * self.config.update_period
 
     def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None) -> None:
         """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
