@@ -17,22 +17,29 @@ from lowrank.errors import UserError
 
 # Energies below this share of the largest count as this much, so that directions never seen do not divide by zero.
 ENERGY_FLOOR = 1e-6
-# Up to this ratio of a Cholesky factor's diagonal, squaring the condition of a matrix costs no digit that counts.
-MOST_UNEVEN = 3.0
 
 
-class Batch:
-    """New rows (P, N, W), fp32, and what they make of a basis; their second moment is formed once where that is cheaper."""
+class NewRows:
+    """Rows that a basis follows, and what they make of it; their second moment is formed once where that is less work.
 
-    def __init__(self, rows_PNW: Tensor):
-        self.rows_PNW = rows_PNW
-        self._moment_PWW = rows_PNW.mT @ rows_PNW if rows_PNW.shape[1] > rows_PNW.shape[2] else None
+    Args:
+        rows_PNW: fp32.
+        steps: how many steps of the basis they take part in.
+    """
+
+    def __init__(self, rows_PNW: Tensor, steps: int = 1):
+        self.rows_PNW, self._steps = rows_PNW, steps
+        self._moment_PWW: Tensor | None = None
 
     def times(self, vectors_PWR: Tensor) -> Tensor:
         """XᵀX U, (P, W, R)."""
-        if self._moment_PWW is not None:
-            return self._moment_PWW @ vectors_PWR
-        return self.rows_PNW.mT @ (self.rows_PNW @ vectors_PWR)
+        _, width, rank = vectors_PWR.shape
+        count, steps = self.rows_PNW.shape[1], self._steps
+        if width * (count + steps * rank) >= 2 * steps * count * rank:
+            return self.rows_PNW.mT @ (self.rows_PNW @ vectors_PWR)
+        if self._moment_PWW is None:
+            self._moment_PWW = self.rows_PNW.mT @ self.rows_PNW
+        return self._moment_PWW @ vectors_PWR
 
 
 class Tracker(abc.ABC):
@@ -51,17 +58,17 @@ class Tracker(abc.ABC):
         """Take in rows (fp32), each time exactly once, before :meth:`propose` is asked about them."""
 
     @abc.abstractmethod
-    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
         """An orthonormal basis that represents the rows better, (P, W, R); None to stay.
 
         Args:
-            batch: the newest rows.
+            new: the newest rows.
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
             rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
         """
 
     @abc.abstractmethod
-    def defer(self, batch: Batch) -> None:
+    def defer(self, new: NewRows) -> None:
         """Remember rows for the next :meth:`propose`, because no step follows them now."""
 
     def move_to(self, vectors_PWR: Tensor) -> None:
@@ -83,10 +90,10 @@ class FixedTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> None:
         return None
 
-    def defer(self, batch: Batch) -> None:
+    def defer(self, new: NewRows) -> None:
         pass
 
     def tensors(self) -> Iterator[Tensor]:
@@ -97,7 +104,7 @@ class FixedTracker(Tracker):
 
 
 class OjaTracker(Tracker):
-    """Oja's rule on batches, then QR (OjaKV, section 5.2 and Algorithm 1):
+    """Oja's rule on batches, made orthonormal (OjaKV, section 5.2 and Algorithm 1):
     U ← orth(U + η (I − U Uᵀ) XᵀX U / N).
 
     Preconditioned (beyond the paper), each direction's step is divided by the energy known of it: with S the second
@@ -115,26 +122,26 @@ class OjaTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
         if not rate:
             return None
-        step_PWR, seen_PRR = self._outside(batch)
+        step_PWR, seen_PRR = self._outside(new)
         if self.preconditioned:
             step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
         return orthonormal(self.vectors_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
 
-    def defer(self, batch: Batch) -> None:
+    def defer(self, new: NewRows) -> None:
         # The basis stays until the next step, so the sum is exact.
-        self._deferred_PWR, _ = self._outside(batch)
+        self._deferred_PWR, _ = self._outside(new)
 
-    def _outside(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _outside(self, new: NewRows) -> tuple[Tensor, Tensor]:
         """(I − U Uᵀ) XᵀX U of the newest rows, over N unless preconditioned, and the like of the deferred ones, (P, W, R);
         UᵀXᵀX U of the newest alone, (P, R, R)."""
-        moment_PWR = batch.times(self.vectors_PWR)
+        moment_PWR = new.times(self.vectors_PWR)
         seen_PRR = self.vectors_PWR.mT @ moment_PWR
         outside_PWR = moment_PWR - self.vectors_PWR @ seen_PRR
         if not self.preconditioned:
-            outside_PWR /= batch.rows_PNW.shape[1]
+            outside_PWR /= new.rows_PNW.shape[1]
         return outside_PWR if self._deferred_PWR is None else outside_PWR + self._deferred_PWR, seen_PRR
 
     def move_to(self, vectors_PWR: Tensor) -> None:
@@ -199,12 +206,12 @@ class FrequentDirections(Tracker):
         self.sketch_PMW[:, : left_PR.shape[1]] = left_PR[:, :, None] * directions_PMW[:, :rank]
         self.used = rank
 
-    def propose(self, batch: Batch, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
         rank = self.vectors_PWR.shape[2]
         directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
         return orthonormal(directions_PMW[:, :rank].mT, f"{self.name}: the sketch's directions")
 
-    def defer(self, batch: Batch) -> None:
+    def defer(self, new: NewRows) -> None:
         pass  # the sketch has them
 
     def move_to(self, vectors_PWR: Tensor) -> None:
@@ -235,11 +242,12 @@ def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:
     Raises:
         UserError: `what`, when the matrix is not finite or its columns are dependent.
     """
-    # A step of a basis leaves its columns nearly orthogonal. Their Cholesky factor is then as exact, and four times as fast.
-    root_PRR, failed_P = torch.linalg.cholesky_ex(matrix_PWR.mT @ matrix_PWR, upper=True)
-    least, most = root_PRR.diagonal(dim1=1, dim2=2).aminmax()
-    if most < MOST_UNEVEN * least and not failed_P.any():
-        return torch.linalg.solve_triangular(root_PRR, matrix_PWR, upper=True, left=False)
+    # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
+    # exact as a QR, and four times as fast.
+    gram_PRR = matrix_PWR.mT @ matrix_PWR
+    away_P = (gram_PRR - torch.eye(gram_PRR.shape[1], device=gram_PRR.device)).square().sum(dim=(1, 2))
+    if away_P.amax() < 0.25:
+        return torch.linalg.solve_triangular(torch.linalg.cholesky(gram_PRR).mT, matrix_PWR, upper=True, left=False)
     if torch.isfinite(matrix_PWR).all():
         q_PWR, r_PRR = torch.linalg.qr(matrix_PWR)
         diagonal_PR = r_PRR.diagonal(dim1=1, dim2=2)

@@ -123,8 +123,6 @@ class OjaKVLayer(SequenceLayer):
 
     def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
         for b, sequence in enumerate(self.sequences):
-            if sequence.has_to_wait(may_be_cropped=may_be_cropped):
-                continue
             rotation, unrotate = self._rotation(b), self._unrotate(b)
             sequence.settle(query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped)
 

@@ -118,7 +118,8 @@ class OnlineSequence:
         if self.length - self.absent_position.shape[0] - held < config.min_length:
             return
         if self.has_settled:
-            if due := self._due(held):
+            due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
+            if due:
                 self._compress(due, None, unrotate=unrotate)
             return
         due = max(0, present - config.sinks - config.recent)
@@ -138,17 +139,6 @@ class OnlineSequence:
 
         self._compress(due, choose if config.keep else None, unrotate=unrotate)
 
-    def has_to_wait(self, *, may_be_cropped: bool) -> bool:
-        """Whether :meth:`settle` would find nothing to do, as after most tokens of a generation."""
-        is_prompt = self._arrived == self.length or self.held_prompt
-        is_held = may_be_cropped and not self.config.compresses_tokens_alone
-        return self.has_settled and not is_prompt and not self._due(self._arrived if is_held else 0)
-
-    def _due(self, held: int) -> int:
-        """How many tokens after a prompt's are to be compressed: whole periods of those that neither stay nor are held."""
-        waiting = self.full_position.length - held - self.staying - self.config.recent
-        return max(0, waiting) // self.config.update_period * self.config.update_period
-
     def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None) -> None:
         """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
         is_prompt = choose is not None or not self.key.coef.length
@@ -156,16 +146,17 @@ class OnlineSequence:
         position_N = self.full_position.rows[moving].long()
         key_GND, value_GND = self.key.full.rows[:, moving], self.value.full.rows[:, moving]
         plain_GND = unrotate(key_GND, position_N) if self.config.rotates and unrotate is not None else key_GND
-        key_PNW, value_PNW = self.key.parts(plain_GND), self.value.parts(value_GND)
-        self.key.follow(key_PNW, is_prompt=is_prompt)
-        self.value.follow(value_PNW, is_prompt=is_prompt)
-        key_PNR, value_PNR = self.key.projected(key_PNW), self.value.projected(value_PNW)
-        picked_N = torch.zeros_like(position_N, dtype=torch.bool)
-        if choose is not None:
-            picked_N = choose(key_PNR, key_GND, position_N)
-            key_PNR, value_PNR = key_PNR[:, ~picked_N], value_PNR[:, ~picked_N]
-        self.key.store(key_PNR)
-        self.value.store(value_PNR)
+        with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
+            key_PNW, value_PNW = self.key.parts(plain_GND), self.value.parts(value_GND)
+            self.key.follow(key_PNW, is_prompt=is_prompt)
+            self.value.follow(value_PNW, is_prompt=is_prompt)
+            key_PNR, value_PNR = self.key.projected(key_PNW), self.value.projected(value_PNW)
+            picked_N = torch.zeros_like(position_N, dtype=torch.bool)
+            if choose is not None:
+                picked_N = choose(key_PNR, key_GND, position_N)
+                key_PNR, value_PNR = key_PNR[:, ~picked_N], value_PNR[:, ~picked_N]
+            self.key.store(key_PNR)
+            self.value.store(value_PNR)
         stays = torch.ones(self.full_position.length, dtype=torch.bool, device=position_N.device)
         stays[moving] = picked_N
         self.staying += int(picked_N.sum())

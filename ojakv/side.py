@@ -17,7 +17,7 @@ from lowrank.memory import BASES, BUFFERS, FULL_RANK
 from lowrank.moved_basis import moment, turned
 from lowrank.ops.lowrank_attention import Operands
 from lowrank.quantise import companding
-from lowrank.trackers import Batch, FixedTracker, FrequentDirections, OjaTracker, Tracker
+from lowrank.trackers import FixedTracker, FrequentDirections, NewRows, OjaTracker, Tracker
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
 
@@ -95,12 +95,12 @@ class OnlineSide:
         config = self.config
         pooled_PNW = _pooled(rows_PNW, config.pool)
         self.tracker.observe(pooled_PNW)
-        batch = Batch(pooled_PNW)
         if is_prompt:
+            new = NewRows(pooled_PNW, config.prompt_steps)
             for _ in range(config.prompt_steps):
-                self._step(batch, config.learning_rate)
+                self._step(new, config.learning_rate)
         else:
-            self._step(batch, config.decode_learning_rate, is_triggered=config.update == "triggered")
+            self._step(NewRows(pooled_PNW), config.decode_learning_rate, is_triggered=config.update == "triggered")
 
     def store(self, coef_PNR: Tensor) -> None:
         """Append coefficients in the present basis."""
@@ -112,7 +112,7 @@ class OnlineSide:
             rounded_PNR = self._spread(self.coef.rows(start).float(), 1)
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
-    def _step(self, batch: Batch, rate: float, *, is_triggered: bool = False) -> None:
+    def _step(self, new: NewRows, rate: float, *, is_triggered: bool = False) -> None:
         """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy.
 
         A triggered step waits until it is worth its price: until the residuals of the rows since the last one exceed
@@ -124,7 +124,7 @@ class OnlineSide:
         if self.coef.length:
             stored_PRR = moment(self.coef, self.spread_PR)
         for halving in range(MAX_HALVINGS + 1):
-            new_PWR = self.tracker.propose(batch, stored_PRR, rate / 2**halving)
+            new_PWR = self.tracker.propose(new, stored_PRR, rate / 2**halving)
             if new_PWR is None:
                 return
             turn_PRR = old_PWR.mT @ new_PWR
@@ -135,10 +135,10 @@ class OnlineSide:
         else:
             return
         if is_triggered:
-            left = _residual(batch.rows_PNW, new_PWR)
-            self.regret += _residual(batch.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1
+            left = _residual(new.rows_PNW, new_PWR)
+            self.regret += _residual(new.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1
             if self.regret <= self.config.trigger:
-                self.tracker.defer(batch)
+                self.tracker.defer(new)
                 return
             self.regret = 0.0
         self.tracker.move_to(new_PWR)
@@ -146,7 +146,7 @@ class OnlineSide:
         self.kept_energy *= kept
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            room = self.coef.length + batch.rows_PNW.shape[1] * self.config.pool
+            room = self.coef.length + new.rows_PNW.shape[1] * self.config.pool
             self.coef = turned(self.coef, turn_PRR, room, self.spread_PR)
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
@@ -189,6 +189,6 @@ def _pooled(rows_PNW: Tensor, size: int) -> Tensor:
 
 def _kept_energy(stored_PRR: Tensor, turn_PRR: Tensor) -> float:
     """‖C M‖² / ‖C‖² from S = CᵀC: tr(Mᵀ S M) / tr(S)."""
-    turned = (turn_PRR * (stored_PRR @ turn_PRR)).sum()
+    left = (turn_PRR * (stored_PRR @ turn_PRR)).sum()
     total = stored_PRR.diagonal(dim1=1, dim2=2).sum()
-    return float(turned / total) if total > 0 else 1.0
+    return float(left / total) if total > 0 else 1.0

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, F pairs of a rotation.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,10 +19,13 @@ def turns_by_frequencies(module: Callable) -> bool:
     """Whether :func:`angles` gives what a rotary module of transformers gives (found by trying it), and there is compiled
     code for it on the device of the module's frequencies."""
     frequency_F = getattr(module, "inv_freq", None)
-    if not isinstance(frequency_F, Tensor) or frequency_F.dim() != 1 or not native.rotates(frequency_F.device):
+    if not isinstance(frequency_F, Tensor) or frequency_F.dim() != 1 or not native.computes_angles(frequency_F.device):
         return False
-    place_BT = torch.tensor([_PROBES], dtype=torch.int32)
-    cos_BTE, sin_BTE = module(torch.empty(0), place_BT.long())
+    if frequency_F.abs().max() > math.pi / 2:
+        return False
+    # Whatever torch's defaults are set to.
+    place_BT = torch.tensor([_PROBES], dtype=torch.int32, device="cpu")
+    cos_BTE, sin_BTE = module(torch.empty(0, dtype=torch.float32, device="cpu"), place_BT.long())
     theirs = torch.complex(cos_BTE.float(), sin_BTE.float())
     ours = angles(module, place_BT).repeat(1, 1, 2)
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=1e-6)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowrank.errors import UserError
 from lowrank.hf.frequencies import angles, turns_by_frequencies
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
+from lowrank.ops import native
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Places, Rotate, Rotation
 
@@ -73,8 +74,9 @@ class RopeHistory:
     """Every cached token's rotation, shared by the layers of a cache.
 
     Position ids (4 bytes a token for the whole model) are enough where the frequencies are fixed: cos and sin are
-    computed again by the model's own module, once per step for all layers. Kinds whose frequencies move with the length
-    keep the rows each token was rotated with, and so do families that do not pass position ids to their layers.
+    computed again, once per step for all layers, by the model's own module or by compiled code that does the same.
+    Kinds whose frequencies move with the length keep the rows each token was rotated with, and so do families that do
+    not pass position ids to their layers.
 
     Args:
         module: what :func:`lowrank.hf.geometry.rotary_module` found.
@@ -90,9 +92,8 @@ class RopeHistory:
         self._rotary: RotaryTable | None = None  # the same for kernels
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
-        self._turns_by_frequencies: bool | None = (
-            None  # whether compiled code can do what the module does, once asked for
-        )
+        # Whether compiled code can do what the module does, once asked for.
+        self._turns_by_frequencies: bool | None = None
         self._dtype = torch.float32
 
     @property
@@ -194,7 +195,7 @@ class RopeHistory:
 
     def _turns_compiled(self) -> bool:
         """Whether compiled code computes the table, for which the module takes some milliseconds at every step."""
-        if self.keeps_rows or self._dtype != torch.float32 or not self._kept[0].is_cpu:
+        if self.keeps_rows or self._dtype != torch.float32 or not native.computes_angles(self._kept[0].device):
             return False
         if self._turns_by_frequencies is None:
             self._turns_by_frequencies = turns_by_frequencies(self.module)

@@ -47,6 +47,19 @@ def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quant
     return query, stores, decoders, {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
 
 
+def test_a_key_that_is_no_number_is_not_passed_over(operation):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = filled_store(100, generator, rank=WIDTH), filled_store(100, generator, rank=WIDTH)
+    [bucket] = keys.filled()
+    bucket.coef.rows()[40, 3] = torch.nan
+    query, decoders = (
+        torch.randn(HEADS, 1, HEAD_DIM, generator=generator),
+        torch.randn(2, WIDTH, WIDTH, generator=generator),
+    )
+    options = {"scaling": 100.0, "rotation": rotation(100, HEAD_DIM, generator)}
+    assert operation.ragged_attention(query, keys, values, *decoders, **options).isnan().all()
+
+
 @pytest.mark.parametrize("head_dim", [8, 24, 32])
 @pytest.mark.parametrize("heads_of_a_group", [1, 2, 5, 16])
 def test_any_shape_of_heads_equals_the_reference(operation, head_dim, heads_of_a_group):

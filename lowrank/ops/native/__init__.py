@@ -1,8 +1,9 @@
-"""Decode attention, and new tokens' way into a cache, on a CPU in compiled code, where the machine has a C compiler."""
+"""What decoding does at every token, on a CPU in compiled code, where the machine has a C compiler: attention, the
+rotations it needs, and new tokens' way into a cache."""
 
 from lowrank.ops.native.attention import Tokens, attend, serves
 from lowrank.ops.native.encoding import SideWeights, encode, encodes
-from lowrank.ops.native.rotating import angles, rotates
+from lowrank.ops.native.rotating import angles, computes_angles
 from lowrank.ops.native.table import Piece, Table, appends
 
 __all__ = [
@@ -13,8 +14,8 @@ __all__ = [
     "angles",
     "appends",
     "attend",
+    "computes_angles",
     "encode",
     "encodes",
-    "rotates",
     "serves",
 ]

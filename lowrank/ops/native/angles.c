@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 /* cos and sin of place · frequency, each times `scaling`, (count, pairs, 2). The product is rounded to a float, as models
- * round it; reducing it to a quarter turn in double leaves no further error of its size. */
+ * round it, and below 2^31 quarter turns; reducing it to a quarter turn in double leaves no further error of its size. */
 void angles(const int32_t *place, int64_t count, const float *frequency, int64_t pairs, float scaling, int64_t threads,
             float *out) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -18,7 +18,7 @@ void angles(const int32_t *place, int64_t count, const float *frequency, int64_t
             const float sine = x + x * square * (-1.6666654611e-1f + square * (8.3321608736e-3f + square * -1.9515295891e-4f));
             const float cosine = 1 - 0.5f * square +
                                  square * square * (4.166664568298827e-2f + square * (-1.388731625493765e-3f + square * 2.443315711809948e-5f));
-            const int32_t quarter = (int32_t)(int64_t)quarters;
+            const int32_t quarter = (int32_t)quarters;
             const float first = quarter & 1 ? sine : cosine, second = quarter & 1 ? cosine : sine;
             row[2 * f] = ((quarter + 1) & 2 ? -first : first) * scaling;
             row[2 * f + 1] = (quarter & 2 ? -second : second) * scaling;

@@ -183,7 +183,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         for (int64_t m = 0; m < lanes; m += LANES) {
             const vector new = *(vector *)(found + m), old = *(vector *)(largest + m);
             *(vector *)(score + m) = new;
-            *(vector *)(largest + m) = where(old > new, old, new);
+            *(vector *)(largest + m) = where(new > old, new, old); /* what is no number counts only in the sum */
         }
     }
 }

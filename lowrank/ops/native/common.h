@@ -29,11 +29,11 @@ static inline vector where(const whole mask, const vector a, const vector b) {
     return (vector)(((whole)a & mask) | ((whole)b & ~mask));
 }
 
-/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87. */
+/* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87, NaN of NaN. */
 static inline vector exponential(const vector given) {
     const float round = 12582912.0f; /* 1.5 · 2^23: a sum with it has no fraction */
-    const whole is_seen = given > -87.0f;
-    const vector x = where(is_seen, given, (vector){0});
+    const whole is_tiny = given < -87.0f;
+    const vector x = where(is_tiny, (vector){0}, given);
     const vector n = x * 1.44269504f + round - round;
     const vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vector p = r * (1.0f / 5040) + 1.0f / 720;
@@ -44,7 +44,7 @@ static inline vector exponential(const vector given) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     const vector power = (vector)((__builtin_convertvector(n, whole) + 127) << 23);
-    return (vector)((whole)(p * power) & is_seen);
+    return (vector)((whole)(p * power) & ~is_tiny);
 }
 
 #if defined(__clang__)

@@ -24,7 +24,8 @@ struct encoding {
     float threshold;
 };
 
-/* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; there is room for padded(width). */
+/* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; width is a
+ * multiple of LANES. */
 static int64_t kept(float *logit, int64_t width, float threshold) {
     float largest = logit[0], sum = 0, cumulative = 0;
     for (int64_t i = 1; i < width; i++) largest = logit[i] > largest ? logit[i] : largest;

@@ -1,6 +1,6 @@
 """The rotations of many tokens at once, in compiled code.
 
-Shapes: T tokens, F pairs of a rotation.
+Shapes: B batch, T tokens, F pairs of a rotation.
 """
 
 import torch
@@ -10,27 +10,27 @@ from lowrank.ops.native.library import library
 from lowrank.ops.native.plain import CPU, plain
 
 
-def rotates(device: torch.device) -> bool:
+def computes_angles(device: torch.device) -> bool:
     """Whether there is compiled code for tokens on a device."""
     return device.type == "cpu" and library() is not None
 
 
-def angles(position_T: Tensor, frequency_F: Tensor, scaling: float) -> Tensor:
-    """scaling · (cos + i·sin) of position · frequency, which is rounded to fp32 first, (T, F) complex64.
+def angles(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> Tensor:
+    """scaling · (cos + i·sin) of position · frequency, which is rounded to fp32 first, (B, T, F) complex64.
 
     Args:
-        position_T: int32, on the CPU.
-        frequency_F: radians a token.
+        position_BT: int32, on the CPU.
+        frequency_F: radians a token, at most a quarter turn.
     """
-    position_T, frequency_F = position_T.contiguous(), plain(frequency_F)
-    angle_TF = torch.empty(*position_T.shape, len(frequency_F), dtype=torch.complex64, device=CPU)
+    position_BT, frequency_F = position_BT.contiguous(), plain(frequency_F)
+    angle_BTF = torch.empty(*position_BT.shape, len(frequency_F), dtype=torch.complex64, device=CPU)
     library().angles(
-        position_T.data_ptr(),
-        position_T.numel(),
+        position_BT.data_ptr(),
+        position_BT.numel(),
         frequency_F.data_ptr(),
         len(frequency_F),
         scaling,
         torch.get_num_threads(),
-        angle_TF.data_ptr(),
+        angle_BTF.data_ptr(),
     )
-    return angle_TF
+    return angle_BTF
