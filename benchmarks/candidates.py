@@ -59,10 +59,10 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     if arguments.checkpoint:
         learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint)
         found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
-        _check_learned(*found["dynakv"])
+        _check_learned("dynakv", *found["dynakv"])
         if plain.device.type == "cuda":
             found["dynakv-paged"] = _paged(plain, arguments.checkpoint, length)
-            _check_learned(*found["dynakv-paged"])
+            _check_learned("dynakv-paged", *found["dynakv-paged"])
     if arguments.bases:
         online = copy.deepcopy(plain)
         calibration = Calibration.load(arguments.bases).for_model(online)
@@ -113,15 +113,15 @@ def _paged(plain: PreTrainedModel, checkpoint: str, length: int) -> Candidate:
 
 
 @torch.no_grad()
-def _check_learned(model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
+def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
     """A decoded step equals the uncached pass with the hard mask."""
     ids = random_ids(model, 65)
     uncached = model(ids, use_cache=False).logits[:, -1]
-    check_close(decoded(model, ids, make_cache()), uncached)
+    check_close(name, decoded(model, ids, make_cache()), uncached)
 
 
 def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
     """At full rank a decoded step equals the uncompressed model's."""
     ids = random_ids(plain, 65)
     cache = OjaKVCache(online, make_plan(calibration, OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")))
-    check_close(decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))
+    check_close(preset, decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))
