@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowrank.coefficients import TILE_ROWS, Coefficients
+from lowrank.coefficients import Coefficients
 
 
 def moment(coef: Coefficients, spread_PR: Tensor | None = None) -> Tensor:
@@ -37,8 +37,6 @@ def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tenso
 
 
 def _tiles(coef: Coefficients, spread_PR: Tensor | None) -> Iterator[Tensor]:
-    """The rows as they were before they were divided, fp32: all at once where they are held so, else a tile at a time."""
-    size = coef.length if coef.quantisation is None and coef.dtype == torch.float32 else TILE_ROWS
-    for start in range(0, coef.length, size):
-        rows_PNR = coef.rows(start, min(start + size, coef.length)).float()
-        yield rows_PNR if spread_PR is None else rows_PNR * spread_PR[:, None]
+    """The rows as they were before they were divided, fp32."""
+    for _, rows_PNR in coef.tiles():
+        yield rows_PNR.float() if spread_PR is None else rows_PNR.float() * spread_PR[:, None]

@@ -58,9 +58,8 @@ class OnlineSequence:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
         key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
         count = key_GQD.shape[1]
-        if (
-            count == 1 and present_Q is None
-        ):  # every decoded token, for which a dozen small operations less are worth it
+        # Every decoded token, for which a dozen small operations less are worth it.
+        if count == 1 and present_Q is None:
             self.key.full.append(key_GQD)
             self.value.full.append(value_GQD)
             self.full_position.append_number(self.length)
