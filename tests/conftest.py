@@ -74,6 +74,7 @@ def training_values(tiny_dir, text_file) -> dict:
     """The configuration of a training run of eight short steps, without its output."""
     return {
         "model": str(tiny_dir),
+        "threads": 1,
         "checkpoint_every": 4,
         "heldout_blocks": 1,
         "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},

@@ -1,5 +1,6 @@
 """One run on every engine: the same losses, and states that any other engine goes on from."""
 
+import os
 import shutil
 
 import pytest
@@ -46,6 +47,12 @@ def check(output, reference, kind, stage, tolerance):
     assert (found["engine"]["type"], found["engine"]["zero_stage"], found["processes"]) == (kind, stage, 2)
     assert losses(output) == pytest.approx(losses(reference), rel=tolerance)
     assert found["settled"] == pytest.approx(summary(reference)["settled"], rel=1e-3)
+
+
+def test_a_process_takes_all_cores_though_accelerate_leaves_it_one(training_values, tmp_path):
+    changes = {"optimizer": {"steps": 1, "batch_size": 1}, "threads": None}
+    launch("plain", 1, training_values, tmp_path / "run", **changes)
+    assert summary(tmp_path / "run")["threads"] == len(os.sched_getaffinity(0))
 
 
 def test_ddp(training_values, alone, tmp_path):

@@ -33,7 +33,8 @@ def train_here(values: dict, output: Path, *, resume: bool = False, **changes) -
 def launch(
     engine: str, processes: int, values: dict, output: Path, *extra: str, **changes
 ) -> subprocess.CompletedProcess:
-    """Train under `accelerate launch`: `engine` is ``ddp`` or ``zero1`` to ``zero3``. Fails unless the run succeeds."""
+    """Train under `accelerate launch`: `engine` is ``plain``, ``ddp`` or ``zero1`` to ``zero3``. Fails unless the run
+    succeeds."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(merged({**values, "output": str(output)}, changes)))
@@ -52,7 +53,7 @@ def launch(
     if engine == "ddp":
         flags += ["--multi_gpu"]
         environment["ACCELERATE_USE_CPU"] = "true"
-    else:
+    elif engine != "plain":
         flags += ["--use_deepspeed", "--zero_stage", engine.removeprefix("zero")]
     command = [
         sys.executable,

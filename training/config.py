@@ -221,6 +221,9 @@ class TrainConfig:
         choices=TRAINABLE,
     )
     seed: int = option(0, help="of data order and mixture")
+    threads: int | None = option(
+        None, help="of a process on a CPU; by default the machine's cores are shared among its processes"
+    )
     straight_through_from: float = option(
         0.5, help="with `compressor.gap: straight_through`, share of the run after which the hard mask is trained on"
     )
@@ -247,6 +250,7 @@ class TrainConfig:
     def __post_init__(self):
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
+        require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or null")
         for key in ("checkpoint_every", "heldout_blocks"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(

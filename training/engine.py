@@ -58,6 +58,8 @@ class Engine:
                 f"give the precision as `dtype`: the compressor stays in float32 whatever the model computes in"
             )
         self.stage = self._configure_deepspeed() if self.deepspeed else 0
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.threads or _fair_threads(self.world))
 
     @property
     def main(self) -> bool:
@@ -274,6 +276,12 @@ class _CarryRates(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, *(leaf.grad for leaf in ctx.leaves)
+
+
+def _fair_threads(world: int) -> int:
+    """One process's share of the machine's cores. `accelerate launch` would leave it a single one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def _never_build_shared_memory() -> None:

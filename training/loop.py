@@ -148,6 +148,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         "steps": settings.steps,
         "tokens": settings.steps * tokens_per_step,
         "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
+        "threads": torch.get_num_threads(),
         "processes": engine.world,
         "alpha": controller.alpha,
     }

@@ -23,7 +23,7 @@ from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, conf
         triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=4),
     ),
-    key=["key_width", "value_width", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room"],
+    key=["key_width", "value_width", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room_class"],
 )
 @triton.jit
 def _attend_split(
@@ -37,7 +37,7 @@ def _attend_split(
     partial_ptr,
     max_ptr,
     sum_ptr,
-    room,
+    room_class,
     key_width,
     value_width,
     key_stride_b,
@@ -199,7 +199,6 @@ def attend_split(
         value_width: W, of which `value_BGNY` may hold two to a byte.
     """
     batch, groups, rows, key_width = query_BGMR.shape
-    room = key_BGNY.shape[2]
     partial_BPSW = torch.empty(batch, groups * rows, splits, value_width, dtype=torch.float32, device=query_BGMR.device)
     _attend_split[splits, groups, batch](
         query_BGMR,
@@ -212,7 +211,7 @@ def attend_split(
         partial_BPSW,
         max_BPXV,
         sum_BPX,
-        room,
+        triton.next_power_of_2(key_BGNY.shape[2]),  # a growing cache is tuned for a few times, not at every length
         key_width,
         value_width,
         *key_BGNY.stride()[:3],

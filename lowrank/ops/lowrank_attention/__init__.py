@@ -5,7 +5,7 @@ Shapes: H query heads, Q new queries, D head dim, P parts, N low-rank tokens, F 
 
 from torch import Tensor
 
-from lowrank.ops.lowrank_attention import compiled, dense
+from lowrank.ops.lowrank_attention import compiled, dense, fused
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
 
@@ -38,6 +38,8 @@ def lowrank_attention(
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
     """
+    if fused.serves(keys, values, rotation, mask_QT):
+        return fused.lowrank_attention(query_HQD, keys, values, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
     operation = compiled if compiled.serves(keys, values, rotation, places, mask_QT) else dense
     return operation.lowrank_attention(
         query_HQD,

@@ -1,0 +1,85 @@
+"""Decode attention over low-rank and full-rank tokens on a GPU in Triton, where each KV head has coefficients of its own
+taken after rotation.
+
+Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
+"""
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.latent_attention.operands import LatentRows
+from lowrank.ops.lowrank_attention.dense import Operands
+from lowrank.ops.rotation import Rotation
+
+# Set to 0 to do without these kernels.
+SWITCH = "ADAPTIVE_KV_TRITON"
+
+
+def serves(keys: Operands, values: Operands, rotation: Rotation | None, mask_QT: Tensor | None) -> bool:
+    """Whether :func:`lowrank_attention` can attend over these tokens: where keys are compressed after rotation, head by head
+    as values are, no two heads hold different tokens, and integers of a row share one scale."""
+    groups = keys.full_GFD.shape[0]
+    quantisation = keys.coef.quantisation
+    return (
+        rotation is None
+        and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == groups
+        and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
+        and (mask_QT is None or mask_QT.dim() == 2)
+        and (quantisation is None or quantisation.group is None)
+        and _has_kernels(keys.coef.device.type)
+    )
+
+
+def lowrank_attention(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
+    # Only here: without a GPU there need be no Triton.
+    from lowrank.ops.latent_attention.triton import latent_attention
+
+    device, low, full = query_HQD.device, keys.coef.length, keys.full_GFD.shape[1]
+    mask_1QT = None if mask_QT is None else mask_QT[None]
+    whole = None
+    if full:
+        whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
+        whole = FullTokens(keys.full_GFD[None], values.full_GFD[None], _length(full, device), whole_mask)
+    return latent_attention(
+        query_HQD[None],
+        _latent_rows(keys),
+        _latent_rows(values),
+        _length(low, device),
+        scaling=scaling,
+        softcap=softcap,
+        mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
+        full=whole,
+    )[0]
+
+
+@functools.cache
+def _has_kernels(device_type: str) -> bool:
+    """Whether Triton's kernels run on such a device: on a GPU, or where they are interpreted."""
+    runs = device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and os.environ.get(SWITCH) != "0" and importlib.util.find_spec("triton") is not None
+
+
+def _latent_rows(operands: Operands) -> LatentRows:
+    """One sequence's as a batch of one, its room to grow included."""
+    row_GNY, scale_GN2 = operands.coef.buffers()
+    scale_BGN2 = None if scale_GN2 is None else scale_GN2[None]
+    return LatentRows(row_GNY[None], operands.basis_PWR[None], scale_BGN2, operands.coef.quantisation)
+
+
+def _length(count: int, device: torch.device) -> Tensor:
+    # Filled by the device, for which the host need not wait as it would for a copy.
+    return torch.full((1,), count, dtype=torch.int32, device=device)

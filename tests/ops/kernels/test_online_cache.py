@@ -1,0 +1,133 @@
+"""OjaKV's caches, whose decoding goes through the kernels by itself, against plain torch."""
+
+from unittest import mock
+
+import pytest
+import torch
+from errors import check_near
+from methods import calibration_of, tiny_model
+
+from lowrank.coefficients import Coefficients
+from lowrank.growing import GrowingTensor
+from lowrank.ops.lowrank_attention import Operands, fused, lowrank_attention
+from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank.quantise import Quantisation
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+HEADS, GROUPS, HEAD_DIM = 6, 2, 32
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """A spy on the kernels' operation."""
+    spy = mock.Mock(wraps=fused.lowrank_attention)
+    monkeypatch.setattr(fused, "lowrank_attention", spy)
+    return spy
+
+
+def operands(low, full, rank, *, dtype, generator, bits=None) -> Operands:
+    """With room to grow, which is filled with NaN."""
+    coef = Coefficients(
+        (GROUPS, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
+    )
+    coef.append(torch.randn(GROUPS, low, rank, generator=generator).to(dtype))
+    coef.reserve(low + 9)
+    for tensor in coef.buffers():
+        if tensor is not None and tensor.is_floating_point():
+            tensor[:, low:] = torch.nan
+    whole = GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
+    whole.reserve(full + 3)
+    basis = torch.linalg.qr(torch.randn(GROUPS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[:, :, :rank]
+    return Operands(coef, basis.to(dtype), whole.rows)
+
+
+def on(device, held: Operands) -> Operands:
+    coef = held.coef.clone()
+    for tensor in coef._tensors():
+        tensor.buffer = tensor.buffer.to(device)
+    return Operands(coef, held.basis_PWR.to(device), held.full_GFD.to(device))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize(("low", "full", "queries"), [(300, 20, 1), (40, 0, 1), (90, 7, 3)])
+def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low, full, queries, bits):
+    dtype = torch.float16
+    keys = operands(low, full, 5, dtype=dtype, generator=generator, bits=bits)
+    values = operands(low, full, 21, dtype=dtype, generator=generator, bits=bits)
+    query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator).to(dtype)
+    options = {"scaling": 0.25, "softcap": 3.0}
+    mask = None
+    if queries > 1:
+        mask = torch.rand(queries, low + full, generator=generator) < 0.7
+        mask[:, -1] = True
+    expected = reference(query.double(), keys, values, mask_QT=mask, **options)
+    found = lowrank_attention(
+        query.to(device),
+        on(device, keys),
+        on(device, values),
+        mask_QT=None if mask is None else mask.to(device),
+        **options,
+    )
+    assert kernel_calls.call_count == 1
+    check_near(found.cpu(), expected, dtype)
+
+
+def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, kernel_calls):
+    """Rows whose integers have scales by groups, and a mask for every head."""
+    keys, values = (operands(40, 3, 8, dtype=torch.float32, generator=generator) for _ in range(2))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
+    grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantisation=Quantisation(bits=8, group=4))
+    grouped.append(keys.coef.rows())
+    for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full_GFD), None)):
+        expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
+        found = lowrank_attention(
+            query.to(device),
+            on(device, keys_now),
+            on(device, values),
+            scaling=0.25,
+            mask_QT=None if mask is None else mask.to(device),
+        )
+        torch.testing.assert_close(found.cpu(), expected, atol=2e-4, rtol=2e-4)
+    assert not kernel_calls.called
+
+
+def test_they_can_be_switched_off(device, generator, monkeypatch):
+    held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
+    there = on(device, held)
+    assert fused.serves(there, there, None, None)
+    monkeypatch.setenv(fused.SWITCH, "0")
+    fused._has_kernels.cache_clear()
+    try:
+        assert not fused.serves(there, there, None, None)
+    finally:
+        fused._has_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "by_kernels"),
+    [
+        ("ojakv-pf", {"rate": 0.6}, True),
+        ("ojakv-pf", {"rate": 0.5, "storage": "int8"}, True),
+        ("ojakv", {"rate": 0.6, "recent": 3, "sinks": 2, "keep": 0.2}, True),
+        ("ojakv-joint", {"rate": 0.6}, False),
+    ],
+    ids=str,
+)
+def test_generates_what_plain_torch_does(device, kernel_calls, monkeypatch, preset, settings, by_kernels):
+    model = tiny_model(num_hidden_layers=1)
+    plan = make_plan(calibration_of(model), OjaKVConfig.preset(preset, update_period=3, **settings))
+    model, ids = model.to(device), torch.arange(1, 25, device=device).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # left padding
+
+    def answer() -> list:
+        cache = OjaKVCache(model, plan)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, **options).tolist()
+
+    found, calls = answer(), kernel_calls.call_count
+    assert calls == (2 * 5 if by_kernels else 0)  # sequences, decoded tokens
+    monkeypatch.setattr(fused, "serves", lambda *_: False)
+    assert answer() == found
+    assert kernel_calls.call_count == calls
