@@ -9,42 +9,51 @@ from torch import Tensor
 from lowrank.errors import UserError
 
 
-def uniform_ranks(widths: list[int], rate: float) -> list[int]:
+def uniform_ranks(widths: list[int], rate: float, multiple: int = 1) -> list[int]:
     """The same fraction of every width, at least one coefficient each.
 
-    Fractions of a coefficient carry over from one basis to the next, so that the total is ``rate · Σ C`` to within one.
+    What a rank had to leave carries over from one basis to the next, so that the total is ``rate · Σ C`` to within
+    `multiple`.
 
     Args:
         widths: C of each basis.
         rate: fraction in (0, 1].
+        multiple: ranks are multiples of it, or the whole width.
     """
     _check_rate(rate)
     ranks, owed = [], 0.0
     for width in widths:
         owed += width * rate
-        rank = min(width, max(1, int(owed + 1e-9)))
+        least = min(multiple, width)
+        rank = width if owed >= width else max(least, int((owed + 1e-9) // multiple) * multiple)
         ranks.append(rank)
         owed -= rank
     return ranks
 
 
-def waterfill_ranks(energies_C: list[Tensor], rate: float) -> list[int]:
+def waterfill_ranks(energies_C: list[Tensor], rate: float, multiple: int = 1) -> list[int]:
     """Spread a budget of ``rate · Σ C`` coefficients so that the total energy lost is least.
 
     The largest entries over all spectra are kept: the level at which the budget is spent is common to all
     (water-filling). Spectra must fall, so that what is kept is a prefix; scale each to unit sum where relative energies
     are to be compared.
+
+    Args:
+        energies_C: the spectra.
+        rate: fraction in (0, 1].
+        multiple: ranks are multiples of it, or the whole width: so many coefficients are kept or left together.
     """
     _check_rate(rate)
-    shares = torch.cat([energy_C.double() for energy_C in energies_C])
-    owner = torch.cat([torch.full((len(energy_C),), i) for i, energy_C in enumerate(energies_C)])
-    # One coefficient each is given first, so that no layer is left without any.
-    floor = len(energies_C)
-    budget = max(round(rate * len(shares)), floor)
-    first = torch.cat([torch.arange(len(energy_C)) == 0 for energy_C in energies_C])
-    order = torch.argsort(shares.masked_fill(first, torch.inf), descending=True)
-    counts = torch.bincount(owner[order[:budget]], minlength=floor)
-    return counts.tolist()
+    runs = [energy_C.double().split(multiple) for energy_C in energies_C]
+    share = torch.stack([run.mean() for each in runs for run in each])
+    size = torch.tensor([len(run) for each in runs for run in each])
+    owner = torch.tensor([i for i, each in enumerate(runs) for _ in each])
+    # The first coefficients of each are given first, so that no layer is left without any.
+    first = torch.tensor([run is each[0] for each in runs for run in each])
+    order = torch.argsort(share.masked_fill(first, torch.inf), descending=True)
+    within = size[order].cumsum(0) <= round(rate * int(size.sum())) + multiple // 2
+    chosen = order[within | first[order]]
+    return torch.zeros(len(runs), dtype=torch.long).index_add_(0, owner[chosen], size[chosen]).tolist()
 
 
 def falling_means(worth_C: Tensor) -> Tensor:

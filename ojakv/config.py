@@ -43,6 +43,11 @@ class OjaKVConfig:
     )
     rate: float = option(0.6, help="share of coefficients kept of each compressed token")
     energy: float = option(0.95, help="share of the calibration energy kept, where `ranks` is energy")
+    rank_multiple: int = option(
+        1,
+        help="ranks are multiples of it, or the whole width: 16 fills the registers of a CPU and the wide loads of a GPU",
+        unit="coefficients",
+    )
     key_weight: float = option(
         4.0,
         help="how much more a lost share of the keys' energy counts than one of the values', where `ranks` is budget",
@@ -107,7 +112,7 @@ class OjaKVConfig:
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
         for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger", "max_loss"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
-        for key in ("prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
+        for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
         for key in ("sinks", "recent", "min_length"):

@@ -111,11 +111,15 @@ def _unit(moment_PWW: Tensor) -> Tensor:
 def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
     """One rank for each side of each layer; heads of a layer share the largest that any of them needs."""
     if config.ranks == "fraction":
-        return uniform_ranks([spectrum.ranking_PW.shape[1] for spectrum in spectra], config.rate)
+        return uniform_ranks([spectrum.ranking_PW.shape[1] for spectrum in spectra], config.rate, config.rank_multiple)
     if config.ranks == "budget":
         shares = [spectrum.weight * _unit_rows(spectrum.ranking_PW).mean(dim=0) for spectrum in spectra]
-        return waterfill_ranks(shares, config.rate)
-    return [max(energy_rank(part_W, config.energy) for part_W in spectrum.ranking_PW) for spectrum in spectra]
+        return waterfill_ranks(shares, config.rate, config.rank_multiple)
+    return [
+        min(-(-rank // config.rank_multiple) * config.rank_multiple, spectrum.ranking_PW.shape[1])
+        for spectrum in spectra
+        for rank in [max(energy_rank(part_W, config.energy) for part_W in spectrum.ranking_PW)]
+    ]
 
 
 def _unit_rows(energy_PW: Tensor) -> Tensor:

@@ -88,6 +88,24 @@ def test_waterfilling_loses_least_energy():
     assert waterfill_ranks([torch.tensor([1.0, 0.0]), torch.tensor([0.6, 0.4])], 0.01) == [1, 1]
 
 
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.77, 1.0])
+def test_ranks_in_multiples_meet_the_budget(rate):
+    widths = [64, 64, 40, 64, 192, 40] * 4
+    generator = torch.Generator().manual_seed(0)
+    spectra = [torch.rand(width, generator=generator).sort(descending=True).values for width in widths]
+    for ranks in (uniform_ranks(widths, rate, 16), waterfill_ranks(spectra, rate, 16)):
+        assert all(rank % 16 == 0 or rank == width for rank, width in zip(ranks, widths, strict=True))
+        assert all(16 <= rank <= width for rank, width in zip(ranks, widths, strict=True))
+        floor = 16 * len(widths)
+        assert sum(ranks) == pytest.approx(max(rate * sum(widths), floor), abs=16)
+
+
+def test_waterfilling_in_multiples_keeps_the_runs_worth_most():
+    spectra = [torch.tensor([8.0, 1.0, 0.5, 0.5]), torch.tensor([4.0, 3.0, 2.9, 2.8])]
+    assert waterfill_ranks(spectra, 0.75, 2) == [2, 4]
+    assert waterfill_ranks(spectra, 0.5, 2) == [2, 2]
+
+
 def test_energy_rank():
     energy = torch.tensor([6.0, 3.0, 1.0])
     assert [energy_rank(energy, share) for share in (0.5, 0.6, 0.61, 0.9, 0.95, 1.0)] == [1, 1, 2, 2, 3, 3]

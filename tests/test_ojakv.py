@@ -226,6 +226,17 @@ def test_ranks_by_fraction_energy_and_budget(calibration):
                 assert float((basis.T @ block @ basis).trace() / block.trace()) >= energy - 1e-6
 
 
+@pytest.mark.parametrize("how", ["fraction", "budget", "energy"])
+def test_ranks_in_multiples(calibration, how):
+    plan = make_plan(calibration, OjaKVConfig(ranks=how, rate=0.5, energy=0.9, rank_multiple=8))
+    assert all(rank % 8 == 0 for rank in ranks(plan))
+    alone = make_plan(calibration, OjaKVConfig(ranks=how, rate=0.5, energy=0.9))
+    if how == "energy":
+        assert all(0 <= more - rank < 8 for more, rank in zip(ranks(plan), ranks(alone), strict=True))
+    else:
+        assert sum(ranks(plan)) == pytest.approx(sum(ranks(alone)), abs=8)
+
+
 def test_query_key_bases_weigh_queries(calibration):
     alone = make_plan(calibration, OjaKVConfig(**PER_HEAD))
     together = make_plan(calibration, OjaKVConfig(**PER_HEAD, query_key=True))
