@@ -30,6 +30,9 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model]")
     parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
     parser.add_argument(
+        "--granularity", type=int, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
+    )
+    parser.add_argument(
         "--bases", metavar="DIR", help="what scripts/calibrate.py wrote; with it OjaKV presets are timed"
     )
     parser.add_argument("--presets", default="ojakv-pf,ojakv-joint", help="OjaKV presets [default %(default)s]")
@@ -57,7 +60,8 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
     }
     if arguments.checkpoint:
-        learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint)
+        settings = {} if arguments.granularity is None else {"granularity": arguments.granularity}
+        learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint, **settings)
         found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
         _check_learned("dynakv", *found["dynakv"])
         if plain.device.type == "cuda":

@@ -16,6 +16,8 @@ from lowrank.memory import POSITIONS
 from lowrank.quantise import Quantisation
 
 _INT16_MAX = torch.iinfo(torch.int16).max
+# A prompt's buckets have room for one row more in so many: the first tokens after it would else move one bucket each.
+_PROMPT_ROWS_PER_SPARE = 64
 
 
 @dataclasses.dataclass
@@ -25,9 +27,9 @@ class Bucket:
     coef: Coefficients
     position_N: GrowingTensor
 
-    def append(self, coef_NR: Tensor, position_N: Tensor, *, exact: bool) -> None:
-        self.coef.append(coef_NR, exact=exact)
-        self.position_N.append(position_N, exact=exact)
+    def append(self, coef_NR: Tensor, position_N: Tensor) -> None:
+        self.coef.append(coef_NR)
+        self.position_N.append(position_N)
 
     def append_one(self, coef_1R: Tensor, position: int) -> None:
         self.coef.append(coef_1R)
@@ -47,10 +49,10 @@ class Bucket:
         self.coef.keep(row_N)
         self.position_N = GrowingTensor(position_N)
 
-    def trim(self) -> None:
-        """Give back all room to grow."""
-        self.coef.reserve(self.coef.length)
-        self.position_N.reserve(self.position_N.length)
+    def reserve(self, capacity: int) -> None:
+        """Have room for exactly so many rows, at least those in use."""
+        self.coef.reserve(capacity)
+        self.position_N.reserve(capacity)
 
     def widen_index(self, dtype: torch.dtype) -> None:
         self.coef.memo = None
@@ -87,13 +89,13 @@ class RaggedStore:
         self.memo: Any = None
         self._buckets: dict[int, Bucket] = {}
 
-    def append(self, coef_TC: Tensor, rank_T: Tensor, *, exact: bool = False) -> None:
+    def append(self, coef_TC: Tensor, rank_T: Tensor, *, is_prompt: bool = False) -> None:
         """Add T rows at the end; only the first ``rank_T[t]`` entries of row t are read and kept.
 
         Args:
             coef_TC: coefficients, any floating dtype, converted to the store's.
             rank_T: integer ranks in 0..C.
-            exact: allocate exactly what is used (for a whole prompt), not room to grow.
+            is_prompt: many rows, to which few will be added: they get less room to grow.
         """
         coef_TC = coef_TC.detach()
         count = coef_TC.shape[0]
@@ -102,7 +104,11 @@ class RaggedStore:
         for group, rank in enumerate(ranks.tolist()):
             row_N = torch.nonzero(group_T == group).squeeze(1)
             position_N = (row_N + self.length).to(self.index_dtype)
-            self._bucket(rank).append(coef_TC[row_N, :rank], position_N, exact=exact)
+            bucket = self._bucket(rank)
+            if is_prompt:
+                used = bucket.coef.length + len(row_N)
+                bucket.reserve(used + used // _PROMPT_ROWS_PER_SPARE)
+            bucket.append(coef_TC[row_N, :rank], position_N)
         self.length += count
 
     def append_one(self, coef_1R: Tensor) -> None:
@@ -177,7 +183,7 @@ class RaggedStore:
         """Give back all room to grow."""
         self.memo = None
         for bucket in self._buckets.values():
-            bucket.trim()
+            bucket.reserve(0)
 
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""

@@ -65,10 +65,22 @@ def test_any_sequence_of_operations_matches_a_list(steps):
         check_against(store, rows)
 
 
-def test_a_prompt_is_stored_without_slack():
+def test_a_prompt_has_room_for_a_few_tokens():
+    store = new_store()
+    store.append(torch.randn(640, WIDTH), torch.tensor([4, 8]).repeat(320), is_prompt=True)
+    used = 320 * (4 + 8) * 4 + 640 * 2
+    assert used < store.nbytes <= used * 65 / 64
+    before = [tensor.data_ptr() for _, tensor in store.held()]
+    append_few(store, torch.randn(10, WIDTH), [4, 8] * 5)
+    assert [tensor.data_ptr() for _, tensor in store.held()] == before
+    append_few(store, torch.randn(1, WIDTH), [4])
+    assert [tensor.data_ptr() for _, tensor in store.held()] != before
+
+
+def test_a_short_prompt_is_stored_without_slack():
     ranks = torch.randint(1, WIDTH + 1, (500,), generator=torch.Generator().manual_seed(0))
     store = new_store()
-    store.append(torch.randn(500, WIDTH), ranks, exact=True)
+    store.append(torch.randn(500, WIDTH), ranks, is_prompt=True)
     assert store.nbytes == int(ranks.sum()) * 4 + 500 * 2
 
 

@@ -86,9 +86,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         count = key[0].shape[1]
         if count > MAX_DECODE_QUERIES:
             for b, sequence in enumerate(self.sequences):
-                # No room to grow, which is left to the tokens that follow.
-                sequence.key.append(key[0][b], key[1][b], exact=True)
-                sequence.value.append(value[0][b], value[1][b], exact=True)
+                sequence.key.append(key[0][b], key[1][b], is_prompt=True)
+                sequence.value.append(value[0][b], value[1][b], is_prompt=True)
                 sequence.note(count)
             return
         key_ranks, value_ranks = key[1].tolist(), value[1].tolist()
