@@ -10,22 +10,26 @@ from lowrank.errors import UserError
 
 
 def uniform_ranks(widths: list[int], rate: float, multiple: int = 1) -> list[int]:
-    """The same fraction of every width, at least one coefficient each.
+    """The same fraction of every width, at least `multiple` coefficients each.
 
     What a rank had to leave carries over from one basis to the next, so that the total is ``rate · Σ C`` to within
-    `multiple`.
+    `multiple`, or what is least where that is more.
 
     Args:
         widths: C of each basis.
         rate: fraction in (0, 1].
         multiple: ranks are multiples of it, or the whole width.
+
+    Raises:
+        UserError: as :func:`waterfill_ranks`.
     """
     _check_rate(rate)
+    _check_multiple(widths, rate, multiple)
     ranks, owed = [], 0.0
     for width in widths:
         owed += width * rate
         least = min(multiple, width)
-        rank = width if owed >= width else max(least, int((owed + 1e-9) // multiple) * multiple)
+        rank = width if owed >= width - 1e-9 else max(least, int((owed + 1e-9) // multiple) * multiple)
         ranks.append(rank)
         owed -= rank
     return ranks
@@ -36,24 +40,35 @@ def waterfill_ranks(energies_C: list[Tensor], rate: float, multiple: int = 1) ->
 
     The largest entries over all spectra are kept: the level at which the budget is spent is common to all
     (water-filling). Spectra must fall, so that what is kept is a prefix; scale each to unit sum where relative energies
-    are to be compared.
+    are to be compared. The budget is met to within half a `multiple`, or what is least where that is more.
 
     Args:
         energies_C: the spectra.
         rate: fraction in (0, 1].
         multiple: ranks are multiples of it, or the whole width: so many coefficients are kept or left together.
+
+    Raises:
+        UserError: `rate` is not in its range, or `multiple` coefficients for every basis are more than the budget.
     """
     _check_rate(rate)
-    runs = [energy_C.double().split(multiple) for energy_C in energies_C]
-    share = torch.stack([run.mean() for each in runs for run in each])
-    size = torch.tensor([len(run) for each in runs for run in each])
-    owner = torch.tensor([i for i, each in enumerate(runs) for _ in each])
+    widths = [len(energy_C) for energy_C in energies_C]
+    _check_multiple(widths, rate, multiple)
+    share, size, owner, first = [], [], [], []
+    for i, (energy_C, width) in enumerate(zip(energies_C, widths, strict=True)):
+        runs = -(-width // multiple)
+        size_K = torch.full((runs,), multiple)
+        size_K[-1] = width - (runs - 1) * multiple
+        padded = torch.nn.functional.pad(energy_C.double(), (0, runs * multiple - width))
+        share.append(padded.view(runs, multiple).sum(dim=1) / size_K)
+        size.append(size_K)
+        owner.append(torch.full((runs,), i))
+        first.append(torch.arange(runs) == 0)
+    share, size, owner, first = (torch.cat(each) for each in (share, size, owner, first))
     # The first coefficients of each are given first, so that no layer is left without any.
-    first = torch.tensor([run is each[0] for each in runs for run in each])
     order = torch.argsort(share.masked_fill(first, torch.inf), descending=True)
-    within = size[order].cumsum(0) <= round(rate * int(size.sum())) + multiple // 2
-    chosen = order[within | first[order]]
-    return torch.zeros(len(runs), dtype=torch.long).index_add_(0, owner[chosen], size[chosen]).tolist()
+    is_within = size[order].cumsum(0) <= round(rate * sum(widths)) + multiple // 2
+    chosen = order[is_within | first[order]]
+    return torch.zeros(len(widths), dtype=torch.long).index_add_(0, owner[chosen], size[chosen]).tolist()
 
 
 def falling_means(worth_C: Tensor) -> Tensor:
@@ -91,3 +106,12 @@ def check_rank(rank: int, width: int, name: str = "rank") -> None:
 def _check_rate(rate: float) -> None:
     if not 0 < rate <= 1:
         raise UserError(f"`rate` must be in (0, 1], got {rate}; 0.3 keeps 30 % of the coefficients")
+
+
+def _check_multiple(widths: list[int], rate: float, multiple: int) -> None:
+    least, budget = sum(min(multiple, width) for width in widths), rate * sum(widths)
+    if multiple > 1 and least > budget + multiple:
+        raise UserError(
+            f"ranks in multiples of {multiple} keep at least {least / sum(widths):.2f} of widths like {widths[0]}, "
+            f"more than the rate {rate}; take a smaller multiple or a higher rate"
+        )

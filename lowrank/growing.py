@@ -55,9 +55,10 @@ class GrowingTensor:
 
     def reserve(self, capacity: int) -> None:
         """Move to a buffer of exactly `capacity` rows, at least those in use."""
+        capacity = max(capacity, self.length)
         if capacity != self.capacity:
             shape = list(self.buffer.shape)
-            shape[self.dim] = max(capacity, self.length)
+            shape[self.dim] = capacity
             buffer = self.buffer.new_empty(shape)
             buffer.narrow(self.dim, 0, self.length).copy_(self.rows)
             self.buffer = buffer

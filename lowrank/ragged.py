@@ -16,7 +16,7 @@ from lowrank.memory import POSITIONS
 from lowrank.quantise import Quantisation
 
 _INT16_MAX = torch.iinfo(torch.int16).max
-# A prompt's buckets have room for one row more in so many: the first tokens after it would else move one bucket each.
+# A long prompt's buckets have room for one row more in so many: the first tokens after it would else move one bucket each.
 _PROMPT_ROWS_PER_SPARE = 64
 
 

@@ -89,7 +89,9 @@ def plan_for_bytes(
         plan = make_plan(calibration, dataclasses.replace(config, rate=rate))
         return plan, planned_rate(plan, prompt=prompt, tokens=tokens, itemsize=itemsize)
 
-    low, high = 1 / calibration.geometry.width, 1.0
+    geometry = calibration.geometry
+    narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    low, high = min(1.0, config.rank_multiple / narrowest), 1.0
     best, least = planned(low)
     if least > share:
         raise UserError(

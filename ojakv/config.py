@@ -45,7 +45,8 @@ class OjaKVConfig:
     energy: float = option(0.95, help="share of the calibration energy kept, where `ranks` is energy")
     rank_multiple: int = option(
         1,
-        help="ranks are multiples of it, or the whole width: 16 fills the registers of a CPU and the wide loads of a GPU",
+        help="ranks are multiples of it, or the whole width: 16 fills the registers of a CPU and the wide loads of a GPU, "
+        "32 those of int4",
         unit="coefficients",
     )
     key_weight: float = option(

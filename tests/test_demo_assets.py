@@ -10,10 +10,16 @@ from lowrank.errors import UserError
 fetch = runpy.run_path(str(Path(__file__).parent.parent / "scripts/fetch_demo_assets.py"))
 
 PAGE = "<page><title>{title}</title><ns>{namespace}</ns><revision><text>{text}</text></revision></page>"
-MARKUP = """'''Ranks''' are [[number|numbers]].&lt;ref&gt;A source.&lt;/ref&gt; {{cite|x}}
+MARKUP = """'''Ranks''' are [[number|numbers]].&lt;ref name="a/b" /&gt;
+So says [[Alien: Covenant]].&lt;ref&gt;A source.&lt;/ref&gt; {{cite|x}}
 {| class="wikitable"
+| {{dts|1900|}}
+|
+{| class="nested"
 | 1
 |}
+|}
+[[de:Rang]]
 [[File:Rank.png|thumb|A picture]]
 == Use ==
 They [[cache]] well.
@@ -32,10 +38,10 @@ def test_articles_lose_their_markup():
     dump = "<mediawiki>" + "".join(PAGE.format(**page) for page in pages) + "</mediawiki>"
     [(title, markup)] = fetch["articles"](dump.encode())
     assert title == "Ranks"
-    text = fetch["plain_text"](markup)
-    assert text.startswith("Ranks are numbers.")
+    text = fetch["plain_text"](fetch["markup_parser"]()(markup))
+    assert text.startswith("Ranks are numbers.\nSo says Alien: Covenant.")
     assert text.endswith("They cache well.")
-    for gone in ("source", "wikitable", "picture", "Other", "Category", "cite", "'''", "[["):
+    for gone in ("source", "wikitable", "picture", "Other", "Category", "cite", "nested", "Rang", "'''", "[[", "|"):
         assert gone not in text, gone
 
 

@@ -222,7 +222,8 @@ class TrainConfig:
     )
     seed: int = option(0, help="of data order and mixture")
     threads: int | None = option(
-        None, help="of a process on a CPU; by default the machine's cores are shared among its processes"
+        None,
+        help="of a process on a CPU; by default what OMP_NUM_THREADS says above 1, else its share of the machine's cores",
     )
     straight_through_from: float = option(
         0.5, help="with `compressor.gap: straight_through`, share of the run after which the hard mask is trained on"

@@ -59,7 +59,7 @@ class Engine:
             )
         self.stage = self._configure_deepspeed() if self.deepspeed else 0
         if self.device.type == "cpu":
-            torch.set_num_threads(config.threads or _fair_threads(self.world))
+            torch.set_num_threads(config.threads or _threads(self.world))
 
     @property
     def main(self) -> bool:
@@ -278,10 +278,15 @@ class _CarryRates(torch.autograd.Function):
         return gradient, None, *(leaf.grad for leaf in ctx.leaves)
 
 
-def _fair_threads(world: int) -> int:
-    """One process's share of the machine's cores. `accelerate launch` would leave it a single one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+def _threads(world: int) -> int:
+    """One process's share of the cores, unless the environment says more than the single thread that `accelerate launch`
+    leaves a process by itself."""
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return torch.get_num_threads()
+    cores = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    # A process that is bound to some cores has its share already.
+    return own if own < cores else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def _never_build_shared_memory() -> None:

@@ -50,7 +50,7 @@ def latent_attention(
     """
     batch, heads, queries, head_dim = query_BHQD.shape
     groups = keys.row_BGNY.shape[1]
-    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim)
+    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
     latent_BGMR = (query_BGMD @ keys.basis_BGDR).contiguous()
 
     def cut(room: int) -> int:

@@ -4,6 +4,7 @@ taken after rotation.
 Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -18,12 +19,18 @@ from lowrank.ops.rotation import Rotation
 
 # Set to 0 to do without these kernels.
 SWITCH = "ADAPTIVE_KV_TRITON"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of a KV head: each has a sum in a program's registers.
+_MAX_QUERY_NUMBERS = 64 * 256
 
 
-def serves(keys: Operands, values: Operands, rotation: Rotation | None, mask_QT: Tensor | None) -> bool:
+def serves(
+    query_HQD: Tensor, keys: Operands, values: Operands, rotation: Rotation | None, mask_QT: Tensor | None
+) -> bool:
     """Whether :func:`lowrank_attention` can attend over these tokens: where keys are compressed after rotation, head by head
-    as values are, no two heads hold different tokens, and integers of a row share one scale."""
-    groups = keys.full_GFD.shape[0]
+    as values are, no two heads hold different tokens, integers of a row share one scale, and the rows of queries that share
+    a KV head are few enough for a program's registers."""
+    groups, dtype = keys.full_GFD.shape[0], query_HQD.dtype
     quantisation = keys.coef.quantisation
     return (
         rotation is None
@@ -31,7 +38,10 @@ def serves(keys: Operands, values: Operands, rotation: Rotation | None, mask_QT:
         and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
         and (mask_QT is None or mask_QT.dim() == 2)
         and (quantisation is None or quantisation.group is None)
-        and _has_kernels(keys.coef.device.type)
+        and dtype in _DTYPES
+        and all(dtype == each.coef.dtype == each.basis_PWR.dtype == each.full_GFD.dtype for each in (keys, values))
+        and query_HQD.numel() // groups <= _MAX_QUERY_NUMBERS
+        and _has_kernels(query_HQD.device)
     )
 
 
@@ -54,23 +64,28 @@ def lowrank_attention(
     if full:
         whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
         whole = FullTokens(keys.full_GFD[None], values.full_GFD[None], _length(full, device), whole_mask)
-    return latent_attention(
-        query_HQD[None],
-        _latent_rows(keys),
-        _latent_rows(values),
-        _length(low, device),
-        scaling=scaling,
-        softcap=softcap,
-        mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
-        full=whole,
-    )[0]
+    # Kernels run on the current device, a layer of a model that is spread over several need not.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return latent_attention(
+            query_HQD[None],
+            _latent_rows(keys),
+            _latent_rows(values),
+            _length(low, device),
+            scaling=scaling,
+            softcap=softcap,
+            mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
+            full=whole,
+        )[0]
 
 
 @functools.cache
-def _has_kernels(device_type: str) -> bool:
-    """Whether Triton's kernels run on such a device: on a GPU, or where they are interpreted."""
-    runs = device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return runs and os.environ.get(SWITCH) != "0" and importlib.util.find_spec("triton") is not None
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device: on a GPU since Ampere, or where they are interpreted."""
+    if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _latent_rows(operands: Operands) -> LatentRows:

@@ -213,9 +213,11 @@ static void value_block(const struct task *task, const struct piece *piece, int6
         const int64_t whole = store->kind == FLOAT32 ? piece->rank / LANES * LANES : padded(piece->rank);
         product(part_heads, whole, count, weight, 1, lanes, rows.start, rows.stride, latent, stride, 1);
         if (whole >= piece->rank) continue;
-        for (int64_t t = 0; t < count; t++) /* what does not fill a vector, and zeros */
-            for (int64_t r = 0; r < LANES; r++)
-                scratch->coef[t * LANES + r] = whole + r < piece->rank ? rows.start[t * rows.stride + whole + r] : 0;
+        for (int64_t t = 0; t < count; t++) { /* what does not fill a vector, and zeros */
+            float *rest = scratch->coef + t * LANES;
+            *(vector *)rest = (vector){0};
+            for (int64_t r = whole; r < piece->rank; r++) rest[r - whole] = rows.start[t * rows.stride + r];
+        }
         product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + whole, stride, 1);
     }
 }

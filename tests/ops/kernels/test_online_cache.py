@@ -25,27 +25,28 @@ def kernel_calls(monkeypatch):
     return spy
 
 
-def operands(low, full, rank, *, dtype, generator, bits=None) -> Operands:
-    """With room to grow, which is filled with NaN."""
+def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS) -> Operands:
+    """With room to grow, which is filled with NaN, or codes whose scales are."""
     coef = Coefficients(
-        (GROUPS, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
+        (groups, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
     )
-    coef.append(torch.randn(GROUPS, low, rank, generator=generator).to(dtype))
+    coef.append(torch.randn(groups, low, rank, generator=generator).to(dtype))
     coef.reserve(low + 9)
     for tensor in coef.buffers():
-        if tensor is not None and tensor.is_floating_point():
-            tensor[:, low:] = torch.nan
-    whole = GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
+        if tensor is not None:
+            tensor[:, low:] = torch.nan if tensor.is_floating_point() else 255
+    whole = GrowingTensor(torch.randn(groups, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
     whole.reserve(full + 3)
-    basis = torch.linalg.qr(torch.randn(GROUPS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[:, :, :rank]
+    basis = torch.linalg.qr(torch.randn(groups, HEAD_DIM, HEAD_DIM, generator=generator)).Q[:, :, :rank]
     return Operands(coef, basis.to(dtype), whole.rows)
 
 
 def on(device, held: Operands) -> Operands:
-    coef = held.coef.clone()
-    for tensor in coef._tensors():
+    """The same tensors on a device, room to grow included."""
+    for tensor in held.coef._tensors():
         tensor.buffer = tensor.buffer.to(device)
-    return Operands(coef, held.basis_PWR.to(device), held.full_GFD.to(device))
+    assert held.coef.buffers()[0].shape[1] > held.coef.length
+    return Operands(held.coef, held.basis_PWR.to(device), held.full_GFD.to(device))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -72,13 +73,28 @@ def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low,
     check_near(found.cpu(), expected, dtype)
 
 
+def test_as_many_kv_heads_as_queries_that_lie_as_models_leave_them(device, generator, kernel_calls):
+    """Heads are then a transposed view whose rows do not follow one another."""
+    keys, values = (operands(40, 9, 7, dtype=torch.float32, generator=generator, groups=HEADS) for _ in range(2))
+    query = torch.randn(3, HEADS, HEAD_DIM, generator=generator).transpose(0, 1)
+    expected = reference(query, keys, values, scaling=0.25)
+    found = lowrank_attention(query.to(device), on(device, keys), on(device, values), scaling=0.25)
+    assert kernel_calls.call_count == 1
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, kernel_calls):
-    """Rows whose integers have scales by groups, and a mask for every head."""
+    """Rows whose integers have scales by groups, a mask for every head, another dtype, more queries than registers hold."""
     keys, values = (operands(40, 3, 8, dtype=torch.float32, generator=generator) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
     grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantisation=Quantisation(bits=8, group=4))
     grouped.append(keys.coef.rows())
+    grouped.reserve(49)
+    there = on(device, keys), on(device, values)
+    assert fused.serves(query.to(device), *there, None, None)
+    assert not fused.serves(query.to(device).double(), *there, None, None)
+    assert not fused.serves(query.to(device).expand(-1, 200, -1), *there, None, None)
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full_GFD), None)):
         expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
         found = lowrank_attention(
@@ -95,11 +111,12 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
 def test_they_can_be_switched_off(device, generator, monkeypatch):
     held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
     there = on(device, held)
-    assert fused.serves(there, there, None, None)
+    query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
+    assert fused.serves(query, there, there, None, None)
     monkeypatch.setenv(fused.SWITCH, "0")
     fused._has_kernels.cache_clear()
     try:
-        assert not fused.serves(there, there, None, None)
+        assert not fused.serves(query, there, there, None, None)
     finally:
         fused._has_kernels.cache_clear()
 
