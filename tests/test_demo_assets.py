@@ -38,7 +38,7 @@ def test_articles_lose_their_markup():
     dump = "<mediawiki>" + "".join(PAGE.format(**page) for page in pages) + "</mediawiki>"
     [(title, markup)] = fetch["articles"](dump.encode())
     assert title == "Ranks"
-    text = fetch["plain_text"](fetch["markup_parser"]()(markup))
+    text = fetch["plain_text"](fetch["required"]("mwparserfromhell").parse(markup))
     assert text.startswith("Ranks are numbers.\nSo says Alien: Covenant.")
     assert text.endswith("They cache well.")
     for gone in ("source", "wikitable", "picture", "Other", "Category", "cite", "nested", "Rang", "'''", "[[", "|"):

@@ -34,6 +34,7 @@ def serves(
     quantisation = keys.coef.quantisation
     return (
         rotation is None
+        and _has_kernels(query_HQD.device)  # early: on a CPU nothing else need be asked, at every token of every layer
         and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == groups
         and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
         and (mask_QT is None or mask_QT.dim() == 2)
@@ -41,7 +42,6 @@ def serves(
         and dtype in _DTYPES
         and all(dtype == each.coef.dtype == each.basis_PWR.dtype == each.full_GFD.dtype for each in (keys, values))
         and query_HQD.numel() // groups <= _MAX_QUERY_NUMBERS
-        and _has_kernels(query_HQD.device)
     )
 
 
