@@ -2,19 +2,21 @@
 #pragma once
 #include <stdint.h>
 
-/* Sums of a tile of a matrix product stay in registers: NARROW rows of one vector, or ROWS rows of up to VECTORS. */
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
-enum { ROWS = 6, VECTORS = 4, NARROW = 16 }; /* of 32 registers */
-#elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-enum { ROWS = 6, VECTORS = 4, NARROW = 16 };
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
-enum { ROWS = 4, VECTORS = 3, NARROW = 8 }; /* of 16 registers */
 #else
 #define VECTOR_BYTES 16
-enum { ROWS = 4, VECTORS = 3, NARROW = 8 };
+#endif
+
+/* Sums of a tile of a matrix product stay in registers, beside a row of the right matrix and a number of the left one:
+ * NARROW rows of one vector, or ROWS rows of up to VECTORS. Even parts of 64 dims leave no narrower tile over. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define HAS_32_REGISTERS
+enum { ROWS = 6, VECTORS = 4, NARROW = 16 };
+#else
+enum { ROWS = 6, VECTORS = 2, NARROW = 12 };
 #endif
 
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
@@ -123,7 +125,7 @@ static inline __attribute__((always_inline)) void tile_product(
     case (R) * 8 + (V):                                                                     \
         tile_product(R, V, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
         break;
-#define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3)
+#define ALL_ROWS(V) CASE(1, V) CASE(2, V) CASE(3, V) CASE(4, V) CASE(5, V) CASE(6, V)
 
 /* c (rows, columns) = or += a · b, where `columns` is a multiple of LANES. */
 static inline __attribute__((always_inline)) void product(
@@ -138,12 +140,11 @@ static inline __attribute__((always_inline)) void product(
             const float *a = all_a + first * a_row, *b = all_b + column;
             float *c = all_c + first * c_row + column;
             switch (rows * 8 + vectors) {
-                CASES(1) CASES(2) CASES(3) CASES(4)
-                CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
-#if defined(__AVX512F__) || defined(__aarch64__)
-                CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
-                CASE(5, 2) CASE(6, 2) CASE(5, 3) CASE(6, 3)
-                CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1) CASE(13, 1) CASE(14, 1) CASE(15, 1) CASE(16, 1)
+                ALL_ROWS(1) ALL_ROWS(2)
+                CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
+#ifdef HAS_32_REGISTERS
+                ALL_ROWS(3) ALL_ROWS(4)
+                CASE(13, 1) CASE(14, 1) CASE(15, 1) CASE(16, 1)
 #endif
             }
         }
