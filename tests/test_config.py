@@ -32,7 +32,7 @@ def test_file_then_command_line(tmp_path):
     ("text", "message"),
     [
         ("model: m\noptimizer:\n  stpes: 3\n", "unknown key `optimizer.stpes`.*did you mean `steps`"),
-        ("model: m\nzebra: 3\n", "unknown key `zebra`.*valid keys: calibration"),
+        ("model: m\nzebra: 3\n", "unknown key `zebra`.*valid keys: average_checkpoints"),
         ("optimizer:\n  steps: 3\n", "`model` is missing"),
         ("model: m\noptimizer:\n  steps: three\n", "`optimizer.steps` must be of type int, got 'three'"),
         ("model: m\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),

@@ -4,16 +4,18 @@ import os
 import shutil
 
 import pytest
-from training_runs import launch, losses, rows, summary, train_here
+from training_runs import assert_is_mean, launch, losses, rows, summary, train_here
 
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
     "checkpoint_every": 2,
+    "average_checkpoints": 2,
     "rate": {"target_retain_rate": 0.5, "gain": 0.0},
 }
 HALF = {
     "optimizer": {"steps": 4, "batch_size": 2},
     "checkpoint_every": 2,
+    "average_checkpoints": 2,
     "rate": {"target_retain_rate": 0.5, "gain": 0.0},
 }
 
@@ -72,6 +74,10 @@ def test_zero_3(alone, sharded):
     # steps divide gradients by themselves and turn such rounding into steps.
     check(sharded, alone, "DEEPSPEED", 3, 3e-4)
     assert rows(sharded)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=1e-6)
+
+
+def test_zero_3_ends_with_the_mean_of_its_states(sharded):
+    assert_is_mean(sharded, [2, 4])
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from lowrank.config import build
 from training.config import TrainConfig
@@ -83,3 +85,16 @@ def losses(output: Path) -> list[float]:
 
 def summary(output: Path) -> dict:
     return yaml.safe_load((output / "summary.yaml").read_text())
+
+
+def assert_is_mean(output: Path, steps: list[int]) -> None:
+    """The final compressor is the mean of the states after these steps, and says so."""
+    states = [load_file(output / f"states/step-{step:06d}/compressor.safetensors") for step in steps]
+    final = load_file(output / "checkpoint/compressor.safetensors")
+    assert summary(output)["averaged_steps"] == steps
+    for name, tensor in final.items():
+        mean = torch.stack([state[name] for state in states]).double().mean(dim=0)
+        torch.testing.assert_close(tensor, mean.float(), atol=0, rtol=2e-7)
+    assert not all(torch.equal(tensor, states[-1][name]) for name, tensor in final.items()), (
+        "it is not the last of them"
+    )

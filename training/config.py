@@ -231,6 +231,12 @@ class TrainConfig:
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
     checkpoint_every: int = option(200, help="steps between resumable checkpoints; 0 writes none", unit="steps")
     keep_checkpoints: int = option(2, help="resumable checkpoints kept", unit="checkpoints")
+    average_checkpoints: int = option(
+        0,
+        help="end with the mean of what is trained in the last so many resumable checkpoints instead of what the last step "
+        "left, which a few sequences shook; 0 does not",
+        unit="checkpoints",
+    )
     divergence: float = option(
         3.0,
         help="stop when the cross-entropy, averaged over about 20 steps, is this far above its lowest; 0 never does",
@@ -250,6 +256,7 @@ class TrainConfig:
 
     def __post_init__(self):
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
+        self._check_average()
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or null")
         for key in ("checkpoint_every", "heldout_blocks"):
@@ -285,3 +292,11 @@ class TrainConfig:
                 "0 with `trainable: full`, which leaves no uncompressed model to learn from",
             )
             require(self.dtype != "float16", "dtype", self.dtype, "float32 or bfloat16 with `trainable: full`")
+
+    def _check_average(self) -> None:
+        key, count = "average_checkpoints", self.average_checkpoints
+        require(count >= 0, key, count, "zero or positive")
+        require(count <= self.keep_checkpoints, key, count, f"at most `keep_checkpoints`, {self.keep_checkpoints}")
+        if count:
+            written = self.optimizer.steps // self.checkpoint_every if self.checkpoint_every else 0
+            require(count <= written, key, count, f"at most the {written} that `checkpoint_every` writes in a run")

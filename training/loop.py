@@ -18,6 +18,7 @@ from lowrank.atomic import write_text
 from lowrank.config import to_dict
 from lowrank.errors import UserError
 from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
+from training.average import load_mean
 from training.config import COMPRESSOR, TrainConfig
 from training.data import TrainingBlocks
 from training.engine import Engine
@@ -152,6 +153,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         "processes": engine.world,
         "alpha": controller.alpha,
     }
+    if config.average_checkpoints:
+        summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
     unseen = stream.part(start=settings.steps * blocks_per_step, cursor_S3=cursor_S3)
     engine.wrapped.eval()
     summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
 from lowrank.atomic import new_directory
@@ -142,15 +143,23 @@ def load_into(engine: Engine, directory: Path, step: int) -> None:
     if tensors.keys() != expected:
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
         raise UserError(f"`{directory}` does not fit this run: missing {missing[:3]}, unexpected {extra[:3]}")
+    load_weights(engine, read_weights(directory), str(directory))
+    moments = {name: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in engine.parameters}
+    engine.set_moments(moments, step)
+
+
+def read_weights(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """What was trained, as a state holds it: name of the file → its tensors."""
+    return {name: read_state(directory / name) for name in (WEIGHTS, BACKBONE) if (directory / name).exists()}
+
+
+def load_weights(engine: Engine, weights: dict[str, dict[str, Tensor]], origin: str) -> None:
+    """Fill a prepared engine's parameters with what :func:`read_weights` gives; every process must call this."""
     compressor = engine.compressor_parameters()
     theirs = {id(parameter) for parameter in compressor}
     with engine.gathered(compressor, write=True):
-        load_state(engine.model, read_state(directory / WEIGHTS), str(directory))
-    if (directory / BACKBONE).exists():
-        backbone = read_state(directory / BACKBONE)
-        for name, parameter in engine.parameters.items():
-            if id(parameter) not in theirs:
-                with engine.gathered([parameter], write=True), torch.no_grad():
-                    parameter.copy_(backbone[name])
-    moments = {name: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in engine.parameters}
-    engine.set_moments(moments, step)
+        load_state(engine.model, weights[WEIGHTS], origin)
+    for name, parameter in engine.parameters.items():
+        if id(parameter) not in theirs:
+            with engine.gathered([parameter], write=True), torch.no_grad():
+                parameter.copy_(weights[BACKBONE][name])
