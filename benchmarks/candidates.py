@@ -65,7 +65,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
         _check_learned("dynakv", *found["dynakv"])
         if plain.device.type == "cuda":
-            found["dynakv-paged"] = _paged(plain, arguments.checkpoint, length)
+            found["dynakv-paged"] = _paged(plain, arguments.checkpoint, length, **settings)
             _check_learned("dynakv-paged", *found["dynakv-paged"])
     if arguments.bases:
         online = copy.deepcopy(plain)
@@ -106,12 +106,13 @@ def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     return model(ids[:, -1:], past_key_values=cache).logits[:, -1]
 
 
-def _paged(plain: PreTrainedModel, checkpoint: str, length: int) -> Candidate:
+def _paged(plain: PreTrainedModel, checkpoint: str, length: int, granularity: int | None = None) -> Candidate:
     # Only here: the rest of the benchmarks runs without Triton.
     from dynakv.paged import PagedDynaKVCache
 
     # Pages hold whole granules.
-    granularity = -(-read_config(checkpoint).compressor.granularity // MIN_GRANULE) * MIN_GRANULE
+    wanted = granularity or read_config(checkpoint).compressor.granularity
+    granularity = -(-wanted // MIN_GRANULE) * MIN_GRANULE
     model = dynakv.attach(copy.deepcopy(plain), checkpoint, granularity=granularity)
     return model, lambda: PagedDynaKVCache.from_model(model, max_length=max(length, 65), rate=1.0)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.ceilings import copy_bandwidth, matrix_rate
 from benchmarks.decode_shapes import Shape, Step, concatenated, joint, per_head, preallocated
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
@@ -156,22 +157,6 @@ def repeated(attend: list[Callable], device: torch.device) -> Callable[[], None]
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written in a second by a copy far larger than any cache."""
-    source = torch.rand((2**31 if device.type == "cuda" else 2**27) // 4, device=device)
-    target = torch.empty_like(source)
-    ms = interleaved_ms({"copy": lambda: target.copy_(source)}, repeats=10, warmup=2)["copy"]
-    return 2 * source.nbytes / ms * 1e3
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = torch.randn(2, size, size, device=device).to(dtype)
-    ms = interleaved_ms({"product": lambda: left @ right}, repeats=10, warmup=2)["product"]
-    return 2 * size**3 / ms * 1e3
 
 
 if __name__ == "__main__":

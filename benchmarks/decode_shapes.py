@@ -173,7 +173,7 @@ def joint(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Ste
         for b in range(shape.batch):
             pair = [RaggedStore(shape.width, dtype=shape.dtype, device=shape.device) for _ in range(2)]
             for store, coef, rank in zip(pair, coefs, ranks, strict=True):
-                store.append(coef[b], rank[b], exact=True)
+                store.append(coef[b], rank[b], is_prompt=True)
             pairs.append(pair)
 
         def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:

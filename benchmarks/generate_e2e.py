@@ -2,13 +2,15 @@
 
     python -m benchmarks.generate_e2e --checkpoint runs/demo/checkpoint --bases bases/demo --context 4096 --json out.json
 
-Only speed is measured, on random tokens or on --text. Before timing, every compressed step is checked. At least one update
+Only speed is measured, on random tokens or on --text; beside it, which share of this machine's copy bandwidth reading the
+weights and the cache once would take of that time. Before timing, every compressed step is checked. At least one update
 period of OjaKV is timed, so that its updates are in the mean.
 """
 
 import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
+from benchmarks.ceilings import cache_bytes, copy_bandwidth, weight_bytes
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
@@ -27,6 +29,9 @@ def main(argv: list[str]) -> None:
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name]) for name, (model, _) in found.items()}
     ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=warmup, mean=True)
+    bandwidth = copy_bandwidth(ids.device)
+    print(f"copy {bandwidth / 1e9:.0f} GB/s")
+    read = {name: weight_bytes(model) + cache_bytes(caches[name]) for name, (model, _) in found.items()}
     rows = [
         {
             "method": name,
@@ -35,17 +40,18 @@ def main(argv: list[str]) -> None:
             "ratio_to_dynamic_cache": ms[name] / ms[DYNAMIC],
             "ratio_to_preallocated": ms[name] / ms[PREALLOCATED],
             "rate": rates[name],
+            "bandwidth_fraction": read[name] / ms[name] * 1e3 / bandwidth,
         }
         for name in ms
     ]
     line = (
         "{method:>14}  {ms_per_token:8.1f} ms/token  {ratio_to_dynamic_cache:.2f}× dynamic cache  "
-        "{ratio_to_preallocated:.2f}× preallocated  rate {rate:.3f}"
+        "{ratio_to_preallocated:.2f}× preallocated  rate {rate:.3f}  {bandwidth_fraction:.0%} of the bandwidth"
     )
     for row in rows:
         print(line.format(**row))
     if arguments.json:
-        write_results(arguments.json, "generate_e2e", vars(arguments), rows)
+        write_results(arguments.json, "generate_e2e", vars(arguments) | {"copy_bandwidth": bandwidth}, rows)
 
 
 def stepper(model, cache):

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -43,9 +44,8 @@ def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 def environment() -> dict[str, Any]:
     """Hardware and versions, for the JSON beside every figure."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -61,6 +61,15 @@ def write_results(path: str | Path, name: str, settings: dict[str, Any], rows: l
             settings[key] = Path(value).name
     values = {"benchmark": name, "settings": settings, "environment": environment(), "rows": rows}
     write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def _processor() -> str:
+    """The processor's name, where the system says it, and what vector instructions torch uses on it."""
+    found = []
+    if (listing := Path("/proc/cpuinfo")).exists():
+        found = re.findall(r"^model name\s*: (.+)$", listing.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    name = found[0] if found else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _synchronise() -> None:

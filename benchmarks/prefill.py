@@ -2,10 +2,14 @@
 
     python -m benchmarks.prefill --bases bases/demo --model MODEL --context 4096 --json out.json
 
-Only speed is measured, on random tokens or on --text. Before timing, every compressed cache is checked.
+Only speed is measured, on random tokens or on --text; beside it, which share of this machine's matrix rate an uncompressed
+forward pass would take of that time. Before timing, every compressed cache is checked.
 """
 
-from benchmarks.candidates import DYNAMIC, argument_parser, candidates, context_ids, prefill
+import torch
+
+from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
+from benchmarks.ceilings import matrix_rate, prompt_flops
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 
@@ -23,19 +27,27 @@ def main(argv: list[str]) -> None:
         for name, (model, make_cache) in found.items()
     }
     ms = interleaved_ms(calls, repeats=arguments.repeats)
+    plain, rate = found[DYNAMIC][0], matrix_rate(ids.device, getattr(torch, arguments.dtype))
+    print(f"matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = [
         {
             "method": name,
             "context": arguments.context,
             "ms_to_first_token": ms[name],
             "ratio_to_dynamic_cache": ms[name] / ms[DYNAMIC],
+            "ratio_to_preallocated": ms[name] / ms[PREALLOCATED],
+            "flop_fraction": prompt_flops(plain, arguments.context) / ms[name] * 1e3 / rate,
         }
         for name in ms
     ]
+    line = (
+        "{method:>14}  {ms_to_first_token:9.0f} ms  {ratio_to_dynamic_cache:.3f}× dynamic cache  "
+        "{ratio_to_preallocated:.3f}× preallocated  {flop_fraction:.0%} of the FLOP/s"
+    )
     for row in rows:
-        print("{method:>14}  {ms_to_first_token:9.0f} ms  {ratio_to_dynamic_cache:.3f}× dynamic cache".format(**row))
+        print(line.format(**row))
     if arguments.json:
-        write_results(arguments.json, "prefill", vars(arguments), rows)
+        write_results(arguments.json, "prefill", vars(arguments) | {"matrix_rate": rate}, rows)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from methods import calibration_of, dynakv_model, tiny_model
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.allocations import allocations
 from lowrank.growing import GROWTH
 from lowrank.memory import BASES, BUFFERS, COEFFICIENTS, FULL_RANK, KINDS, SCALES
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
@@ -36,23 +36,7 @@ MAKERS = {"dynakv": make_dynakv, "ojakv-joint": make_online("ojakv-joint"), "oja
 
 
 def peak_bytes(prepare, run) -> int:
-    """The most bytes alive at once during `run` beyond those alive before it, by the allocator's own record.
-
-    The record covers `prepare`, too: what is freed must have been seen to be allocated.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        prepared = prepare()
-        with record_function("run"):
-            run(prepared)
-    events = record.profiler.kineto_results.events()
-    [start] = [event.start_ns() for event in events if event.name() == "run"]
-    alive = before = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        if event.start_ns() < start:
-            before = alive
-        peak = max(peak, alive - before) if event.start_ns() >= start else 0
-    return peak
+    return allocations(prepare, run, torch.device("cpu"))[1]
 
 
 def test_the_record_sees_allocations_and_what_is_freed():

@@ -26,15 +26,19 @@ def model_flops(model: PreTrainedModel, length: int) -> float:
     """
     geometry = geometry_of(model)
     config = model.config.get_text_config(decoder=True)
-    # The table of input embeddings is looked up, not multiplied with, unless it is the output's as well.
-    looked_up = {model.get_input_embeddings().weight} - {model.get_output_embeddings().weight}
-    weights = [p for p in model.parameters() if _size(p)[1] >= 2 and not any(p is table for table in looked_up)]
-    products = sum(_size(p)[0] * (6 if p.requires_grad else 4) for p in weights)
+    products = sum(_size(p)[0] * (6 if p.requires_grad else 4) for p in multiplied_weights(model))
     for side in dynakv.token_compressors(model):
         if side.config.inverse != "decoupled":
             products += 6 * side.width**2  # V, which is no parameter of its own
     attention = 6 * length * config.num_attention_heads * geometry.head_dim * config.num_hidden_layers
     return float(products + attention)
+
+
+def multiplied_weights(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The weights that a token's states are multiplied with, each once."""
+    # The table of input embeddings is looked up, not multiplied with, unless it is the output's as well.
+    looked_up = {model.get_input_embeddings().weight} - {model.get_output_embeddings().weight}
+    return [p for p in model.parameters() if _size(p)[1] >= 2 and not any(p is table for table in looked_up)]
 
 
 def _size(parameter: torch.nn.Parameter) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""Every benchmark as it is called, on a tiny model: it checks what it times, and writes what it says it writes."""
+
+import importlib
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+
+import dynakv
+from benchmarks.harness import check_close
+
+CACHES = ["dynamic_cache", "preallocated", "dynakv", "ojakv-pf", "ojakv-joint"]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    """The arguments that name a model's compressor and bases."""
+    directory = tmp_path_factory.mktemp("benchmarked")
+    model = tiny_model()
+    model.save_pretrained(directory / "model")
+    calibration_of(model).save(directory / "bases", model="tiny", text=["random tokens"], tokens=64)
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, directory / "checkpoint")
+    return [
+        *("--model", directory / "model", "--checkpoint", directory / "checkpoint", "--bases", directory / "bases"),
+        *("--context", 80),
+    ]
+
+
+@pytest.fixture
+def rows(capsys, tmp_path):
+    """Call a benchmark in this process; returns the rows it writes by method, each of which it also prints."""
+
+    def call(name: str, *arguments: object) -> dict[str, dict]:
+        output = tmp_path / "out.json"
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments), "--json", str(output)])
+        return read(output, name, capsys.readouterr().out)
+
+    return call
+
+
+def read(output: Path, name: str, printed: str) -> dict[str, dict]:
+    written = json.loads(output.read_text())
+    assert written["benchmark"] == name
+    assert written["environment"]["device"] not in ("", platform.machine())
+    found = {row["method"]: row for row in written["rows"]}
+    for method in found:
+        assert f"{method}  " in printed
+    return found
+
+
+def test_decoding_end_to_end(rows, caches):
+    found = rows("generate_e2e", *caches, "--tokens", 3)
+    assert list(found) == CACHES
+    for row in found.values():
+        assert row["ms_per_token"] > 0
+        assert row["bandwidth_fraction"] > 0
+        for other, key in (("dynamic_cache", "ratio_to_dynamic_cache"), ("preallocated", "ratio_to_preallocated")):
+            assert row[key] == pytest.approx(row["ms_per_token"] / found[other]["ms_per_token"])
+    assert found["dynamic_cache"]["rate"] == 1.0
+    assert 0.3 < found["dynakv"]["rate"] < 0.7
+
+
+def test_time_to_first_token(rows, caches):
+    found = rows("prefill", *caches, "--repeats", 1)
+    assert list(found) == CACHES
+    for row in found.values():
+        assert row["flop_fraction"] > 0
+        assert row["ratio_to_preallocated"] == pytest.approx(
+            row["ms_to_first_token"] / found["preallocated"]["ms_to_first_token"]
+        )
+
+
+def test_memory(rows, caches):
+    found = rows("memory", *caches, "--sequences", 3)
+    assert list(found) == CACHES
+    assert found["preallocated"]["largest_batch"] == 3, "the memory that is shared is that of three"
+    assert found["dynamic_cache"]["largest_batch"] < 3, "it copies a layer for every token"
+    assert found["dynakv"]["largest_batch"] > 3
+    for row in found.values():
+        assert row["allocated_over_counted"] == pytest.approx(1, abs=0.03)
+        assert row["share_of_ideal"] == pytest.approx(row["largest_batch"] / 3 * row["rate"])
+
+
+def test_one_operation_from_the_shell(run, tmp_path):
+    arguments = ("--context", 64, "--layers", 1, "--repeats", 1, "--json", tmp_path / "out.json")
+    done = run("-m", "benchmarks.decode_op", *arguments)
+    found = read(tmp_path / "out.json", "decode_op", done.stdout)
+    assert list(found) == ["preallocated", "concatenated", "ojakv 0.6", "ojakv 0.3", "dynakv 0.30", "dynakv 0.12"]
+    for row in found.values():
+        assert row["us_per_layer"] > 0
+        assert row["bandwidth_fraction"] > 0
+    assert found["dynakv 0.30"]["rate"] == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_training_step(rows, tiny_dir):
+    found = rows("training_step", "--model", tiny_dir, "--dtype", "float32", "--length", 32, "--repeats", 1)
+    assert list(found) == ["plain", "dynakv", "dynakv, whole step"]
+    assert found["plain"]["ratio_to_plain"] == 1.0
+
+
+def test_what_is_wrong_is_not_timed():
+    right = torch.zeros(2, 3)
+    check_close("a cache", right, right)
+    with pytest.raises(AssertionError, match="^a cache: "):
+        check_close("a cache", right + 2e-3, right)
