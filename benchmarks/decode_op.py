@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.ceilings import copy_bandwidth, matrix_rate
-from benchmarks.decode_shapes import Shape, Step, concatenated, joint, per_head, preallocated
+from benchmarks.decode_shapes import Shape, Step, concatenated, one_rank, preallocated, ragged
 from benchmarks.harness import interleaved_ms, write_results
 from lowrank import cli
 from lowrank.config import require
@@ -37,13 +37,17 @@ FULL, CAT = "preallocated", "concatenated"
 
 def steps(granule: int) -> dict[str, Callable[[Shape], Step]]:
     """What is compared; rates are of keys and of values."""
+    per_head = functools.partial(one_rank, is_joint=False)
+    joint = functools.partial(one_rank, is_joint=True)
     return {
         FULL: preallocated,
         CAT: concatenated,
         "ojakv 0.6": functools.partial(per_head, key_rate=0.6, value_rate=0.6),
         "ojakv 0.3": functools.partial(per_head, key_rate=0.25, value_rate=0.35),
-        "dynakv 0.30": functools.partial(joint, key_rate=0.12, value_rate=0.48, granule=granule),
-        "dynakv 0.12": functools.partial(joint, key_rate=0.07, value_rate=0.17, granule=granule),
+        "ojakv-joint 0.5": functools.partial(joint, key_rate=0.37, value_rate=0.63),
+        "ojakv-joint 0.3": functools.partial(joint, key_rate=0.23, value_rate=0.37),
+        "dynakv 0.30": functools.partial(ragged, key_rate=0.12, value_rate=0.48, granule=granule),
+        "dynakv 0.12": functools.partial(ragged, key_rate=0.07, value_rate=0.17, granule=granule),
     }
 
 
@@ -122,7 +126,7 @@ def measured(
             }
         )
         print(
-            "{method:>13}  batch {batch}  {us_per_layer:9.1f} µs/layer  speed {speedup_over_preallocated:.2f}× preallocated "
+            "{method:>15}  batch {batch}  {us_per_layer:9.1f} µs/layer  speed {speedup_over_preallocated:.2f}× preallocated "
             "{speedup_over_concatenated:.2f}× concatenated  rate {rate:.3f}  {bandwidth_fraction:.0%} of the bandwidth  "
             "{flop_fraction:.0%} of the FLOP/s".format(**rows[-1])
         )

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lowrank.coefficients import Coefficients
+from lowrank.ops.joint_attention.reference import joint_attention as joint_reference
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
@@ -107,46 +108,49 @@ def _uncompressed(shape: Shape, held: Callable[[Tensor], Tensor]) -> Step:
     return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))
 
 
-def per_head(shape: Shape, key_rate: float, value_rate: float) -> Step:
-    """OjaKV's layout: coefficients of each KV head taken after rotation."""
-    query = shape.query()
-    ranks = [max(RANK_STEP, round(rate * shape.head_dim / RANK_STEP) * RANK_STEP) for rate in (key_rate, value_rate)]
-    lead = (shape.batch, shape.groups)
-    coefs = [shape.random(*lead, shape.context, rank) for rank in ranks]
-    bases = [shape.random(*lead, shape.head_dim, rank, scale=rank**-0.5) for rank in ranks]
+def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool) -> Step:
+    """OjaKV's layouts, all tokens at one rank: coefficients of each KV head after rotation, or joint ones before it."""
+    query, (table, rotation) = shape.query(), _turns(shape)
+    parts, width = (1, shape.width) if is_joint else (shape.groups, shape.head_dim)
+    ranks = [max(RANK_STEP, round(rate * width / RANK_STEP) * RANK_STEP) for rate in (key_rate, value_rate)]
+    coefs = [shape.random(shape.batch, parts, shape.context, rank) for rank in ranks]
+    bases = [shape.random(shape.batch, parts, rank, width, scale=rank**-0.5).mT for rank in ranks]
     length = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
-    keys, values = (LatentRows(coef, basis) for coef, basis in zip(coefs, bases, strict=True))
+    rows = [LatentRows(coef, basis) for coef, basis in zip(coefs, bases, strict=True)]
+    options = {"scaling": shape.scaling} | ({"rotation": table} if is_joint else {})
 
     def reference() -> Tensor:
-        return latent_reference(query.double(), keys, values, length, scaling=shape.scaling)
+        return (joint_reference if is_joint else latent_reference)(query.double(), *rows, length, **options)
 
     if shape.has_kernels:
+        from lowrank.ops.joint_attention.triton import joint_attention
         from lowrank.ops.latent_attention.triton import latent_attention
 
         def attend() -> Tensor:
-            return latent_attention(query, keys, values, length, scaling=shape.scaling)
+            return (joint_attention if is_joint else latent_attention)(query, *rows, length, **options)
     else:
         nothing = shape.random(shape.groups, 0, shape.head_dim)
         sides = [
             [Operands(Coefficients.of(coef[b]), basis[b], nothing) for coef, basis in zip(coefs, bases, strict=True)]
             for b in range(shape.batch)
         ]
+        turned = {"rotation": rotation, "places": slice(0, shape.context)} if is_joint else {}
 
         def attend() -> Tensor:
-            return torch.stack(
-                [lowrank_attention(query[b], *sides[b], scaling=shape.scaling) for b in range(shape.batch)]
-            )
+            steps = [
+                lowrank_attention(query[b], *sides[b], scaling=shape.scaling, **turned) for b in range(shape.batch)
+            ]
+            return torch.stack(steps)
 
-    return Step(attend, reference, sum(coef.nbytes for coef in coefs), shape.flops(*ranks))
+    flops = shape.flops(*ranks)
+    if is_joint:
+        flops = _joint_flops(shape, *(shape.batch * shape.context * rank for rank in ranks))
+    return Step(attend, reference, sum(coef.nbytes for coef in coefs), flops)
 
 
-def joint(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
+def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
     """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean."""
-    query = shape.query()
-    places = torch.arange(shape.context, device=shape.device)
-    frequency_F = 10000.0 ** -torch.linspace(0, 1, shape.head_dim // 2, device=shape.device)
-    angle_1TF = torch.polar(torch.ones(()).to(shape.device), places[:, None] * frequency_F)[None]
-    table = RotaryTable.of(angle_1TF)
+    query, (table, rotation) = shape.query(), _turns(shape)
     decoders = [shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)]
     coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
     ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
@@ -176,10 +180,7 @@ def joint(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Ste
                 store.append(coef[b], rank[b], is_prompt=True)
             pairs.append(pair)
 
-        def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
-            return table.rotate(key_GND[None], places[where][None])[0]
-
-        options["rotation"] = Rotation(rotate, angle_1TF[0])
+        options["rotation"] = rotation
 
         def attend() -> Tensor:
             steps = [ragged_attention(query[b], *pairs[b], *decoders, **options) for b in range(shape.batch)]
@@ -191,9 +192,25 @@ def joint(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Ste
 
     numbers = [int(rank.sum()) for rank in ranks]
     positions = 2 * shape.batch * shape.context * 4
+    return Step(attend, reference, sum(numbers) * shape.dtype.itemsize + positions, _joint_flops(shape, *numbers))
+
+
+def _turns(shape: Shape) -> tuple[RotaryTable, Rotation]:
+    """A rotation of all places, for kernels and for other operations."""
+    places = torch.arange(shape.context, device=shape.device)
+    frequency_F = 10000.0 ** -torch.linspace(0, 1, shape.head_dim // 2, device=shape.device)
+    angle_TF = torch.polar(torch.ones(()).to(shape.device), places[:, None] * frequency_F)
+    table = RotaryTable.of(angle_TF[None])
+
+    def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
+        return table.rotate(key_GND[None], places[where][None])[0]
+
+    return table, Rotation(rotate, angle_TF)
+
+
+def _joint_flops(shape: Shape, key_numbers: int, value_numbers: int) -> float:
     # Rebuilding a key takes 2·C for each of its coefficients; a value's are summed for every query head.
-    flops = 2.0 * shape.width * numbers[0] + shape.flops(shape.head_dim, 0) + 2.0 * shape.heads * numbers[1]
-    return Step(attend, reference, sum(numbers) * shape.dtype.itemsize + positions, flops)
+    return 2.0 * shape.width * key_numbers + shape.flops(shape.head_dim, 0) + 2.0 * shape.heads * value_numbers
 
 
 def _ranks(shape: Shape, rate: float, granule: int) -> Tensor:

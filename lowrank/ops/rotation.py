@@ -4,10 +4,13 @@ Shapes: G KV heads, M rows of queries that share a KV head, N tokens, D head dim
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from lowrank.ops.rotary_table import RotaryTable
 
 # Where tokens lie in their sequence: a slice where they follow one another, which needs no gathering.
 Places = slice | Tensor
@@ -39,6 +42,11 @@ class Rotation:
 
     rotate: Rotate
     angle_TF: Tensor | None = None
+
+    @functools.cached_property
+    def table(self) -> RotaryTable:
+        """The same for kernels, of a batch of one; only where there are angles."""
+        return RotaryTable.of(self.angle_TF[None])
 
     def prepare(self, query_GMD: Tensor, decoder_XC: Tensor) -> tuple[Tensor, Tensor, Rotate]:
         """(queries, decoder, turn) such that ``queries · turn(key_NGD, places)`` are the scores of rotated keys.

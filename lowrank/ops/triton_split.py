@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride
+from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride, softened
 
 
 @triton.autotune(
@@ -125,12 +126,7 @@ def _attend_split(
             is_seen_MN = is_seen_MN & (tl.load(mask_ptrs, mask=is_seen_MN, other=0) != 0)
         score_MN = tl.where(is_seen_MN, score_MN * LOG2E, float("-inf"))
 
-        largest_M = tl.maximum(max_M, tl.max(score_MN, 1))
-        # Where nothing has been seen yet there is nothing to be relative to.
-        base_M = tl.where(largest_M == float("-inf"), 0.0, largest_M)
-        weight_MN = tl.exp2(score_MN - base_M[:, None])
-        fade_M = tl.exp2(max_M - base_M)
-        sum_M = sum_M * fade_M + tl.sum(weight_MN, 1)
+        weight_MN, fade_M, max_M, sum_M = softened(score_MN, max_M, sum_M)
         if VALUE_BITS < 16:
             scale_ptrs = (
                 value_scale_ptr + b * value_scale_stride_b + group * value_scale_stride_g + n * value_scale_stride_n
@@ -152,7 +148,6 @@ def _attend_split(
             high_MW = tl.dot(weight_MN, (value_NW >> 4).to(COMPUTE), high_MW * fade_M[:, None], input_precision="ieee")
         else:
             total_MW = tl.dot(weight_MN, value_NW.to(COMPUTE), total_MW * fade_M[:, None], input_precision="ieee")
-        max_M = largest_M
 
     p = (b * GROUPS + group) * ROWS + m
     partial_ptrs = partial_ptr + (p * splits + split)[:, None] * value_width + w[None, :]
@@ -238,6 +233,36 @@ def attend_split(
         BLOCK_W=block(value_BGNY.shape[3]),
     )
     return partial_BPSW
+
+
+def attend_full(
+    query_BGMD: Tensor,
+    full: FullTokens,
+    max_BPXV: Tensor,
+    sum_BPX: Tensor,
+    *,
+    first: int,
+    splits: int,
+    queries: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """:func:`attend_split` over tokens at full rank, (B, P, S, D) fp32."""
+    return attend_split(
+        query_BGMD,
+        full.key_BGFD,
+        full.value_BGFD,
+        full.length_B,
+        max_BPXV,
+        sum_BPX,
+        first=first,
+        splits=splits,
+        queries=queries,
+        scaling=scaling,
+        softcap=softcap,
+        mask_BQN=full.mask_BQF,
+        value_width=query_BGMD.shape[3],
+    )
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from lowrank.ops.full_tokens import FullTokens  # noqa: E402
 from lowrank.ops.gated_append.triton import gated_append  # noqa: E402
+from lowrank.ops.joint_attention.triton import joint_attention  # noqa: E402
 from lowrank.ops.latent_attention.operands import LatentRows  # noqa: E402
 from lowrank.ops.latent_attention.triton import latent_attention  # noqa: E402
 from lowrank.ops.paged_attention.triton import paged_attention  # noqa: E402
@@ -161,6 +162,49 @@ def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16)
     with Launches().recorded() as launches:
         latent_attention(query, rows, rows, length, scaling=0.1, full=full_tokens(batch, groups, head_dim, dtype))
     return launches
+
+
+def joint_launches(
+    *, key_rank=380, value_rank=650, bits=None, head_dim=128, groups=8, rotary=128, dtype=torch.bfloat16, queries=1
+) -> Launches:
+    """As one sequence of an OjaKV cache is attended, at half of the bytes."""
+    width, room = groups * head_dim, 32768
+
+    def rows(rank: int) -> LatentRows:
+        basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
+        if bits is None:
+            return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
+        quantisation = Quantisation(bits=bits)
+        codes = torch.empty(1, 1, room, quantisation.row_bytes(rank), dtype=torch.uint8, device=META)
+        return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantisation)
+
+    table = torch.empty(1, room, rotary // 2, device=META)
+    query = torch.empty(1, 4 * groups, queries, head_dim, dtype=dtype, device=META)
+    with Launches().recorded() as launches:
+        joint_attention(
+            query,
+            rows(key_rank),
+            rows(value_rank),
+            torch.empty(1, dtype=torch.int32, device=META),
+            scaling=0.1,
+            rotation=RotaryTable(table, table),
+            full=full_tokens(1, groups, head_dim, dtype),
+        )
+    return launches
+
+
+@pytest.mark.parametrize("ranks", [(380, 650), (384, 640)], ids=["any ranks", "multiples of 16"])
+def test_joint_attention(tmp_path, ranks):
+    check_all(joint_launches(key_rank=ranks[0], value_rank=ranks[1]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"bits": 8}, {"bits": 4}, {"head_dim": 256, "groups": 4, "rotary": 256}, {"dtype": torch.float16, "queries": 4}],
+    ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
+)
+def test_joint_attention_of_other_kinds(tmp_path, case):
+    check_all(first_only(joint_launches(**case)), tmp_path)
 
 
 def test_paged_attention(tmp_path):

@@ -1,6 +1,7 @@
-"""What decode attention on per-head coefficients reads.
+"""What decode attention on coefficients of one rank reads.
 
-Shapes: B batch, G KV heads, N tokens (room for them), R rank, Y bytes of a row's codes, D head dim.
+Shapes: B batch, G parts (the KV heads, or a single one of all their dims), N tokens (room for them), R rank, Y bytes of a
+row's codes, D dims of a part.
 """
 
 import dataclasses
@@ -14,13 +15,13 @@ from lowrank.quantise import Quantisation
 
 @dataclasses.dataclass(frozen=True)
 class LatentRows:
-    """One layer's keys, or values, as coefficients: row n of KV head g is ``basis[g] @ coef[g, n]``.
+    """One layer's keys, or values, as coefficients: row n of part g is ``basis[g] @ coef[g, n]``.
 
     Attributes:
         row_BGNY: coefficients in the queries' dtype, or codes as uint8, laid out as in
             :class:`lowrank.coefficients.Coefficients`; contiguous in the last dim. Rows are read in wide loads where their
             stride is a multiple of 16.
-        basis_BGDR: of each sequence and KV head; 1 in place of B where all sequences share it.
+        basis_BGDR: of each sequence and part; 1 in place of B where all sequences share it.
         scale_BGN2: bf16 step and least value of each row of codes, contiguous in the last dim; None without codes.
         quantisation: how the rows are held as integers, without groups.
 

@@ -13,7 +13,7 @@ from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.triton_launch import block, splits_of
 from lowrank.ops.triton_merge import merge
-from lowrank.ops.triton_split import attend_split
+from lowrank.ops.triton_split import attend_full, attend_split
 
 # The fewest tokens worth a split.
 _TOKENS_PER_SPLIT = 256
@@ -81,19 +81,7 @@ def latent_attention(
     )
     partial_full = None
     if full is not None:
-        partial_full = attend_split(
-            query_BGMD,
-            full.key_BGFD,
-            full.value_BGFD,
-            full.length_B,
-            max_BPX1,
-            sum_BPX,
-            first=low,
-            splits=whole,
-            mask_BQN=full.mask_BQF,
-            value_width=head_dim,
-            **options,
-        )
+        partial_full = attend_full(query_BGMD, full, max_BPX1, sum_BPX, first=low, splits=whole, **options)
     to = {"dtype": query_BHQD.dtype}
     latent_BPR = merge(partial, max_BPX1, sum_BPX, first=0, block_width=block(values.rank), **to)
     out_BGMD = latent_BPR.view(batch, groups, -1, values.rank) @ values.basis_BGDR.mT

@@ -38,9 +38,11 @@ def lowrank_attention(
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
     """
-    if fused.serves(query_HQD, keys, values, rotation, mask_QT):
-        return fused.lowrank_attention(query_HQD, keys, values, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
-    operation = compiled if compiled.serves(keys, values, rotation, places, mask_QT) else dense
+    operation = dense
+    if fused.serves(query_HQD, keys, values, rotation, places, mask_QT):
+        operation = fused
+    elif compiled.serves(keys, values, rotation, places, mask_QT):
+        operation = compiled
     return operation.lowrank_attention(
         query_HQD,
         keys,

@@ -1,5 +1,5 @@
-"""Decode attention over low-rank and full-rank tokens on a GPU in Triton, where each KV head has coefficients of its own
-taken after rotation.
+"""Decode attention over low-rank and full-rank tokens on a GPU in Triton: where each KV head has coefficients of its own
+taken after rotation, or all of them joint ones taken before it.
 
 Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 """
@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.lowrank_attention.dense import Operands
-from lowrank.ops.rotation import Rotation
+from lowrank.ops.rotary_table import RotaryTable
+from lowrank.ops.rotation import Places, Rotation
 
 # Set to 0 to do without these kernels.
 SWITCH = "ADAPTIVE_KV_TRITON"
@@ -25,18 +27,23 @@ _MAX_QUERY_NUMBERS = 64 * 256
 
 
 def serves(
-    query_HQD: Tensor, keys: Operands, values: Operands, rotation: Rotation | None, mask_QT: Tensor | None
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    rotation: Rotation | None,
+    places: Places | None,
+    mask_QT: Tensor | None,
 ) -> bool:
-    """Whether :func:`lowrank_attention` can attend over these tokens: where keys are compressed after rotation, head by head
-    as values are, no two heads hold different tokens, integers of a row share one scale, and the rows of queries that share
-    a KV head are few enough for a program's registers."""
+    """Whether :func:`lowrank_attention` can attend over these tokens: where keys and values are compressed head by head and
+    keys after rotation, or both jointly and keys before a rotation of pairs, no two heads hold different tokens, integers of
+    a row share one scale, and the rows of queries that share a KV head are few enough for a program's registers."""
     groups, dtype = keys.full_GFD.shape[0], query_HQD.dtype
     quantisation = keys.coef.quantisation
     return (
-        rotation is None
-        and _has_kernels(query_HQD.device)  # early: on a CPU nothing else need be asked, at every token of every layer
-        and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == groups
+        _has_kernels(query_HQD.device)  # first: on a CPU nothing else need be asked, at every token of every layer
+        and (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation))
         and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
+        and not (isinstance(places, Tensor) and places.dim() == 2)
         and (mask_QT is None or mask_QT.dim() == 2)
         and (quantisation is None or quantisation.group is None)
         and dtype in _DTYPES
@@ -51,11 +58,14 @@ def lowrank_attention(
     values: Operands,
     *,
     scaling: float,
+    rotation: Rotation | None = None,
+    places: Places | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
     # Only here: without a GPU there need be no Triton.
+    from lowrank.ops.joint_attention.triton import joint_attention
     from lowrank.ops.latent_attention.triton import latent_attention
 
     device, low, full = query_HQD.device, keys.coef.length, keys.full_GFD.shape[1]
@@ -64,9 +74,13 @@ def lowrank_attention(
     if full:
         whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
         whole = FullTokens(keys.full_GFD[None], values.full_GFD[None], _length(full, device), whole_mask)
+    operation, options = latent_attention, {}
+    if not _is_per_head(keys, values, rotation):
+        operation = joint_attention
+        options = {} if rotation is None else _turned(rotation, places)
     # Kernels run on the current device, a layer of a model that is spread over several need not.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return latent_attention(
+        return operation(
             query_HQD[None],
             _latent_rows(keys),
             _latent_rows(values),
@@ -75,7 +89,26 @@ def lowrank_attention(
             softcap=softcap,
             mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
             full=whole,
+            **options,
         )[0]
+
+
+def _is_per_head(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
+    return rotation is None and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == keys.full_GFD.shape[0]
+
+
+def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
+    turns_pairs = rotation is None or rotation.angle_TF is not None
+    halves_heads = keys.full_GFD.shape[2] % 2 == 0
+    return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
+
+
+def _turned(rotation: Rotation, places: Places) -> dict[str, Any]:
+    """The kernels' arguments for keys at some places."""
+    table = rotation.table
+    if isinstance(places, slice):
+        return {"rotation": RotaryTable(table.cos_BTF[:, places], table.sin_BTF[:, places])}
+    return {"rotation": table, "place_BN": places.to(torch.int32)[None]}
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from lowrank.ops.paged_attention.triton_values import weighted_latents
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_launch import block, splits_of
 from lowrank.ops.triton_merge import merge
-from lowrank.ops.triton_split import attend_split
+from lowrank.ops.triton_split import attend_full
 from lowrank.paged import PagedStore
 
 # The fewest full-rank tokens worth a split.
@@ -87,11 +87,9 @@ def paged_attention(
     partial = weighted_latents(score_BTP, values, max_BPXK, sum_BPX, splits=low, dtype=dtype)
     partial_full = None
     if full is not None:
-        partial_full = attend_split(
+        partial_full = attend_full(
             query_BGMD,
-            full.key_BGFD,
-            full.value_BGFD,
-            full.length_B,
+            full,
             max_BPXK,
             sum_BPX,
             first=low,
@@ -99,8 +97,6 @@ def paged_attention(
             queries=queries,
             scaling=scaling,
             softcap=softcap,
-            mask_BQN=full.mask_BQF,
-            value_width=head_dim,
         )
     latent_BPC = merge(partial, max_BPXK, sum_BPX, first=0, dtype=dtype, block_width=values.pool.granule)
     value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)

@@ -1,9 +1,7 @@
 """Scores of paged keys: rebuilt and rotated within the kernel, or on their coefficients where nothing rotates them.
 
-A program rebuilds one tile of keys, one KV head after another, in two halves, so that the dims of a rotated pair meet in
-one register: with the pair (a, b) of a key and the angle of its place, (a cos − b sin, b cos + a sin). No rebuilt key
-leaves the program. Scores are written by place, with all heads of a token side by side: the tiles of the values, which
-have other tokens, find them there.
+A program rebuilds one tile of keys, one KV head after another (:mod:`lowrank.ops.triton_keys`). Scores are written by
+place, with all heads of a token side by side: the tiles of the values, which have other tokens, find them there.
 
 Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, T capacity,
 N tokens of a tile, K granules of the width.
@@ -16,24 +14,9 @@ from torch import Tensor
 
 from lowrank.ops.paged_attention.triton_pages import load_codes
 from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride
+from lowrank.ops.triton_keys import pairs, scores_of_halves, store_scores
+from lowrank.ops.triton_launch import block, computing_type, configs, sequence_stride
 from lowrank.paged import PagedStore
-
-
-@triton.jit
-def _store_scores(
-    score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b, mask_stride_q,
-    scaling, softcap, QUERIES: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Scale, cap and mask scores, and write them to their tokens' places."""
-    score_NM *= scaling
-    if softcap is not None:
-        score_NM = capped(score_NM, softcap)
-    is_out_NM = is_row_N[:, None] & is_row_M[None, :]
-    if mask_ptr is not None:
-        mask_ptrs = mask_ptr + b * mask_stride_b + (row_M % QUERIES)[None, :] * mask_stride_q + token_N[:, None]
-        score_NM = tl.where(tl.load(mask_ptrs, mask=is_out_NM, other=0) != 0, score_NM, float("-inf"))
-    tl.store(score_ptr + (b * capacity + token_N)[:, None] * P + row_M[None, :], score_NM * LOG2E, mask=is_out_NM)
 
 
 @triton.autotune(
@@ -96,12 +79,7 @@ def _rebuilt_scores(
         if BITS < 16:
             step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
-        # Dims that are not rotated are paired as well: (j + E/2, j + D/2) for the j from E/2 to D/2.
-        if ROTARY_HALF == HALF:
-            first_F, second_F = f, f + HALF
-        else:
-            first_F = tl.where(f < ROTARY_HALF, f, f + ROTARY_HALF)
-            second_F = tl.where(f < ROTARY_HALF, f + ROTARY_HALF, f + HALF)
+        first_F, second_F = pairs(f, HALF, ROTARY_HALF)
         # Of two codes in a byte one granule's first half of coefficients is in the low bits.
         halves: tl.constexpr = 2 if BITS == 4 else 1
         chunks = tl.load(tile_granules_ptr + tile) * halves
@@ -119,21 +97,12 @@ def _rebuilt_scores(
                 first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
                 decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_dim_F[None, :], other=0.0)
                 second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
-            # Read anew for every KV head: kept, they would take as many registers as the key itself.
-            table_ptrs = b * table_stride_b + place_N[:, None] * table_stride_t + f[None, :]
-            is_turned_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
-            cos_NF = tl.load(cos_ptr + table_ptrs, mask=is_turned_NF, other=1.0).to(tl.float32)
-            sin_NF = tl.load(sin_ptr + table_ptrs, mask=is_turned_NF, other=0.0).to(tl.float32)
             row_M = group * ROWS + m
-            query_ptrs = query_ptr + (b * GROUPS * ROWS + row_M)[None, :] * (2 * HALF)
-            is_query_FM = is_dim_F[:, None] & is_row_M[None, :]
-            query_FM = tl.load(query_ptrs + first_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
-            turned_NF = (first_NF * cos_NF - second_NF * sin_NF).to(COMPUTE)
-            score_NM = tl.dot(turned_NF, query_FM, input_precision="ieee")
-            query_FM = tl.load(query_ptrs + second_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
-            turned_NF = (second_NF * cos_NF + first_NF * sin_NF).to(COMPUTE)
-            score_NM = tl.dot(turned_NF, query_FM, score_NM, input_precision="ieee")
-            _store_scores(
+            score_NM = scores_of_halves(
+                first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr,
+                b * table_stride_b + place_N * table_stride_t, row_M, is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
+            )  # fmt: skip
+            store_scores(
                 score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b,
                 mask_stride_q, scaling, softcap, QUERIES, GROUPS * ROWS,
             )  # fmt: skip
@@ -187,7 +156,7 @@ def _latent_scores(
             step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
             score_NP = score_NP * step_N[:, None] + least_N[:, None] * query_sum_P[None, :]
-        _store_scores(
+        store_scores(
             score_ptr, mask_ptr, score_NP, token_N, is_row_N, row_P, is_row_P, b, capacity, mask_stride_b,
             mask_stride_q, scaling, softcap, QUERIES, P,
         )  # fmt: skip

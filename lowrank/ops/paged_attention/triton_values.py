@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank.ops.paged_attention.triton_pages import load_codes
-from lowrank.ops.triton_launch import block, computing_type, configs
+from lowrank.ops.triton_launch import block, computing_type, configs, softened
 from lowrank.paged import PagedStore
 
 _MAX_BLOCK_ROWS = 64
@@ -82,12 +82,7 @@ def _weighted_latents(
             mask=is_seen_N[None, :] & is_row_P[:, None],
             other=float("-inf"),
         )
-        largest_P = tl.maximum(max_P, tl.max(score_PN, 1))
-        base_P = tl.where(largest_P == float("-inf"), 0.0, largest_P)
-        weight_PN = tl.exp2(score_PN - base_P[:, None])
-        fade_P = tl.exp2(max_P - base_P)
-        sum_P = sum_P * fade_P + tl.sum(weight_PN, 1)
-        max_P = largest_P
+        weight_PN, fade_P, max_P, sum_P = softened(score_PN, max_P, sum_P)
 
         is_coef_N = is_row_N & has_page
         page = tl.load(tile_page_ptr + tile * GRANULES + granule, mask=has_page, other=0)

@@ -11,6 +11,7 @@ from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops.lowrank_attention import Operands, fused, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank.ops.rotation import Places, Rotation
 from lowrank.quantise import Quantisation
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -25,19 +26,20 @@ def kernel_calls(monkeypatch):
     return spy
 
 
-def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS) -> Operands:
+def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joint=False) -> Operands:
     """With room to grow, which is filled with NaN, or codes whose scales are."""
+    parts, width = (1, groups * HEAD_DIM) if joint else (groups, HEAD_DIM)
     coef = Coefficients(
-        (groups, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
+        (parts, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
     )
-    coef.append(torch.randn(groups, low, rank, generator=generator).to(dtype))
+    coef.append(torch.randn(parts, low, rank, generator=generator).to(dtype))
     coef.reserve(low + 9)
     for tensor in coef.buffers():
         if tensor is not None:
             tensor[:, low:] = torch.nan if tensor.is_floating_point() else 255
     whole = GrowingTensor(torch.randn(groups, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
     whole.reserve(full + 3)
-    basis = torch.linalg.qr(torch.randn(groups, HEAD_DIM, HEAD_DIM, generator=generator)).Q[:, :, :rank]
+    basis = torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank]
     return Operands(coef, basis.to(dtype), whole.rows)
 
 
@@ -73,6 +75,48 @@ def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low,
     check_near(found.cpu(), expected, dtype)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(
+    "places", [slice(7, 97), torch.arange(90).flip(0) + 3, None], ids=["run", "spread", "no rotation"]
+)
+def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls, places, bits):
+    dtype, queries, low, full = torch.float16, 3, 90, 7
+    keys = operands(low, full, 13, dtype=dtype, generator=generator, bits=bits, joint=True)
+    values = operands(low, full, 41, dtype=dtype, generator=generator, bits=bits, joint=True)
+    query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator).to(dtype)
+    mask = torch.rand(queries, low + full, generator=generator) < 0.7
+    mask[:, -1] = True
+    options = {"scaling": 0.25, "softcap": 3.0}
+    angle = torch.rand(100, HEAD_DIM // 2, generator=generator) * 6
+    angle_TF = torch.polar(torch.ones_like(angle), angle)
+
+    def rotation(there: torch.device) -> Rotation | None:
+        def rotate(key_GND: torch.Tensor, at: Places) -> torch.Tensor:
+            return turned(key_GND.double(), angle_TF[at])
+
+        return None if places is None else Rotation(rotate, angle_TF.to(there))
+
+    at = places.to(device) if isinstance(places, torch.Tensor) else places
+    expected = reference(query.double(), keys, values, rotation=rotation("cpu"), places=places, mask_QT=mask, **options)
+    found = lowrank_attention(
+        query.to(device),
+        on(device, keys),
+        on(device, values),
+        rotation=rotation(device),
+        places=at,
+        mask_QT=mask.to(device),
+        **options,
+    )
+    assert kernel_calls.call_count == 1
+    check_near(found.cpu(), expected, dtype)
+
+
+def turned(key_GND: torch.Tensor, angle_NF: torch.Tensor) -> torch.Tensor:
+    """Keys whose pairs (j, j + D/2) are turned by angles cos + i·sin."""
+    pairs = torch.complex(*key_GND.chunk(2, dim=-1)) * angle_NF
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
 def test_as_many_kv_heads_as_queries_that_lie_as_models_leave_them(device, generator, kernel_calls):
     """Heads are then a transposed view whose rows do not follow one another."""
     keys, values = (operands(40, 9, 7, dtype=torch.float32, generator=generator, groups=HEADS) for _ in range(2))
@@ -84,7 +128,8 @@ def test_as_many_kv_heads_as_queries_that_lie_as_models_leave_them(device, gener
 
 
 def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, kernel_calls):
-    """Rows whose integers have scales by groups, a mask for every head, another dtype, more queries than registers hold."""
+    """Rows whose integers have scales by groups, a mask for every head, another dtype, more queries than registers hold,
+    tokens of its own for every head, keys that are rotated otherwise."""
     keys, values = (operands(40, 3, 8, dtype=torch.float32, generator=generator) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
@@ -92,9 +137,13 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
     there = on(device, keys), on(device, values)
-    assert fused.serves(query.to(device), *there, None, None)
-    assert not fused.serves(query.to(device).double(), *there, None, None)
-    assert not fused.serves(query.to(device).expand(-1, 200, -1), *there, None, None)
+    assert fused.serves(query.to(device), *there, None, None, None)
+    assert not fused.serves(query.to(device).double(), *there, None, None, None)
+    assert not fused.serves(query.to(device).expand(-1, 200, -1), *there, None, None, None)
+    joint = on(device, operands(40, 3, 8, dtype=torch.float32, generator=generator, joint=True))
+    assert fused.serves(query.to(device), joint, joint, None, None, None)
+    assert not fused.serves(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
+    assert not fused.serves(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full_GFD), None)):
         expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
         found = lowrank_attention(
@@ -112,11 +161,11 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
     held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
     there = on(device, held)
     query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
-    assert fused.serves(query, there, there, None, None)
+    assert fused.serves(query, there, there, None, None, None)
     monkeypatch.setenv(fused.SWITCH, "0")
     fused._has_kernels.cache_clear()
     try:
-        assert not fused.serves(query, there, there, None, None)
+        assert not fused.serves(query, there, there, None, None, None)
     finally:
         fused._has_kernels.cache_clear()
 
@@ -127,7 +176,9 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
         ("ojakv-pf", {"rate": 0.6}, True),
         ("ojakv-pf", {"rate": 0.5, "storage": "int8"}, True),
         ("ojakv", {"rate": 0.6, "recent": 3, "sinks": 2, "keep": 0.2}, True),
-        ("ojakv-joint", {"rate": 0.6}, False),
+        ("ojakv-joint", {"rate": 0.6, "recent": 3, "sinks": 2}, True),
+        ("ojakv-joint", {"rate": 0.6, "storage": "int4", "recent": 3}, True),
+        ("ojakv-joint", {"rate": 0.6, "storage": "int8", "storage_group": 4}, False),
     ],
     ids=str,
 )
