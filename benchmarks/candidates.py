@@ -12,9 +12,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 import dynakv
 from benchmarks.harness import check_close
 from dynakv.checkpoint import read_config
+from lowrank.config import require
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank.pages import MIN_GRANULE
+from lowrank.paths import home
 from lowrank.text import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
@@ -27,7 +29,9 @@ Candidates = dict[str, Candidate]
 def argument_parser(description: str) -> argparse.ArgumentParser:
     """A parser of the arguments :func:`candidates` reads, for a benchmark to add its own to."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model]")
+    parser.add_argument(
+        "--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model, or the demo's]"
+    )
     parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
     parser.add_argument(
         "--granularity", type=int, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
@@ -50,9 +54,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     Args:
         length: the most tokens a cache will hold.
     """
-    if not arguments.model and not arguments.checkpoint:
-        raise UserError("`--model` or `--checkpoint` must say what to run")
-    name = os.path.expanduser(arguments.model) if arguments.model else read_config(arguments.checkpoint).base_model
+    name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
     plain = load_model(name, dtype=arguments.dtype, device=arguments.device)
     check_length(plain, length, "the context")
     found: Candidates = {
@@ -77,12 +79,13 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     return found
 
 
-def context_ids(arguments: argparse.Namespace, model: PreTrainedModel) -> Tensor:
-    """The context's token ids, (1, T) int64. A learned compressor keeps more of random tokens than of text."""
+def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt's token ids, (1, T) int64. A learned compressor keeps more of random tokens than of text."""
+    require(length >= 1, "--context", arguments.context, "more than what is decoded after the prompt")
     if not arguments.text:
-        return random_ids(model, arguments.context)
+        return random_ids(model, length)
     documents = load_documents(arguments.text, subset=None, split="test", text_field="text")
-    ids_NT = blocks(documents, load_tokenizer(model.config._name_or_path), arguments.context, 1)
+    ids_NT = blocks(documents, load_tokenizer(model.config._name_or_path), length, 1)
     return ids_NT.to(model.device)
 
 
@@ -104,6 +107,17 @@ def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     """The prediction after all of `ids`, the last of which is decoded."""
     prefill(model, ids[:, :-1], cache)
     return model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+
+
+def _default_model(checkpoint: str | None) -> str:
+    if checkpoint:
+        return read_config(checkpoint).base_model
+    demo = home() / "SmolLM2-135M-Instruct"
+    if not demo.is_dir():
+        raise UserError(
+            f"`--model` or `--checkpoint` must say what to run; the demo's model is not at {demo} (`make assets`)"
+        )
+    return str(demo)
 
 
 def _paged(plain: PreTrainedModel, checkpoint: str, length: int, granularity: int | None = None) -> Candidate:

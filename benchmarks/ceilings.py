@@ -7,6 +7,7 @@ from transformers import Cache, PreTrainedModel
 from benchmarks.harness import interleaved_ms
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import geometry_of
+from lowrank.hf.layer import CompressedLayer
 from training.throughput import multiplied_weights
 
 
@@ -27,10 +28,10 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def held_tensors(cache: Cache) -> list[Tensor]:
-    """Whatever a cache holds of its tokens."""
-    if isinstance(cache, LowRankCache):
-        return [tensor for _, tensor in cache.held()]
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    """Whatever a cache holds of its tokens, in compressed layers and in others."""
+    held = [tensor for _, tensor in cache.held()] if isinstance(cache, LowRankCache) else []
+    native = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    return held + [tensor for layer in native for tensor in (layer.keys, layer.values)]
 
 
 def cache_bytes(cache: Cache) -> int:

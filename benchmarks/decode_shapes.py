@@ -25,8 +25,8 @@ from lowrank.paged import PagedStore
 from lowrank.pages import PagePool
 from lowrank.ragged import RaggedStore
 
-# A row of so many coefficients is read in whole 32-byte sectors.
-RANK_STEP = 16
+# A row of so many coefficients in 16 bits is read in whole 16-byte loads.
+RANK_STEP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
     if shape.has_kernels:
         from lowrank.ops.paged_attention.triton import paged_attention
 
-        tokens, granules = 128 if shape.head_dim <= 128 else 64, shape.width // granule
+        tokens, granules = 64, shape.width // granule  # as a paged cache has them
         # Each rank's last tile may be all but empty.
         pages = sum(int(rank.sum()) // (granule * tokens) for rank in ranks) + shape.batch * granules * (granules + 1)
         pool = PagePool(pages, tokens=tokens, granule=granule, dtype=shape.dtype, device=shape.device)

@@ -3,8 +3,8 @@
     python -m benchmarks.generate_e2e --checkpoint runs/demo/checkpoint --bases bases/demo --context 4096 --json out.json
 
 Only speed is measured, on random tokens or on --text; beside it, which share of this machine's copy bandwidth reading the
-weights and the cache once would take of that time. Before timing, every compressed step is checked. At least one update
-period of OjaKV is timed, so that its updates are in the mean.
+weights and the cache once would take of that time. Before timing, every compressed step is checked. By default one
+update period of OjaKV is timed, so that its updates are in the mean.
 """
 
 import torch
@@ -18,13 +18,15 @@ from lowrank.hf.cache import LowRankCache
 
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--context", type=int, default=2048, help="cached tokens [default %(default)s]")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="cached tokens when the last one is timed [default %(default)s]"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens timed [default %(default)s]")
     arguments = parser.parse_args(argv)
 
     warmup = 2
-    found = candidates(arguments, arguments.context + arguments.tokens + warmup)
-    ids = context_ids(arguments, found[DYNAMIC][0])
+    found = candidates(arguments, arguments.context)
+    ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - warmup)
     caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name]) for name, (model, _) in found.items()}

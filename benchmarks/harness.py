@@ -42,10 +42,10 @@ def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0, msg=lambda found: f"{name}: {found}")
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """Hardware and versions, for the JSON beside every figure."""
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "device": _processor() if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -54,12 +54,13 @@ def environment() -> dict[str, Any]:
 
 
 def write_results(path: str | Path, name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write one benchmark's JSON, whole or not at all. Of a path in the settings only its last part is kept."""
+    """Write one benchmark's JSON, whole or not at all. The settings name a `device`; of a path in them only the last part is
+    kept."""
     settings = {key: value for key, value in settings.items() if key != "json" and value is not None}
     for key, value in settings.items():
         if isinstance(value, str) and Path(value).expanduser().exists():
             settings[key] = Path(value).name
-    values = {"benchmark": name, "settings": settings, "environment": environment(), "rows": rows}
+    values = {"benchmark": name, "settings": settings, "environment": environment(settings["device"]), "rows": rows}
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 

@@ -5,7 +5,8 @@
 Three things of each cache after a prompt of --context tokens: the bytes it counts itself and those the allocator has given
 out for it; the most that a decoded token needs beside them for a moment; and the largest batch whose cache and decoded token
 fit into the memory that --sequences sequences of a preallocated cache take up, tried out with batches of copies of the
-prompt. Ideal would be 1/rate times as many as of the preallocated cache.
+prompt (which have no room to grow: the decoded token makes some). Ideal would be 1/rate times as many as of the preallocated
+cache.
 """
 
 import copy
@@ -29,16 +30,18 @@ TOKEN = 11
 
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--context", type=int, default=2048, help="cached tokens [default %(default)s]")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="cached tokens, one of them decoded [default %(default)s]"
+    )
     parser.add_argument(
         "--sequences", type=int, default=8, help="of a preallocated cache, whose memory is shared [default %(default)s]"
     )
     arguments = parser.parse_args(argv)
     require(arguments.sequences >= 1, "--sequences", arguments.sequences, "at least 1")
 
-    found = candidates(arguments, arguments.context + 1)
+    found = candidates(arguments, arguments.context)
     found.pop(PAGED, None)
-    ids = context_ids(arguments, found[PREALLOCATED][0])
+    ids = context_ids(arguments, found[PREALLOCATED][0], arguments.context - 1)
     preallocated = Prompted(found[PREALLOCATED], ids)
     budget = preallocated.needed(arguments.sequences)
     print(f"{arguments.sequences} sequences of a preallocated cache and their next token: {budget / 2**20:.1f} MiB")

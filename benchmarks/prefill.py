@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context)
-    ids = context_ids(arguments, found[DYNAMIC][0])
+    ids = context_ids(arguments, found[DYNAMIC][0], arguments.context)
     calls = {
         name: lambda model=model, make_cache=make_cache: prefill(model, ids, make_cache())
         for name, (model, make_cache) in found.items()

@@ -1,6 +1,5 @@
 """A run that ends with the mean of its last states."""
 
-import json
 import shutil
 
 import pytest
@@ -77,17 +76,24 @@ def test_a_trained_backbone_is_averaged_too(training_values, tmp_path):
         torch.testing.assert_close(model.get_parameter(name).detach(), mean, atol=0, rtol=2e-7)
 
 
-def test_a_damaged_state_is_named_and_nothing_is_written(training_values, averaged, tmp_path):
+def test_a_damaged_state_is_left_out_with_a_warning(training_values, averaged, tmp_path, capfd):
     output = tmp_path / "run"
     shutil.copytree(averaged, output)
     shutil.rmtree(output / "checkpoint")
-    progress = output / "states/step-000004/progress.json"
-    entry = json.loads(progress.read_text())
-    entry["checksums"]["compressor.safetensors"] += 1
-    progress.write_text(json.dumps(entry))
-    with pytest.raises(UserError, match="step-000004/compressor.safetensors does not have the checksum"):
-        train_here(training_values, output, resume=True, **AVERAGED)
-    assert not (output / "checkpoint").exists()
+    damaged = output / "states/step-000006/compressor.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    train_here(training_values, output, resume=True, **AVERAGED)
+    assert_is_mean(output, [4, 8])
+    found = capfd.readouterr().err
+    assert f"warning: {damaged.parent} is damaged and is left out of the mean: {damaged} does not have the che" in found
+    assert "warning: `average_checkpoints` is 3, and the mean is of 2" in found
+
+
+def test_older_states_do_not_count(training_values, tmp_path):
+    changes = {"average_checkpoints": 2, "keep_checkpoints": 4}
+    train_here(training_values, tmp_path / "run", **{**AVERAGED, **changes})
+    assert len(list((tmp_path / "run/states").iterdir())) == 4
+    assert_is_mean(tmp_path / "run", [6, 8])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import os
 import shutil
 
 import pytest
-from training_runs import assert_is_mean, launch, losses, rows, summary, train_here
+from accelerate.commands.config import load_config_from_file
+from training_runs import ROOT, assert_is_mean, launch, losses, rows, summary, train_here
 
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
@@ -51,6 +52,15 @@ def check(output, reference, kind, stage, tolerance):
     assert found["settled"] == pytest.approx(summary(reference)["settled"], rel=1e-3)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configurations_of_accelerate_are_of_this_version(path):
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "no"
+    assert (config.distributed_type == "DEEPSPEED") == ("zero" in path.stem)
+    if "zero" in path.stem:
+        assert str(config.deepspeed_config["zero_stage"]) in path.stem
+
+
 def test_a_process_takes_all_cores_though_accelerate_leaves_it_one(training_values, tmp_path):
     changes = {"optimizer": {"steps": 1, "batch_size": 1}, "threads": None}
     launch("plain", 1, training_values, tmp_path / "run", **changes)
@@ -74,6 +84,15 @@ def test_zero_3(alone, sharded):
     # steps divide gradients by themselves and turn such rounding into steps.
     check(sharded, alone, "DEEPSPEED", 3, 3e-4)
     assert rows(sharded)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_zero_3_recomputes_activations(training_values, sharded, tmp_path):
+    """As the configurations of 8 B models do: a compressor is released, and gathered again for its second forward pass."""
+    launch("zero3", 2, training_values, tmp_path / "run", gradient_checkpointing=True, **HALF)
+    assert losses(tmp_path / "run") == pytest.approx(losses(sharded), rel=1e-5)
+    launch("zero3", 2, training_values, tmp_path / "bf16", gradient_checkpointing=True, dtype="bfloat16", **HALF)
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(sharded), rel=0.05)
 
 
 def test_zero_3_ends_with_the_mean_of_its_states(sharded):

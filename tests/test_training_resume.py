@@ -98,6 +98,7 @@ def test_killed_between_states(training_values, whole, tmp_path):
         ("optimizer.safetensors", lambda data: data[: len(data) // 2]),
         ("compressor.safetensors", lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]),
         ("progress.json", lambda data: data[:20]),
+        ("progress.json", lambda data: data.replace(b'"blocks_per_step": 2', b'"blocks_per_step": 3')),
         ("config.json", None),
     ],
 )
@@ -114,6 +115,37 @@ def test_a_damaged_state_is_passed_over(training_values, whole, tmp_path, capfd,
     same_as(whole, output)
     [warning] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert f"{output}/states/step-000008 is damaged and is passed over: {damaged} " in warning
+
+
+def test_a_damaged_state_does_not_stay_before_what_follows(training_values, whole, tmp_path):
+    """It would count among those kept, and as the last good one."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    (output / "states/step-000008/config.json").unlink()
+    rate = {"target_retain_rate": 0.5}
+    train_here(training_values, output, checkpoint_every=7, rate=rate, resume=True, **TEXT)
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000007"]
+
+
+def test_killed_while_writing_a_row(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    for name in ("metrics.jsonl", "inspections.jsonl"):
+        rows = (output / name).read_bytes()
+        (output / name).write_bytes(rows[: -len(rows.splitlines()[-1]) // 2])
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+
+
+def test_a_run_cannot_be_shortened_below_what_it_has_done(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    with pytest.raises(UserError, match="`optimizer.steps` is 5, and the run to go on with has done 8"):
+        train_here(training_values, output, resume=True, optimizer={"steps": 5}, **TEXT)
+    assert (output / "checkpoint").exists()
 
 
 def test_when_all_are_damaged_there_is_nothing_to_resume(training_values, whole, tmp_path):

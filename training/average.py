@@ -4,7 +4,11 @@ A step sees a few sequences, so that where a run happens to end is partly chance
 the way lies nearer the middle of the valley they wander in (Izmailov et al. 2018, Averaging Weights Leads to Wider Optima).
 """
 
+import sys
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from lowrank.errors import UserError
 from training.engine import Engine
@@ -14,6 +18,9 @@ from training.state import load_weights, read_progress, read_weights, saved_stat
 def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
     """Fill a prepared engine's parameters with their means over the newest `count` states; every process must call this.
 
+    A damaged state is passed over with a warning on stderr, and so is that there are fewer: what was trained is not lost for
+    want of a state.
+
     Args:
         root: directory of all states.
 
@@ -21,19 +28,30 @@ def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
         The steps after which those states were written.
 
     Raises:
-        UserError: there are fewer, or one of them is damaged.
+        UserError: there is no undamaged state.
     """
-    states = saved_states(root)[-count:]
-    if len(states) < count:
-        raise UserError(
-            f"`average_checkpoints` is {count}, and `{root}` holds {len(states)}; pass --resume with "
-            f"`average_checkpoints` of at most that"
-        )
-    steps = [read_progress(directory)["step"] for directory in states]
-    mean = {name: dict.fromkeys(tensors, 0.0) for name, tensors in read_weights(states[0]).items()}
-    for directory in states:
+    found: dict[int, Path] = {}
+    for directory in reversed(saved_states(root)):
+        if len(found) == count:
+            break
+        try:
+            found[read_progress(directory)["step"]] = directory
+        except UserError as error:
+            _warn(engine, f"{directory} is damaged and is left out of the mean: {error}")
+    if not found:
+        raise UserError(f"there is no undamaged checkpoint under `{root}` to average; set `average_checkpoints` to 0")
+    if len(found) < count:
+        _warn(engine, f"`average_checkpoints` is {count}, and the mean is of {len(found)}: `{root}` holds no more")
+    mean: dict[str, dict[str, Tensor]] = {}
+    for directory in found.values():
         for name, tensors in read_weights(directory).items():
+            sums = mean.setdefault(name, {key: torch.zeros_like(tensor).double() for key, tensor in tensors.items()})
             for key, tensor in tensors.items():
-                mean[name][key] = mean[name][key] + tensor.double() / count
-    load_weights(engine, mean, f"the mean of {count} states under {root}")
-    return steps
+                sums[key] += tensor.double() / len(found)
+    load_weights(engine, mean, f"the mean of {len(found)} checkpoints under {root}")
+    return sorted(found)
+
+
+def _warn(engine: Engine, message: str) -> None:
+    if engine.main:
+        print(f"warning: {message}", file=sys.stderr, flush=True)

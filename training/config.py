@@ -234,7 +234,7 @@ class TrainConfig:
     average_checkpoints: int = option(
         0,
         help="end with the mean of what is trained in the last so many resumable checkpoints instead of what the last step "
-        "left, which a few sequences shook; 0 does not",
+        "left, which a few sequences shook; steps after the last checkpoint do not count; 0 does not",
         unit="checkpoints",
     )
     divergence: float = option(

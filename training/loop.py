@@ -28,7 +28,7 @@ from training.nested import allocate_ranks
 from training.reporting import Reporter, Workload
 from training.schedule import learning_rate_factor
 from training.setup import heldout_blocks, initialise, starting_price, training_stream
-from training.state import check_same_run, load_into, newest_state, save_state
+from training.state import check_same_run, drop_later_states, load_into, newest_state, save_state
 from training.step import optimizer_step
 from training.threshold import settle_threshold
 from training.throughput import matmul_flops, model_flops
@@ -83,7 +83,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
                 f"--resume needs the same global batch: the run had {progress['blocks_per_step']} sequences a step, and "
                 f"`optimizer.batch_size` × `optimizer.accumulate` × processes is {blocks_per_step}"
             )
+        if progress["step"] > settings.steps:
+            raise UserError(
+                f"`optimizer.steps` is {settings.steps}, and the run to go on with has done {progress['step']}; ask for at "
+                f"least so many"
+            )
         load_into(engine, state, progress["step"])
+        drop_later_states(output / STATES, progress["step"], engine)
         controller.load(progress["controller"])
         watch.load(progress["watch"])
         start, cursor_S3 = progress["step"], torch.tensor(progress["cursor"])

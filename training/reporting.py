@@ -145,8 +145,10 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 def _forget_rows_after(path: Path, step: int) -> None:
     """Drop rows of steps that a resumed run is about to repeat."""
     if path.exists():
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(path, "".join(row for row in rows if json.loads(row)["step"] <= step))
+        rows = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        # A process that was killed while it wrote left half a line, of a step that is repeated.
+        whole = [row for row in rows if row.endswith("\n")]
+        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= step))
 
 
 def _cell(token: str) -> str:

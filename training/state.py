@@ -22,6 +22,7 @@ from lowrank.errors import UserError
 from training.engine import MOMENTS, Engine
 
 BACKBONE, OPTIMIZER, PROGRESS = "backbone.safetensors", "optimizer.safetensors", "progress.json"
+CHECKSUM = "checksum"
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -29,7 +30,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def saved_states(root: Path) -> list[Path]:
-    """Every whole state under `root`, oldest first."""
+    """Every state under `root` that was written to its end, oldest first."""
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name))
@@ -63,7 +64,8 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
             if backbone:
                 save_file(backbone, partial / BACKBONE)
             sums = {path.name: checksum(path) for path in sorted(partial.iterdir())}
-            text = json.dumps({"step": step, "checksums": sums, **progress}) + "\n"
+            entries = {"step": step, "checksums": sums, **progress}
+            text = json.dumps({**entries, CHECKSUM: _checksum_of(entries)}) + "\n"
             (partial / PROGRESS).write_text(text, encoding="utf-8")
         for old in saved_states(root)[:-keep]:
             shutil.rmtree(old)
@@ -79,6 +81,11 @@ def checksum(path: Path) -> int:
     return value
 
 
+def _checksum_of(entries: dict[str, Any]) -> int:
+    """CRC-32 of the progress entries but their own checksum."""
+    return zlib.crc32(json.dumps({key: value for key, value in entries.items() if key != CHECKSUM}).encode())
+
+
 def read_progress(directory: Path) -> dict[str, Any]:
     """The progress entries of a state.
 
@@ -88,6 +95,8 @@ def read_progress(directory: Path) -> dict[str, Any]:
     path = directory / PROGRESS
     try:
         progress = json.loads(path.read_text(encoding="utf-8"))
+        if _checksum_of(progress) != progress.pop(CHECKSUM):
+            raise UserError(f"{path} does not have the checksum it was written with")
         for name, expected in progress["checksums"].items():
             path = directory / name
             if checksum(path) != expected:
@@ -117,6 +126,15 @@ def newest_state(root: Path, *, main: bool) -> tuple[Path, dict[str, Any]]:
             if main:
                 print(f"warning: {directory} is damaged and is passed over: {error}", file=sys.stderr, flush=True)
     raise UserError(f"every checkpoint under `{root}` is damaged; remove the directory and start the run again")
+
+
+def drop_later_states(root: Path, step: int, engine: Engine) -> None:
+    """Remove the states after `step`, which were passed over because they are damaged; every process must call this."""
+    engine.accelerator.wait_for_everyone()  # until all have read what they go on from
+    if engine.main:
+        for directory in saved_states(root):
+            if directory.name > step_directory(root, step).name:
+                shutil.rmtree(directory)
 
 
 # What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.

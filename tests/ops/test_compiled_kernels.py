@@ -125,7 +125,17 @@ def full_tokens(batch, groups, head_dim, dtype):
 
 
 def paged_launches(
-    *, heads=32, groups=8, head_dim=128, dtype=torch.bfloat16, bits=None, rotary=128, tokens=128, full=False, queries=1
+    *,
+    heads=32,
+    groups=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    bits=None,
+    rotary=128,
+    tokens=128,
+    full=False,
+    queries=1,
+    softcap=None,
 ) -> Launches:
     width, batch = groups * head_dim, 8
     quantisation = None if bits is None else Quantisation(bits=bits)
@@ -133,7 +143,7 @@ def paged_launches(
     stores = [PagedStore(batch, width, capacity=32768, pool=pool) for _ in range(2)]
     decoder = torch.empty(width, width, dtype=dtype, device=META)
     query = torch.empty(batch, heads, queries, head_dim, dtype=dtype, device=META)
-    options = {"scaling": 0.1}
+    options = {"scaling": 0.1, "softcap": softcap}
     if rotary:
         table = torch.empty(1, 32768, rotary // 2, device=META)
         options["rotation"] = RotaryTable(table, table)
@@ -165,7 +175,16 @@ def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16)
 
 
 def joint_launches(
-    *, key_rank=380, value_rank=650, bits=None, head_dim=128, groups=8, rotary=128, dtype=torch.bfloat16, queries=1
+    *,
+    key_rank=380,
+    value_rank=650,
+    bits=None,
+    head_dim=128,
+    groups=8,
+    rotary=128,
+    dtype=torch.bfloat16,
+    queries=1,
+    padded=False,
 ) -> Launches:
     """As one sequence of an OjaKV cache is attended, at half of the bytes."""
     width, room = groups * head_dim, 32768
@@ -179,6 +198,11 @@ def joint_launches(
         return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantisation)
 
     table = torch.empty(1, room, rotary // 2, device=META)
+    options = {}
+    if padded:
+        options["mask_BQN"] = torch.empty(1, queries, room, dtype=torch.bool, device=META)
+        options["place_BN"] = torch.empty(1, room, dtype=torch.int32, device=META)
+        options["softcap"] = 50.0
     query = torch.empty(1, 4 * groups, queries, head_dim, dtype=dtype, device=META)
     with Launches().recorded() as launches:
         joint_attention(
@@ -189,6 +213,7 @@ def joint_launches(
             scaling=0.1,
             rotation=RotaryTable(table, table),
             full=full_tokens(1, groups, head_dim, dtype),
+            **options,
         )
     return launches
 
@@ -200,7 +225,13 @@ def test_joint_attention(tmp_path, ranks):
 
 @pytest.mark.parametrize(
     "case",
-    [{"bits": 8}, {"bits": 4}, {"head_dim": 256, "groups": 4, "rotary": 256}, {"dtype": torch.float16, "queries": 4}],
+    [
+        {"padded": True},
+        {"bits": 8},
+        {"bits": 4},
+        {"head_dim": 256, "groups": 4, "rotary": 256},
+        {"dtype": torch.float16, "queries": 4},
+    ],
     ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
 )
 def test_joint_attention_of_other_kinds(tmp_path, case):
@@ -221,6 +252,7 @@ def test_paged_attention(tmp_path):
         {"head_dim": 96, "groups": 8, "heads": 8, "rotary": 48},
         {"head_dim": 256, "groups": 4, "heads": 8, "rotary": 256, "tokens": 64},
         {"dtype": torch.float16, "queries": 4},
+        {"tokens": 64, "softcap": 50.0},
     ],
     ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
 )

@@ -11,6 +11,7 @@ N low-rank tokens, F full-rank tokens, R rank, X parts of the softmax.
 import torch
 from torch import Tensor
 
+from lowrank.config import require
 from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.joint_attention.triton_scores import joint_scores
 from lowrank.ops.joint_attention.triton_values import block_of, weighted_rows
@@ -56,8 +57,12 @@ def joint_attention(
 
     Returns:
         (B, H, Q, D) in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
+
+    Raises:
+        UserError: D is odd: its dims are read in two halves.
     """
     batch, heads, queries, head_dim = query_BHQD.shape
+    require(head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim")
     groups, room = keys.basis_BGDR.shape[2] // head_dim, keys.row_BGNY.shape[2]
     query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
     rows, dtype, device = heads * queries, query_BHQD.dtype, query_BHQD.device

@@ -77,7 +77,7 @@ def lowrank_attention(
     operation, options = latent_attention, {}
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention
-        options = {} if rotation is None else _turned(rotation, places)
+        options = _turned(rotation, places)
     # Kernels run on the current device, a layer of a model that is spread over several need not.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return operation(
@@ -98,7 +98,8 @@ def _is_per_head(keys: Operands, values: Operands, rotation: Rotation | None) ->
 
 
 def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
-    turns_pairs = rotation is None or rotation.angle_TF is not None
+    """Keys that nothing rotates are not rebuilt: plain products on their coefficients do less."""
+    turns_pairs = rotation is not None and rotation.angle_TF is not None
     halves_heads = keys.full_GFD.shape[2] % 2 == 0
     return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
 

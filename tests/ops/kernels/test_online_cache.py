@@ -11,7 +11,7 @@ from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops.lowrank_attention import Operands, fused, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
-from lowrank.ops.rotation import Places, Rotation
+from lowrank.ops.rotation import Rotation
 from lowrank.quantise import Quantisation
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -90,11 +90,8 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
     angle = torch.rand(100, HEAD_DIM // 2, generator=generator) * 6
     angle_TF = torch.polar(torch.ones_like(angle), angle)
 
-    def rotation(there: torch.device) -> Rotation | None:
-        def rotate(key_GND: torch.Tensor, at: Places) -> torch.Tensor:
-            return turned(key_GND.double(), angle_TF[at])
-
-        return None if places is None else Rotation(rotate, angle_TF.to(there))
+    def rotation(there: torch.device | str) -> Rotation:
+        return Rotation(lambda key_GND, at: turned(key_GND.double(), angle_TF[at]), angle_TF.to(there))
 
     at = places.to(device) if isinstance(places, torch.Tensor) else places
     expected = reference(query.double(), keys, values, rotation=rotation("cpu"), places=places, mask_QT=mask, **options)
@@ -141,7 +138,7 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     assert not fused.serves(query.to(device).double(), *there, None, None, None)
     assert not fused.serves(query.to(device).expand(-1, 200, -1), *there, None, None, None)
     joint = on(device, operands(40, 3, 8, dtype=torch.float32, generator=generator, joint=True))
-    assert fused.serves(query.to(device), joint, joint, None, None, None)
+    assert not fused.serves(query.to(device), joint, joint, None, None, None)
     assert not fused.serves(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
     assert not fused.serves(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full_GFD), None)):
