@@ -26,7 +26,8 @@ from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, conf
         # Where wide heads leave no shared memory for more; the tuner passes over what does not fit.
         triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=1),
     ),
-    key=["key_width", "value_width", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room_class"],
+    # By blocks, not widths: ranks differ from layer to layer.
+    key=["BLOCK_R", "BLOCK_W", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room_class"],
 )
 @triton.jit
 def _attend_split(

@@ -26,7 +26,8 @@ from lowrank.ops.triton_launch import block, computing_type, configs, sequence_s
         triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
     ),
-    key=["rank", "GROUPS", "HALF", "BLOCK_M", "BITS", "room_class"],
+    # Not for every rank: water-filling gives each layer its own.
+    key=["GROUPS", "HALF", "BLOCK_M", "BITS", "room_class"],
 )
 @triton.jit
 def _joint_scores(

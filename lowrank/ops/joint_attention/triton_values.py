@@ -24,7 +24,7 @@ _MAX_BLOCK_ROWS = 64
         triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
         triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
     ),
-    key=["rank", "P", "BLOCK_W", "BITS", "room_class"],
+    key=["P", "BLOCK_W", "BITS", "room_class"],
 )
 @triton.jit
 def _weighted_rows(
