@@ -364,12 +364,25 @@ def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, 
         OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
 
 
-@torch.no_grad()
-def test_keys_that_are_not_finite_name_their_layer(calibration, ids):
+def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_path, recwarn):
     model = tiny_model()
-    model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"], tokens=128)
+    for name in ("", "/elsewhere/tiny-llama"):
+        model.config._name_or_path = name
+        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
+    assert not recwarn.list
+    model.config._name_or_path = "some/other-llama"
+    with pytest.warns(UserWarning, match="was made on `tiny-llama`, and this model is `other-llama`"):
+        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_states_that_are_not_finite_name_their_layer(calibration, ids, side):
+    model = tiny_model()
+    model.model.layers[1].self_attn.get_submodule(f"{side[0]}_proj").weight[0, 0] = torch.nan
     cache = OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration)
-    with pytest.raises(UserError, match="layer 1 values hold NaN or infinite entries"):
+    with pytest.raises(UserError, match=f"layer 1 {side}s hold NaN or infinite entries"):
         model(ids, past_key_values=cache)
 
 

@@ -9,6 +9,7 @@ Shapes: C = G·D joint width.
 import dataclasses
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -37,11 +38,13 @@ class Calibration:
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
         origin: where it came from, for errors.
+        model: name of the model it was made on, where that is known.
     """
 
     geometry: KVGeometry
     moments: dict[int, dict[str, Tensor]]
     origin: str = "the calibration"
+    model: str | None = None
 
     @classmethod
     def from_text(
@@ -114,7 +117,7 @@ class Calibration:
         geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
         sides = [side for side in (*SIDES, *GRADIENTS.values()) if f"layers.{geometry.layers[0]}.{side}" in flat]
         moments = {i: {side: flat[f"layers.{i}.{side}"] for side in sides} for i in geometry.layers}
-        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`")
+        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`", model=config["model"])
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
         """The moments as :func:`lowrank.hf.calibration.calibrate` returns them, each as if of one row."""
@@ -137,6 +140,19 @@ class Calibration:
         }
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
-        """This calibration, once it is known to fit `model`. Raises :class:`UserError` when it does not."""
+        """This calibration, once it is known to fit `model`.
+
+        Warns where it was made on a model of the same shape but another name, whose states may be quite different.
+
+        Raises:
+            UserError: the shapes differ.
+        """
         geometry_of(model).check_equal(self.geometry, self.origin)
+        made_on, name = (Path(each or "").name for each in (self.model, model.config._name_or_path))
+        if made_on and name and made_on != name:
+            warnings.warn(
+                f"{self.origin} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the "
+                f"other, make one on this model with python scripts/calibrate.py",
+                stacklevel=2,
+            )
         return self
