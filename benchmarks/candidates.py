@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import os
 from collections.abc import Callable
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dynakv
+from benchmarks import made_up
 from benchmarks.harness import check_close
+from benchmarks.made_up import random_ids
 from dynakv.checkpoint import read_config
 from lowrank.config import require
 from lowrank.errors import UserError
@@ -21,6 +24,7 @@ from lowrank.text import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
+CHECKED_TOKENS = 65
 
 Candidate = tuple[PreTrainedModel, Callable[[], Cache]]  # a model and a maker of fresh caches
 Candidates = dict[str, Candidate]
@@ -33,6 +37,11 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model, or the demo's]"
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
+    parser.add_argument(
+        "--made-up", metavar="KEYS,VALUES", type=_rates,
+        help="random weights of the model's shape, for which only its configuration is read, a compressor that keeps these "
+        "shares of keys and values, e.g. 0.12,0.48, and bases of random tokens",
+    )  # fmt: skip
     parser.add_argument(
         "--granularity", type=int, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
     )
@@ -55,28 +64,32 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         length: the most tokens a cache will hold.
     """
     name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
-    plain = load_model(name, dtype=arguments.dtype, device=arguments.device)
+    load = made_up.load_model if arguments.made_up else load_model
+    plain = load(name, dtype=arguments.dtype, device=arguments.device)
     check_length(plain, length, "the context")
     found: Candidates = {
         DYNAMIC: (plain, lambda: DynamicCache(config=plain.config)),
         PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
     }
-    if arguments.checkpoint:
-        settings = {} if arguments.granularity is None else {"granularity": arguments.granularity}
-        learned = dynakv.attach(copy.deepcopy(plain), arguments.checkpoint, **settings)
-        found["dynakv"] = (learned, lambda: dynakv.DynaKVCache.from_model(learned))
-        _check_learned("dynakv", *found["dynakv"])
-        if plain.device.type == "cuda":
-            found["dynakv-paged"] = _paged(plain, arguments.checkpoint, length, **settings)
-            _check_learned("dynakv-paged", *found["dynakv-paged"])
-    if arguments.bases:
-        online = copy.deepcopy(plain)
-        calibration = Calibration.load(arguments.bases).for_model(online)
+    calibration = _calibration(plain, arguments)
+    for paged in (False, True):
+        if (arguments.checkpoint or arguments.made_up) and (not paged or plain.device.type == "cuda"):
+            learned = _learned(plain, arguments, calibration, paged=paged)
+            name, make = ("dynakv-paged", _paged_cache) if paged else ("dynakv", _ragged_cache)
+            found[name] = (learned, functools.partial(make, learned, length))
+            _check_learned(name, *found[name])
+    if calibration is not None:
+        online = twin(plain)
         for preset in arguments.presets.split(","):
-            plan = make_plan(calibration, OjaKVConfig.preset(preset, rate=arguments.rate))
+            plan = make_plan(calibration.for_model(online), OjaKVConfig.preset(preset, rate=arguments.rate))
             found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
             _check_online(plain, online, calibration, preset)
     return found
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of its own on the same weights: what it serves decides how its attention is prepared."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> Tensor:
@@ -87,12 +100,6 @@ def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: i
     documents = load_documents(arguments.text, subset=None, split="test", text_field="text")
     ids_NT = blocks(documents, load_tokenizer(model.config._name_or_path), length, 1)
     return ids_NT.to(model.device)
-
-
-def random_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """(1, T) int64, the same for every call."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(10, model.config.vocab_size, (1, length), generator=generator).to(model.device)
 
 
 @torch.no_grad()
@@ -120,27 +127,60 @@ def _default_model(checkpoint: str | None) -> str:
     return str(demo)
 
 
-def _paged(plain: PreTrainedModel, checkpoint: str, length: int, granularity: int | None = None) -> Candidate:
+def _rates(text: str) -> tuple[float, float]:
+    """Two shares, of keys and of values."""
+    key, value = map(float, text.split(","))
+    if not (0 < key <= 1 and 0 < value <= 1):
+        raise ValueError(text)
+    return key, value
+
+
+def _calibration(plain: PreTrainedModel, arguments: argparse.Namespace) -> Calibration | None:
+    if arguments.bases:
+        return Calibration.load(arguments.bases)
+    if arguments.made_up:
+        return made_up.calibration(twin(plain))
+    return None
+
+
+def _learned(
+    plain: PreTrainedModel, arguments: argparse.Namespace, calibration: Calibration | None, *, paged: bool
+) -> PreTrainedModel:
+    """A model with a compressor, for a paged cache with ranks of whole granules of its pages."""
+    granularity = arguments.granularity
+    if granularity is None:
+        trained = arguments.checkpoint and read_config(arguments.checkpoint).compressor.granularity
+        granularity = trained or made_up.GRANULARITY
+    if paged:
+        granularity = -(-granularity // MIN_GRANULE) * MIN_GRANULE
+    model = twin(plain)
+    if not arguments.made_up:
+        return dynakv.attach(model, arguments.checkpoint, granularity=granularity)
+    made_up.add_compressors(model, calibration, arguments.made_up, granularity)
+    return model
+
+
+def _ragged_cache(model: PreTrainedModel, length: int) -> Cache:
+    return dynakv.DynaKVCache.from_model(model)
+
+
+def _paged_cache(model: PreTrainedModel, length: int) -> Cache:
     # Only here: the rest of the benchmarks runs without Triton.
     from dynakv.paged import PagedDynaKVCache
 
-    # Pages hold whole granules.
-    wanted = granularity or read_config(checkpoint).compressor.granularity
-    granularity = -(-wanted // MIN_GRANULE) * MIN_GRANULE
-    model = dynakv.attach(copy.deepcopy(plain), checkpoint, granularity=granularity)
-    return model, lambda: PagedDynaKVCache.from_model(model, max_length=max(length, 65), rate=1.0)
+    return PagedDynaKVCache.from_model(model, max_length=max(length, CHECKED_TOKENS), rate=1.0)
 
 
 @torch.no_grad()
 def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
     """A decoded step equals the uncached pass with the hard mask."""
-    ids = random_ids(model, 65)
+    ids = random_ids(model, CHECKED_TOKENS)
     uncached = model(ids, use_cache=False).logits[:, -1]
     check_close(name, decoded(model, ids, make_cache()), uncached)
 
 
 def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
     """At full rank a decoded step equals the uncompressed model's."""
-    ids = random_ids(plain, 65)
+    ids = random_ids(plain, CHECKED_TOKENS)
     cache = OjaKVCache(online, make_plan(calibration, OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")))
     check_close(preset, decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))

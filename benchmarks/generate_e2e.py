@@ -22,14 +22,16 @@ def main(argv: list[str]) -> None:
         "--context", type=int, default=2048, help="cached tokens when the last one is timed [default %(default)s]"
     )
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens timed [default %(default)s]")
+    parser.add_argument("--batch", type=int, default=1, help="sequences, all of one text [default %(default)s]")
     arguments = parser.parse_args(argv)
 
     warmup = 2
     found = candidates(arguments, arguments.context)
     ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - warmup)
+    ids = ids.expand(arguments.batch, -1)
     caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
-    steps = {name: stepper(model, caches[name]) for name, (model, _) in found.items()}
+    steps = {name: stepper(model, caches[name], arguments.batch) for name, (model, _) in found.items()}
     ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=warmup, mean=True)
     bandwidth = copy_bandwidth(ids.device)
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> None:
         {
             "method": name,
             "context": arguments.context,
+            "batch": arguments.batch,
             "ms_per_token": ms[name],
             "ratio_to_dynamic_cache": ms[name] / ms[DYNAMIC],
             "ratio_to_preallocated": ms[name] / ms[PREALLOCATED],
@@ -56,8 +59,8 @@ def main(argv: list[str]) -> None:
         write_results(arguments.json, "generate_e2e", vars(arguments) | {"copy_bandwidth": bandwidth}, rows)
 
 
-def stepper(model, cache):
-    token = torch.tensor([[11]], device=model.device)
+def stepper(model, cache, batch):
+    token = torch.full((batch, 1), 11, device=model.device)
 
     @torch.no_grad()
     def step():

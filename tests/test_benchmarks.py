@@ -11,6 +11,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
 from benchmarks.harness import check_close
+from lowrank.errors import UserError
 
 CACHES = ["dynamic_cache", "preallocated", "dynakv", "ojakv-pf", "ojakv-joint"]
 
@@ -62,6 +63,27 @@ def test_decoding_end_to_end(rows, caches):
             assert row[key] == pytest.approx(row["ms_per_token"] / found[other]["ms_per_token"])
     assert found["dynamic_cache"]["rate"] == 1.0
     assert 0.3 < found["dynakv"]["rate"] < 0.7
+
+
+def test_a_model_that_is_only_a_configuration(rows, tmp_path):
+    model = tiny_model(num_hidden_layers=1)
+    model.config.save_pretrained(tmp_path / "model")
+    found = rows(
+        *("generate_e2e", "--model", tmp_path / "model", "--made-up", "0.25,0.5", "--granularity", 8),
+        *("--context", 200, "--tokens", 2, "--batch", 2),
+    )
+    assert list(found) == CACHES
+    assert found["dynakv"]["batch"] == 2
+    assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.04)
+
+
+def test_what_was_asked_for_must_fit(caches):
+    e2e = importlib.import_module("benchmarks.generate_e2e")
+    arguments = [str(each) for each in caches]
+    with pytest.raises(UserError, match="`the context` is 300 tokens, but this model has 256 positions"):
+        e2e.main([*arguments, "--context", "300"])
+    with pytest.raises(UserError, match="`--context` must be more than what is decoded after the prompt; got 20"):
+        e2e.main([*arguments, "--context", "20"])
 
 
 def test_time_to_first_token(rows, caches):
