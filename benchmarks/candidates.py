@@ -129,10 +129,15 @@ def _default_model(checkpoint: str | None) -> str:
 
 def _rates(text: str) -> tuple[float, float]:
     """Two shares, of keys and of values."""
-    key, value = map(float, text.split(","))
-    if not (0 < key <= 1 and 0 < value <= 1):
-        raise ValueError(text)
-    return key, value
+    try:
+        key, value = map(float, text.split(","))
+        if 0 < key <= 1 and 0 < value <= 1:
+            return key, value
+    except ValueError:
+        pass  # said below, as of what is out of range
+    raise argparse.ArgumentTypeError(
+        f"must be two shares in (0, 1], of keys and of values, e.g. 0.12,0.48; got {text!r}"
+    )
 
 
 def _calibration(plain: PreTrainedModel, arguments: argparse.Namespace) -> Calibration | None:

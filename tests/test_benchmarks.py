@@ -22,7 +22,7 @@ def caches(tmp_path_factory):
     directory = tmp_path_factory.mktemp("benchmarked")
     model = tiny_model()
     model.save_pretrained(directory / "model")
-    calibration_of(model).save(directory / "bases", model="tiny", text=["random tokens"], tokens=64)
+    calibration_of(model).save(directory / "bases", model="model", text=["random tokens"], tokens=64)
     dynakv_model(model, 0.4)
     dynakv.save_compressor(model, directory / "checkpoint")
     return [
@@ -77,13 +77,16 @@ def test_a_model_that_is_only_a_configuration(rows, tmp_path):
     assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.04)
 
 
-def test_what_was_asked_for_must_fit(caches):
+def test_what_was_asked_for_must_fit(caches, capsys):
     e2e = importlib.import_module("benchmarks.generate_e2e")
     arguments = [str(each) for each in caches]
     with pytest.raises(UserError, match="`the context` is 300 tokens, but this model has 256 positions"):
         e2e.main([*arguments, "--context", "300"])
     with pytest.raises(UserError, match="`--context` must be more than what is decoded after the prompt; got 20"):
         e2e.main([*arguments, "--context", "20"])
+    with pytest.raises(SystemExit):
+        e2e.main([*arguments, "--made-up", "0.3"])
+    assert "argument --made-up: must be two shares in (0, 1]" in capsys.readouterr().err
 
 
 def test_time_to_first_token(rows, caches):

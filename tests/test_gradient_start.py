@@ -190,7 +190,7 @@ def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
     model = load_model(training_values["model"], dtype="float32")
     for name, gradients in (("with", True), ("without", False)):
         calibration = Calibration.from_text(model, ids(4, 32), gradients=gradients, progress=False)
-        calibration.save(tmp_path / name, model="tiny", text=["random"], tokens=128)
+        calibration.save(tmp_path / name, model=training_values["model"], text=["random"], tokens=128)
     loaded = Calibration.load(tmp_path / "with").gradients()
     expected = gradient_moments(model, ids(4, 32), progress=False)
     torch.testing.assert_close(loaded[1]["key"].mean(), expected[1]["key"].mean(), rtol=1e-5, atol=1e-9)

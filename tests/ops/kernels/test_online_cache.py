@@ -76,9 +76,7 @@ def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low,
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize(
-    "places", [slice(7, 97), torch.arange(90).flip(0) + 3, None], ids=["run", "spread", "no rotation"]
-)
+@pytest.mark.parametrize("places", [slice(7, 97), torch.arange(90).flip(0) + 3], ids=["run", "spread"])
 def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls, places, bits):
     dtype, queries, low, full = torch.float16, 3, 90, 7
     keys = operands(low, full, 13, dtype=dtype, generator=generator, bits=bits, joint=True)
