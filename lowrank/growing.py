@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-# A full tensor grows by this share of its length: appends stay amortised O(1) and slack stays bounded.
+# A full tensor grows by this share of its length, a long one by less, so that there is little room in all where there are
+# many rows: appends stay amortised O(1) and slack stays bounded.
 GROWTH = 1 / 8
+_LONG_GROWTH, _LONG_ROWS = 1 / 64, 32
 
 
 class GrowingTensor:
@@ -88,5 +90,6 @@ class GrowingTensor:
 def grown(capacity: int, needed: int) -> int:
     """The capacity after a full tensor of `capacity` rows has grown, a few rows at a time, to hold `needed`."""
     while capacity < needed:
-        capacity = capacity + max(1, int(capacity * GROWTH)) if capacity else needed
+        more = min(int(capacity * GROWTH), _LONG_ROWS + int(capacity * _LONG_GROWTH))
+        capacity = capacity + max(1, more) if capacity else needed
     return capacity
