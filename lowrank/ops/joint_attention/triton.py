@@ -18,7 +18,7 @@ from lowrank.ops.joint_attention.triton_values import block_of, weighted_rows
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_launch import block, splits_of
-from lowrank.ops.triton_merge import merge
+from lowrank.ops.triton_merge import attended
 from lowrank.ops.triton_split import attend_full
 
 # The fewest tokens worth a split.
@@ -99,10 +99,14 @@ def joint_attention(
             scaling=scaling,
             softcap=softcap,
         )
-    latent_BPR = merge(partial, max_BPX1, sum_BPX, first=0, dtype=dtype, block_width=min(128, block(values.rank)))
-    value_basis_BGDR = values.basis_BGDR[:, 0].unflatten(1, (groups, head_dim))
-    out_BGMD = latent_BPR.view(batch, groups, -1, values.rank) @ value_basis_BGDR.mT
-    if partial_full is not None:
-        out_BPD = merge(partial_full, max_BPX1, sum_BPX, first=low, dtype=dtype, block_width=block(head_dim))
-        out_BGMD = out_BGMD + out_BPD.view_as(out_BGMD)
+    value_decoder_BGRD = values.basis_BGDR[:, 0].unflatten(1, (groups, head_dim)).mT
+    out_BGMD = attended(
+        partial,
+        partial_full,
+        max_BPX1,
+        sum_BPX,
+        value_decoder_BGRD,
+        dtype=dtype,
+        block_width=min(128, block(values.rank)),
+    )
     return out_BGMD.view(batch, heads, queries, head_dim)

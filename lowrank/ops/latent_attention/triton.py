@@ -12,7 +12,7 @@ from torch import Tensor
 from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.triton_launch import block, splits_of
-from lowrank.ops.triton_merge import merge
+from lowrank.ops.triton_merge import attended
 from lowrank.ops.triton_split import attend_full, attend_split
 
 # The fewest tokens worth a split.
@@ -82,10 +82,14 @@ def latent_attention(
     partial_full = None
     if full is not None:
         partial_full = attend_full(query_BGMD, full, max_BPX1, sum_BPX, first=low, splits=whole, **options)
-    to = {"dtype": query_BHQD.dtype}
-    latent_BPR = merge(partial, max_BPX1, sum_BPX, first=0, block_width=block(values.rank), **to)
-    out_BGMD = latent_BPR.view(batch, groups, -1, values.rank) @ values.basis_BGDR.mT
-    if partial_full is not None:
-        out_BPD = merge(partial_full, max_BPX1, sum_BPX, first=low, block_width=block(head_dim), **to)
-        out_BGMD = out_BGMD + out_BPD.view_as(out_BGMD)
+    value_decoder_BGRD = values.basis_BGDR.mT
+    out_BGMD = attended(
+        partial,
+        partial_full,
+        max_BPX1,
+        sum_BPX,
+        value_decoder_BGRD,
+        dtype=query_BHQD.dtype,
+        block_width=block(values.rank),
+    )
     return out_BGMD.view(batch, heads, queries, head_dim)

@@ -16,8 +16,8 @@ from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.paged_attention.triton_scores import paged_scores
 from lowrank.ops.paged_attention.triton_values import weighted_latents
 from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.triton_launch import block, splits_of
-from lowrank.ops.triton_merge import merge
+from lowrank.ops.triton_launch import splits_of
+from lowrank.ops.triton_merge import attended
 from lowrank.ops.triton_split import attend_full
 from lowrank.paged import PagedStore
 
@@ -98,10 +98,8 @@ def paged_attention(
             scaling=scaling,
             softcap=softcap,
         )
-    latent_BPC = merge(partial, max_BPXK, sum_BPX, first=0, dtype=dtype, block_width=values.pool.granule)
     value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
-    out_BGMD = latent_BPC.view(batch, groups, -1, values.width) @ value_decoder_GCD
-    if partial_full is not None:
-        out_BPD = merge(partial_full, max_BPXK, sum_BPX, first=low, dtype=dtype, block_width=block(head_dim))
-        out_BGMD = out_BGMD + out_BPD.view_as(out_BGMD)
+    out_BGMD = attended(
+        partial, partial_full, max_BPXK, sum_BPX, value_decoder_GCD, dtype=dtype, block_width=values.pool.granule
+    )
     return out_BGMD.view(batch, heads, queries, head_dim)
