@@ -205,7 +205,7 @@ def _turns(shape: Shape) -> tuple[RotaryTable, Rotation]:
     def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
         return table.rotate(key_GND[None], places[where][None])[0]
 
-    return table, Rotation(rotate, angle_TF)
+    return table, Rotation(rotate, table)
 
 
 def _joint_flops(shape: Shape, key_numbers: int, value_numbers: int) -> float:

@@ -14,10 +14,9 @@ from dynakv.gated import Truncation, gated_reconstruction
 from dynakv.nested import NestedRank
 from dynakv.projection import Projection
 from lowrank.basis import Basis
-from lowrank.codec import Encoded, LayerCodec, TokenGate, prefix_mask
+from lowrank.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
-from lowrank.ops import native
 from lowrank.ranks import hard_rank
 from lowrank.weighted_basis import WeightedBasis
 
@@ -43,7 +42,6 @@ class TokenCompressor(nn.Module):
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self.rate: RetainRate | None = None
-        self._compiled: tuple[list[tuple[int, int]], native.SideWeights | None] | None = None
 
     def initialise(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -100,27 +98,6 @@ class TokenCompressor(nn.Module):
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
         return coef_BTC, self.gate.keep(coef_BTC, self.config.threshold, self.config.granularity)
 
-    def compiled_weights(self) -> native.SideWeights | None:
-        """What compiled code encodes by, as the parameters are now; None where it cannot: with a gate or a gap of another
-        kind, or parameters that are not fp32 on the CPU."""
-        # Not by attribute: a module looks that up in Python, which all layers at every token feel.
-        projection, gate = self._modules["projection"], self._modules["gate"]
-        tensors = (*projection._parameters.values(), *gate._parameters.values(), *gate._buffers.values())
-        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-        if self._compiled is None or self._compiled[0] != versions:
-            self._compiled = versions, self._compile()
-        return self._compiled[1]
-
-    def _compile(self) -> native.SideWeights | None:
-        weight, gate = self.projection.weight, self.gate
-        if self.config.gap == "soft_prefix" or not isinstance(gate, Gate):
-            return None
-        of_gate = (gate.input_scale, gate.weight, gate.bias)
-        if not all(tensor.dtype == torch.float32 and tensor.is_cpu for tensor in (weight, *of_gate)):
-            return None
-        basis_CC, _ = self.projection.fixed_matrices(weight.dtype, weight.device)
-        return native.SideWeights(basis_CC, *of_gate)
-
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32."""
         return self.gate.energies()
@@ -167,24 +144,4 @@ class LayerCompressor(nn.Module):
             quantisation=config.quantisation,
             eviction=config.eviction,
             exact_prefill=config.prefill == "exact",
-            encode_few=self._encode_few,
-        )
-
-    def _encode_few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded] | None:
-        """What the codecs make of a few new tokens' keys and values, by compiled code, where there is some for them."""
-        if not native.encodes(key_BGTD, value_BGTD):
-            return None
-        key, value = self.key, self.value
-        key_weights, value_weights = key.compiled_weights(), value.compiled_weights()
-        rotated_by = None if rope is None else rope.halves_rotation
-        if key_weights is None or value_weights is None or (rope is not None and rotated_by is None):
-            return None
-        return native.encode(
-            key_BGTD,
-            value_BGTD,
-            key_weights,
-            value_weights,
-            rotated_by=rotated_by,
-            threshold=key.config.threshold,
-            granularity=key.config.granularity,
         )

@@ -4,8 +4,7 @@ Shapes: B batch, T tokens, C joint width, R kept coefficients.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +36,8 @@ class Codec(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenGate:
     """x̃ = x U, of which a token keeps as many coefficients as cumulative sums of softmax(x̃ diag(s) W + b) exceed the
-    threshold, rounded to the granularity (DynaKV, equations 1, 5, 6 and 8)."""
+    threshold, rounded to the granularity (DynaKV, equations 1, 5, 6 and 8). They are held divided by their spread, if there
+    is one."""
 
     basis_CC: Tensor
     scale_C: Tensor
@@ -45,38 +45,24 @@ class TokenGate:
     bias_C: Tensor
     threshold: float
     granularity: int
+    spread_C: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
     """How one layer's keys (before rotation) and values are compressed and held, which tokens are, and whether a prompt's
-    own attention sees exact keys and values or rebuilt ones.
-
-    Attributes:
-        encode_few: a faster way for a few new tokens: (rotated keys, values, rotation) → :data:`Encoded` of the keys and of
-            the values, or None where it does not serve.
-    """
+    own attention sees exact keys and values or rebuilt ones."""
 
     key: Codec
     value: Codec
     quantisation: Quantisation | None = None
     eviction: Eviction = Eviction()
     exact_prefill: bool = False
-    encode_few: Callable[..., tuple[Encoded, Encoded] | None] | None = None
 
     def __post_init__(self):
         if self.quantisation is not None:
             for side in ("key", "value"):
                 object.__setattr__(self, side, Companded(getattr(self, side)))
-
-    def few(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Any) -> tuple[Encoded, Encoded] | None:
-        """What :attr:`encode_few` gives, as it is held."""
-        found = None if self.encode_few is None else self.encode_few(key_BGTD, value_BGTD, rope)
-        if found is None or self.quantisation is None:
-            return found
-        for (coef_BTC, _), codec in zip(found, (self.key, self.value), strict=True):
-            coef_BTC /= codec.spread_C
-        return found
 
 
 class Companded:
@@ -102,8 +88,8 @@ class Companded:
         return self.codec.energies() / self.spread_C.square()
 
     def token_gate(self) -> TokenGate | None:
-        """The codec's own, of coefficients that are not divided yet."""
-        return self.codec.token_gate()
+        gate = self.codec.token_gate()
+        return None if gate is None else dataclasses.replace(gate, spread_C=self.spread_C)
 
 
 def prefix_mask(rank_BT: Tensor, width: int) -> Tensor:

@@ -117,10 +117,9 @@ class RaggedStore:
         self._bucket(coef_1R.shape[1]).append_one(coef_1R.detach(), self.length)
         self.length += 1
 
-    @property
-    def can_count(self) -> bool:
-        """Whether the next row's place fits the index, as :meth:`count_one` needs."""
-        return self._fits(self.length + 1)
+    def can_count(self, rows: int = 1) -> bool:
+        """Whether the places of so many more rows fit the index, as :meth:`count_one` needs."""
+        return self._fits(self.length + rows)
 
     def count_one(self, rank: int) -> None:
         """The holder of :attr:`memo` has written a row and its place behind those of its rank."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Rotation
 
 
@@ -16,5 +17,4 @@ def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: 
         first, second = key_GND[..., :half], key_GND[..., half:rotary]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., rotary:]], dim=-1)
 
-    turned = torch.polar(torch.ones_like(angle), angle)
-    return Rotation(rotate, turned if pairs else None)
+    return Rotation(rotate, RotaryTable(angle.cos()[None], angle.sin()[None]) if pairs else None)

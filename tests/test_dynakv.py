@@ -19,6 +19,7 @@ from lowrank.errors import UserError
 from lowrank.hf.layer import join_heads
 from lowrank.hf.loading import recompute_activations
 from lowrank.hf.rope import Rope
+from lowrank.ops import native
 from lowrank.ops.native.library import library
 from lowrank.ranks import hard_rank
 
@@ -271,10 +272,13 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
-    encoded = codec.few(key, value, rope)
-    assert codec.few(key, value.bfloat16(), rope) is None, "it would read beyond the values"
+    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate())
+    assert encoder.serves(key, value)
+    assert not encoder.serves(key, value.bfloat16()), "it would read beyond the values"
     unrotated = key if rope is None else rope.unrotate(key)
-    for (coef, rank), side, states in zip(encoded, (codec.key, codec.value), (unrotated, value), strict=True):
+    coefs, ranks, appended = encoder.encode(key, value, None if rope is None else rope.halves_rotation)
+    assert appended == ([0, 0], [0, 0])
+    for coef, rank, side, states in zip(coefs, ranks, (codec.key, codec.value), (unrotated, value), strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
         torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
         assert rank.tolist() == plain_rank.tolist()

@@ -10,10 +10,12 @@ from torch import Tensor
 from lowrank.codec import Encoded, LayerCodec, prefix_mask
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
+from lowrank.ops import native
 
 
 class CodecLayer(CompressedLayer):
-    """Keys (before rotation) and values as their codec gives them, each token at its own rank."""
+    """Keys (before rotation) and values as their codec gives them, each token at its own rank; what the codec does is worked
+    out when the first tokens come."""
 
     rotates = True
 
@@ -21,6 +23,14 @@ class CodecLayer(CompressedLayer):
         super().__init__()
         self.codec = codec
         self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
+        self._decoder_pair: tuple[Tensor, Tensor] | None = None  # of keys and values
+        self._encoder: native.Encoder | None = None  # a faster way for a few new tokens
+
+    def start(self) -> None:
+        codecs = self.codec.key, self.codec.value
+        self._decoder_pair = tuple(codec.decoder(self.dtype, self.device) for codec in codecs)
+        if native.encodes(self.dtype, self.device):
+            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs))
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:
@@ -52,17 +62,23 @@ class CodecLayer(CompressedLayer):
 
     def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
         """New tokens' keys and their values as they are held."""
-        few = self.codec.few(key_BGTD, value_BGTD, rope)
-        if few is not None:
-            return few
+        if self._encodes_compiled(key_BGTD, value_BGTD, rope):
+            coef, rank, _ = self._encoder.encode(key_BGTD, value_BGTD, None if rope is None else rope.halves_rotation)
+            return (coef[0], rank[0]), (coef[1], rank[1])
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
         return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
+    def _encodes_compiled(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> bool:
+        """Whether there is a faster way for these tokens."""
+        if self._encoder is None or not self._encoder.serves(key_BGTD, value_BGTD):
+            return False
+        return rope is None or rope.halves_rotation is not None
+
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
-        key_decoder, value_decoder = self._decoders()
+        key_decoder, value_decoder = self._decoder_pair
         key = split_heads(key_coef @ key_decoder, self.head_dim)
         return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
 
@@ -72,9 +88,3 @@ class CodecLayer(CompressedLayer):
             states, self._prompt = self._prompt, None
             return states
         return self._states(*self.dense(), None if self.history is None else self.history.rope())
-
-    def _decoders(self) -> tuple[Tensor, Tensor]:
-        return (
-            self.codec.key.decoder(self.dtype, self.device),
-            self.codec.value.decoder(self.dtype, self.device),
-        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops import native
+from lowrank.ops.rotary_table import RotaryTable
 
 # Places at which a module is asked whether it rotates by place · frequency.
 _PROBES = (0, 1, 2, 3, 10, 127, 1000, 4099, 32_771, 131_071)
@@ -26,11 +27,14 @@ def turns_by_frequencies(module: Callable) -> bool:
     # Whatever torch's defaults are set to.
     place_BT = torch.tensor([_PROBES], dtype=torch.int32, device="cpu")
     cos_BTE, sin_BTE = module(torch.empty(0, dtype=torch.float32, device="cpu"), place_BT.long())
-    theirs = torch.complex(cos_BTE.float(), sin_BTE.float())
-    ours = angles(module, place_BT).repeat(1, 1, 2)
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+    ours = angles(module, place_BT)
+    pairs = [(ours.cos_BTF, cos_BTE), (ours.sin_BTF, sin_BTE)]
+    return all(
+        theirs.shape[-1] == 2 * our.shape[-1] and torch.allclose(our.repeat(1, 1, 2), theirs.float(), rtol=0, atol=1e-6)
+        for our, theirs in pairs
+    )
 
 
-def angles(module: Callable, place_BT: Tensor) -> Tensor:
-    """Scaled cos + i·sin by which a module turns the pairs at int32 places, (B, T, F) complex64."""
+def angles(module: Callable, place_BT: Tensor) -> RotaryTable:
+    """Scaled cos and sin by which a module turns the pairs at int32 places."""
     return native.angles(place_BT, module.inv_freq, getattr(module, "attention_scaling", 1.0))

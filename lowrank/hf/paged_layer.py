@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank.codec import Codec, Companded, Encoded, LayerCodec
+from lowrank.codec import Codec, Encoded, LayerCodec
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
@@ -37,6 +37,7 @@ class PagedLayer(CodecLayer):
 
     @torch.no_grad()
     def start(self) -> None:
+        super().start()
         self.key, self.value = (
             self.memory.store(self.batch_size, codec.width, self.dtype, self.device)
             for codec in (self.codec.key, self.codec.value)
@@ -48,7 +49,7 @@ class PagedLayer(CodecLayer):
         gate = codec.token_gate()
         if gate is None:
             return None
-        spread_C = codec.spread_C.to(self.device) if isinstance(codec, Companded) else None
+        spread_C = None if gate.spread_C is None else gate.spread_C.to(gate.basis_CC.device)
         weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, spread_C, self.dtype)
         return {
             "weight_CX": weight_CX.to(self.device).contiguous(),
@@ -92,7 +93,7 @@ class PagedLayer(CodecLayer):
         configured); a few queries at a time attend in the kernels."""
         if not self.is_decoding(query):
             return inner(module, query, *self._rebuild(), mask, **kwargs)
-        key_decoder, value_decoder = self._decoders()
+        key_decoder, value_decoder = self._decoder_pair
         output_BHQD = paged_attention(
             query,
             self.key,

@@ -16,10 +16,11 @@ from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
 from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
+from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
-from lowrank.ops.ragged_table import append_few
+from lowrank.ops.ragged_table import append_few, entrance_of
 from lowrank.ragged import RaggedStore
 
 
@@ -81,6 +82,33 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
 
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
+
+    def start(self) -> None:
+        SequenceLayer.start(self)
+        CodecLayer.start(self)
+
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        is_prompt = not self.get_seq_length()
+        if is_prompt or self.codec.quantisation is not None or not self._encodes_compiled(key_BGQD, value_BGQD, rope):
+            super().take(key_BGQD, value_BGQD, rope)
+            return
+        # Every decoded token: into the stores in the call that encodes it.
+        count = key_BGQD.shape[2]
+        entrances = [
+            (entrance_of(sequence.key, count), entrance_of(sequence.value, count), sequence.key.length)
+            for sequence in self.sequences
+        ]
+        rotated_by = None if rope is None else rope.halves_rotation
+        coef, rank, appended = self._encoder.encode(key_BGQD, value_BGQD, rotated_by, entrances)
+        ranks = rank.tolist()
+        for b, sequence in enumerate(self.sequences):
+            for side, store in enumerate((sequence.key, sequence.value)):
+                done, own = appended[side][b], ranks[side][b]
+                for each in own[:done]:
+                    store.count_one(each)
+                if done < count:
+                    append_few(store, coef[side, b, done:], own[done:])
+            sequence.note(count)
 
     def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]
@@ -146,7 +174,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def _attend_compressed(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
     ) -> tuple[Tensor, None]:
-        key_decoder, value_decoder = self._decoders()
+        key_decoder, value_decoder = self._decoder_pair
         outputs = [
             ragged_attention(
                 query[b],

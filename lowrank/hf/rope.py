@@ -88,8 +88,7 @@ class RopeHistory:
         self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
         self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._table: Rope | None = None  # of this step, dropped after the last layer
-        self._angle: Tensor | None = None  # the same as complex numbers
-        self._rotary: RotaryTable | None = None  # the same for kernels
+        self._rotary: RotaryTable | None = None  # the same where pairs are turned by one angle each
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
         # Whether compiled code can do what the module does, once asked for.
@@ -152,11 +151,8 @@ class RopeHistory:
         def rotate(key_GND: Tensor, places: Places) -> Tensor:
             return self.picked(sequence, places).rotate(key_GND[None])[0]
 
-        angle_BTF = self._angles()
-        if angle_BTF is None:
-            return Rotation(rotate)
-        angle_TF = angle_BTF[sequence if angle_BTF.shape[0] > 1 else 0]
-        return Rotation(rotate, angle_TF.to(device))
+        table = self._pairs()
+        return Rotation(rotate, None if table is None else table.of_sequence(sequence, device))
 
     def table(self) -> RotaryTable:
         """The rotations of all sequences' tokens, for kernels.
@@ -164,34 +160,31 @@ class RopeHistory:
         Raises:
             UserError: the family does not rotate pairs (j, j + E/2) by one angle each.
         """
-        if self._rotary is None:
-            angle_BTF = self._angles()
-            if angle_BTF is None:
-                raise _turned_otherwise()
-            self._rotary = RotaryTable.of(angle_BTF)
-        return self._rotary
+        table = self._pairs()
+        if table is None:
+            raise _turned_otherwise()
+        return table
 
     def check_turns_halves(self) -> None:
         """Raise :class:`UserError` for a family for which there will be no :meth:`table`."""
         if not _rotates_halves(self.apply):
             raise _turned_otherwise()
 
-    def _angles(self) -> Tensor | None:
-        """cos + i·sin of all tokens, once per step, where the family rotates pairs by one angle each."""
-        if self._angle is not None or not _rotates_halves(self.apply):
-            return self._angle
+    def _pairs(self) -> RotaryTable | None:
+        """:meth:`table`, once per step; None for a family that rotates otherwise."""
+        if self._rotary is not None or not _rotates_halves(self.apply):
+            return self._rotary
         if self._turns_compiled():
-            self._angle = angles(self.module, self._kept[0])
+            self._rotary = angles(self.module, self._kept[0])
         else:
             table = self.rope()
             half = table.cos_BTE.shape[2] // 2
-            cos, sin = table.cos_BTE.float(), table.sin_BTE.float()
+            halves = [states.float().split(half, dim=2) for states in (table.cos_BTE, table.sin_BTE)]
             if self._turns_pairs is None:
-                halves = [(states[..., :half], states[..., half:]) for states in (cos, sin)]
                 self._turns_pairs = all(torch.equal(first, second) for first, second in halves)
             if self._turns_pairs:
-                self._angle = torch.complex(cos[..., :half], sin[..., :half])
-        return self._angle
+                self._rotary = RotaryTable(*(first.contiguous() for first, _ in halves))
+        return self._rotary
 
     def _turns_compiled(self) -> bool:
         """Whether compiled code computes the table, for which the module takes some milliseconds at every step."""
@@ -207,7 +200,7 @@ class RopeHistory:
 
     def release(self) -> None:
         """Drop this step's table of cos and sin."""
-        self._table = self._angle = self._rotary = None
+        self._table = self._rotary = None
         self._rotations = {}
 
     def crop(self, length: int) -> None:

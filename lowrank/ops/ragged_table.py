@@ -21,6 +21,19 @@ def table_of(store: RaggedStore) -> native.Table:
     return store.memo
 
 
+def entrance_of(store: RaggedStore, rows: int) -> native.Table | None:
+    """:func:`table_of`, for compiled code to append so many rows to it; None where it cannot. What has been appended must be
+    counted by :meth:`RaggedStore.count_one`."""
+    if (
+        store.length
+        and store.quantisation is None
+        and store.can_count(rows)
+        and native.appends(store.dtype, store.device)
+    ):
+        return table_of(store)
+    return None
+
+
 def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
     """Add T rows at the end, of which only the first ``ranks[t]`` entries are read and kept; a call of compiled code for
     each, where there is some for them and their bucket has room.
@@ -28,15 +41,10 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
     Args:
         coef_TC: in the store's dtype and on its device; C contiguous.
     """
-    is_compiled = store.quantisation is None and native.appends(store.dtype, store.device)
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
     for t, rank in enumerate(ranks):
-        if (
-            is_compiled
-            and store.length
-            and store.can_count
-            and table_of(store).append(address + t * row_bytes, rank, store.length)
-        ):
+        table = entrance_of(store, 1)
+        if table is not None and table.append(address + t * row_bytes, rank, store.length):
             store.count_one(rank)
         else:
             store.append_one(coef_TC[t : t + 1, :rank])

@@ -33,8 +33,13 @@ class RotaryTable:
 
     @classmethod
     def of(cls, angle_BTF: Tensor, dtype: torch.dtype = torch.float32) -> "RotaryTable":
-        """From cos + i·sin, as :class:`lowrank.ops.rotation.Rotation` holds it."""
+        """From cos + i·sin."""
         return cls(angle_BTF.real.to(dtype).contiguous(), angle_BTF.imag.to(dtype).contiguous())
+
+    def of_sequence(self, sequence: int, device: torch.device) -> "RotaryTable":
+        """One sequence's, a batch of one, on a device."""
+        row = sequence if self.cos_BTF.shape[0] > 1 else 0
+        return RotaryTable(*(table[row : row + 1].to(device) for table in (self.cos_BTF, self.sin_BTF)))
 
     def rotate(self, key_BGND: Tensor, place_BN: Tensor) -> Tensor:
         """Rotated keys in their own dtype, each at its place."""

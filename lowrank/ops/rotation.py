@@ -36,17 +36,17 @@ class Rotation:
 
     Attributes:
         rotate: the family's own rotation of keys at given places.
-        angle_TF: cos + i·sin of every place, (T, E/2) complex, where the rotation turns the pairs (j, j + E/2) of a head;
-            None for a family that rotates otherwise.
+        table: cos and sin of every place, of a batch of one, where the rotation turns the pairs (j, j + E/2) of a head; None
+            for a family that rotates otherwise.
     """
 
     rotate: Rotate
-    angle_TF: Tensor | None = None
+    table: RotaryTable | None = None
 
     @functools.cached_property
-    def table(self) -> RotaryTable:
-        """The same for kernels, of a batch of one; only where there are angles."""
-        return RotaryTable.of(self.angle_TF[None])
+    def angle_TF(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        """cos + i·sin of every place, complex64; only where there is a table."""
+        return torch.complex(self.table.cos_BTF[0].float(), self.table.sin_BTF[0].float())
 
     def prepare(self, query_GMD: Tensor, decoder_XC: Tensor) -> tuple[Tensor, Tensor, Rotate]:
         """(queries, decoder, turn) such that ``queries · turn(key_NGD, places)`` are the scores of rotated keys.
@@ -62,7 +62,7 @@ class Rotation:
         Returns:
             the queries, the decoder, and ``turn(key_NGD, places)`` → (G, N, D), which may overwrite its input.
         """
-        if self.angle_TF is None:
+        if self.table is None:
             return query_GMD, decoder_XC, lambda key_NGD, places: self.rotate(key_NGD.transpose(0, 1), places)
         head_dim, rotary = query_GMD.shape[-1], 2 * self.angle_TF.shape[1]
 

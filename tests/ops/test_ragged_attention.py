@@ -60,7 +60,7 @@ def test_a_key_that_is_no_number_is_not_passed_over(operation):
     assert operation.ragged_attention(query, keys, values, *decoders, **options).isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 32])
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 128])
 @pytest.mark.parametrize("heads_of_a_group", [1, 2, 5, 16])
 def test_any_shape_of_heads_equals_the_reference(operation, head_dim, heads_of_a_group):
     generator = torch.Generator().manual_seed(head_dim + heads_of_a_group)

@@ -39,7 +39,7 @@ def lowrank_attention(
     if rotation is None:
         low_query_MX = query_HQD.reshape(groups, -1, head_dim).float() @ keys.head_basis().float()
     else:
-        options = {"decoder_PRW": keys.basis_PWR.mT, "angle_TF": rotation.angle_TF, "place_T": places}
+        options = {"decoder_PRW": keys.basis_PWR.mT, "turns": rotation.table, "place_T": places}
     tokens = [
         native.Tokens(
             low_query_MX,

@@ -99,7 +99,7 @@ def _is_per_head(keys: Operands, values: Operands, rotation: Rotation | None) ->
 
 def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
     """Keys that nothing rotates are not rebuilt: plain products on their coefficients do less."""
-    turns_pairs = rotation is not None and rotation.angle_TF is not None
+    turns_pairs = rotation is not None and rotation.table is not None
     halves_heads = keys.full_GFD.shape[2] % 2 == 0
     return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
 

@@ -2,14 +2,14 @@
 #include <math.h>
 #include <stdint.h>
 
-/* cos and sin of place · frequency, each times `scaling`, (count, pairs, 2). The product is rounded to a float, as models
+/* cos and sin of place · frequency, each times `scaling`, (count, pairs) each. The product is rounded to a float, as models
  * round it, and below 2^31 quarter turns; reducing it to a quarter turn in double leaves no further error of its size. */
 void angles(const int32_t *place, int64_t count, const float *frequency, int64_t pairs, float scaling, int64_t threads,
-            float *out) {
+            float *cos, float *sin) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < count; t++) {
         const float at = (float)place[t];
-        float *row = out + t * pairs * 2;
+        float *restrict cos_row = cos + t * pairs, *restrict sin_row = sin + t * pairs;
 #pragma omp simd
         for (int64_t f = 0; f < pairs; f++) {
             const float angle = at * frequency[f];
@@ -20,8 +20,8 @@ void angles(const int32_t *place, int64_t count, const float *frequency, int64_t
                                  square * square * (4.166664568298827e-2f + square * (-1.388731625493765e-3f + square * 2.443315711809948e-5f));
             const int32_t quarter = (int32_t)quarters;
             const float first = quarter & 1 ? sine : cosine, second = quarter & 1 ? cosine : sine;
-            row[2 * f] = ((quarter + 1) & 2 ? -first : first) * scaling;
-            row[2 * f + 1] = (quarter & 2 ? -second : second) * scaling;
+            cos_row[f] = ((quarter + 1) & 2 ? -first : first) * scaling;
+            sin_row[f] = (quarter & 2 ? -second : second) * scaling;
         }
     }
 }

@@ -3,8 +3,6 @@
 
 #include "store.h"
 
-/* Writes one row behind those of its rank; returns 1, or 0 where no piece of that rank has room. The pieces are in order of
- * rank, have one part and hold floats. */
 int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
     struct piece *piece = store->pieces, *end = piece + store->count;
     while (piece < end && piece->rank < rank) piece++;

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "common.h"
+#include "scores.h"
 #include "store.h"
 
 enum { BLOCK = 48 };
@@ -23,8 +24,8 @@ struct task {
     const struct store *keys, *values;
     const float *query;   /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
     const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
-    const float *angle;   /* (places, pairs, 2): cos, sin; NULL when keys are not rotated */
-    const int64_t *place; /* of each slot, in `angle`; NULL: the slot + first_place */
+    const float *cos, *sin; /* (places, pairs): turn rebuilt keys; NULL when they are not rotated */
+    const int64_t *place; /* of each slot, in `cos` and `sin`; NULL: the slot + first_place */
     const uint8_t *mask;  /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t slots, parts, depth, pairs, decoder_stride, value_width, first_place, mask_stride;
@@ -40,40 +41,17 @@ struct task {
 /* One thread's own memory. */
 struct scratch {
     float *coef;    /* (BLOCK, padded rank) */
-    float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors */
-    float *turn;    /* (BLOCK, pairs of cos, then of sin) */
+    float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors; or partial sums */
     float *score;   /* (BLOCK, lanes); pass 2: weights */
     float *largest; /* (lanes) */
     float *sum;     /* (lanes) */
     float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
     float *latent;  /* of the running one */
     float *scores;  /* of the running one (slots, lanes), shared by the threads */
-    int64_t slot[BLOCK], place[BLOCK];
+    int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
 };
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
-
-/* The cos of a place's pairs and, behind them, the sin. */
-static void read_angles(const struct task *task, int64_t place, float *restrict turn) {
-    const int64_t pairs = task->pairs;
-    const float *restrict angle = task->angle + place * pairs * 2;
-#pragma omp simd
-    for (int64_t f = 0; f < pairs; f++) {
-        turn[f] = angle[2 * f];
-        turn[pairs + f] = angle[2 * f + 1];
-    }
-}
-
-/* Turns the pairs (f, f + pairs) of one head's key. */
-static void rotate(int64_t pairs, const float *restrict turn, float *key) {
-    float *restrict first = key, *restrict second = key + pairs;
-#pragma omp simd
-    for (int64_t f = 0; f < pairs; f++) {
-        const float x = first[f], y = second[f], cos = turn[f], sin = turn[pairs + f];
-        first[f] = x * cos - y * sin;
-        second[f] = y * cos + x * sin;
-    }
-}
 
 /* A token's scores, (lanes): capped, and none where its query may not see it. */
 static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
@@ -81,61 +59,6 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
         if (task->softcap) score[m] = task->softcap * tanhf(score[m] / task->softcap);
         if (task->mask && !task->mask[m % task->queries * task->mask_stride + slot]) score[m] = -FLT_MAX;
     }
-}
-
-/* Products of queries with the states of tokens, score[t][m]; `tokens` and `queries` are constants here, LANES in product
- * at most. */
-static inline __attribute__((always_inline)) void score_tile(
-    const int tokens, const int queries, int64_t depth, const float *query, int64_t query_stride, const float *state,
-    int64_t stride, float *score, int64_t lanes) {
-    vector sum[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < tokens * queries; i++) sum[i] = (vector){0};
-    int64_t d = 0;
-    for (; d + LANES <= depth; d += LANES)
-#pragma GCC unroll 16
-        for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 16
-            for (int m = 0; m < queries; m++)
-                sum[t * queries + m] += *(const vector *)(query + m * query_stride + d) * *(const vector *)(state + t * stride + d);
-    const vector found = totals(tokens * queries, sum);
-    for (int t = 0; t < tokens; t++) {
-        memcpy(score + t * lanes, (const float *)&found + t * queries, queries * sizeof(float));
-        for (int64_t i = d; i < depth; i++)
-            for (int m = 0; m < queries; m++) score[t * lanes + m] += query[m * query_stride + i] * state[t * stride + i];
-    }
-}
-
-/* The same for any number of tokens. */
-static inline __attribute__((always_inline)) void score_tokens(
-    const int queries, int64_t count, int64_t depth, const float *query, int64_t query_stride, const float *state,
-    int64_t stride, float *score, int64_t lanes) {
-    const int at_once = LANES / queries;
-    int64_t t = 0;
-    for (; t + at_once <= count; t += at_once)
-        score_tile(at_once, queries, depth, query, query_stride, state + t * stride, stride, score + t * lanes, lanes);
-    for (; at_once > 1 && t < count; t++)
-        score_tile(1, queries, depth, query, query_stride, state + t * stride, stride, score + t * lanes, lanes);
-}
-
-#define SCORES(M)                                                                                                  \
-    case M:                                                                                                     \
-        score_tokens(M, count, depth, query + m * query_stride, query_stride, state, stride, score + m, lanes); \
-        break;
-
-/* The same for any number of queries. */
-static void score_rows(int64_t queries, int64_t count, int64_t depth, const float *query, int64_t query_stride,
-                       const float *state, int64_t stride, float *score, int64_t lanes) {
-    for (int64_t m = 0; m < queries; m += LANES)
-        switch (queries - m < LANES ? queries - m : LANES) {
-            SCORES(1) SCORES(2) SCORES(3) SCORES(4)
-#if VECTOR_BYTES >= 32
-            SCORES(5) SCORES(6) SCORES(7) SCORES(8)
-#endif
-#if VECTOR_BYTES >= 64
-            SCORES(9) SCORES(10) SCORES(11) SCORES(12) SCORES(13) SCORES(14) SCORES(15) SCORES(16)
-#endif
-        }
 }
 
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
@@ -146,15 +69,19 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
         slot[t] = slot_of(store, piece, first + t);
-        if (!task->angle) continue;
-        place[t] = task->place ? task->place[slot[t]] : slot[t] + task->first_place;
-        const float *angle = task->angle + place[t] * task->pairs * 2; /* needed once the block is rebuilt */
-        for (int64_t f = 0; f < task->pairs * 2; f += 16) __builtin_prefetch(angle + f);
+        if (!task->cos) continue;
+        place[t] = task->pairs * (task->place ? task->place[slot[t]] : slot[t] + task->first_place);
+        for (int64_t f = 0; f < task->pairs; f += 16) { /* needed once the block is rebuilt */
+            __builtin_prefetch(task->cos + place[t] + f);
+            __builtin_prefetch(task->sin + place[t] + f);
+        }
     }
     const int64_t part_heads = task->heads / task->parts, part_groups = task->groups / task->parts;
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_groups;
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
     const int64_t together = depth % LANES ? part_groups : 1, columns = depth % LANES ? stride : depth;
+    const struct turns turns = {task->cos, task->sin};
+    const int stays = task->cos && 2 * task->pairs == depth && partial_size(count, depth, sharing);
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
@@ -165,15 +92,18 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         }
         const float *decoder = task->decoder + part * store->rank * stride;
         for (int64_t group = 0; group < part_groups; group++) {
-            float *key = scratch->key + group % together * depth;
+            const float *own = query + group * sharing * depth;
+            float *key = scratch->key + group % together * depth, *found = score + group * sharing;
+            if (stays) {
+                scores_in_registers(count, depth, piece->rank, rows.start, rows.stride, decoder + group * depth, stride, turns,
+                                    place, sharing, own, scratch->key, found, lanes);
+                continue;
+            }
             if (group % together == 0)
                 product(count, columns, piece->rank, rows.start, rows.stride, 1, decoder + group * depth, stride, key, columns, 0);
-            for (int64_t t = 0; task->angle && t < count; t++) {
-                float *turn = scratch->turn + t * task->pairs * 2;
-                if (!part && !group) read_angles(task, place[t], turn);
-                rotate(task->pairs, turn, key + t * columns);
-            }
-            score_rows(sharing, count, depth, query + group * sharing * depth, depth, key, columns, score + group * sharing, lanes);
+            for (int64_t t = 0; task->cos && t < count; t++)
+                rotate(task->pairs, task->cos + place[t], task->sin + place[t], key + t * columns);
+            score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
         }
     }
     for (int64_t t = 0; t < count; t++) {
@@ -283,16 +213,17 @@ static void decode_value(const struct task *task, int64_t head, const float *lat
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes;
-    int64_t rank = 0, width = 0, pairs = 0, latents = 0, slots = 0;
+    int64_t rank = 0, width = 0, latents = 0, slots = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
-        if (task->pairs > pairs) pairs = task->pairs;
         latents += latents_of(task);
         slots += task->slots;
     }
-    const int64_t size = BLOCK * (rank + width + padded(2 * pairs) + lanes) + latents + 2 * lanes;
+    const int64_t partial = partial_size(BLOCK, tasks->head_dim, heads / tasks->groups);
+    const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
+    const int64_t size = BLOCK * (rank + lanes) + key + latents + 2 * lanes;
     float *memory = aligned_alloc(64, ((threads * size + slots * lanes) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     if (!memory || !all) {
@@ -304,8 +235,7 @@ int attend(const struct task *tasks, int count) {
         struct scratch *scratch = all + thread;
         scratch->coef = memory + thread * size;
         scratch->key = scratch->coef + BLOCK * rank;
-        scratch->turn = scratch->key + BLOCK * width;
-        scratch->score = scratch->turn + BLOCK * padded(2 * pairs);
+        scratch->score = scratch->key + key;
         scratch->largest = scratch->score + BLOCK * lanes;
         scratch->sum = scratch->largest + lanes;
         scratch->latents = scratch->sum + lanes;

@@ -13,15 +13,16 @@ from torch import Tensor
 from lowrank.ops.native.library import lanes, library
 from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import KINDS, Table
+from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Rotation
 
 # The members of `struct task` in attend.c, in their order.
-_TASK = struct.Struct("2q6q8q7q2f")
+_TASK = struct.Struct("2q7q8q7q2f")
 
 
 def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
     """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at all."""
-    rotates_pairs = rotation is None or rotation.angle_TF is not None
+    rotates_pairs = rotation is None or rotation.table is not None
     return device.type == "cpu" and dtype in KINDS and rotates_pairs and library() is not None
 
 
@@ -36,8 +37,8 @@ class Tokens:
         value_decoder_PRW: gives values from coefficients, R of `values`; (R, W) of one part. None where each KV head's
             coefficients are its values.
         decoder_PRW: rebuilds keys, R of `keys`; (R, W) of one part.
-        angle_TF: complex64 cos + i·sin that turn the pairs (j, j + F) of rebuilt keys; None to leave them.
-        place_T: the place of each slot in `angle_TF`; None where they are the same.
+        turns: of a batch of one, by which the pairs (j, j + F) of rebuilt keys are turned; None to leave them.
+        place_T: the place of each slot in `turns`; None where they are the same.
         mask_QT: bool, True where a query may see a token; None when it may see all.
     """
 
@@ -50,7 +51,7 @@ class Tokens:
         slots: int,
         value_decoder_PRW: Tensor | None = None,
         decoder_PRW: Tensor | None = None,
-        angle_TF: Tensor | None = None,
+        turns: RotaryTable | None = None,
         place_T: Tensor | slice | None = None,
         mask_QT: Tensor | None = None,
     ):
@@ -58,15 +59,15 @@ class Tokens:
         self.query = plain(query_MX)
         self.value_decoder = None if value_decoder_PRW is None else plain(value_decoder_PRW)
         self.decoder = None if decoder_PRW is None else _padded(decoder_PRW)
-        self.angle = None if angle_TF is None else angle_TF.contiguous()
+        self.cos, self.sin = (None, None) if turns is None else (plain(turns.cos_BTF), plain(turns.sin_BTF))
         self.place = None if place_T is None or isinstance(place_T, slice) else place_T.long().contiguous()
         self.first_place = place_T.start if isinstance(place_T, slice) else 0
         self.mask = mask_QT if mask_QT is None or mask_QT.stride(1) == 1 else mask_QT.contiguous()
 
     def pack(self, common: tuple, groups: int) -> bytes:
         """``struct task``."""
-        query, decoder, angle, mask, value_decoder = self.query, self.decoder, self.angle, self.mask, self.value_decoder
-        tensors = (query, decoder, angle, self.place, mask, value_decoder)
+        query, decoder, mask, value_decoder = self.query, self.decoder, self.mask, self.value_decoder
+        tensors = (query, decoder, self.cos, self.sin, self.place, mask, value_decoder)
         parts = groups
         if value_decoder is not None:
             parts = value_decoder.shape[0] if value_decoder.dim() == 3 else 1
@@ -77,7 +78,7 @@ class Tokens:
             self.slots,
             parts,
             query.shape[-1],
-            0 if angle is None else angle.shape[1],
+            0 if self.cos is None else self.cos.shape[2],
             0 if decoder is None else decoder.shape[-1],
             0 if value_decoder is None else value_decoder.shape[-1],
             self.first_place,

@@ -18,8 +18,10 @@ enum { ROWS = 6, VECTORS = 4, NARROW = 16 };
 #else
 enum { ROWS = 6, VECTORS = 2, NARROW = 12 };
 #endif
+enum { TILE = ROWS * VECTORS > NARROW ? ROWS * VECTORS : NARROW }; /* sums in registers */
 
-typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4)));
+/* Arrays of floats are read and written by whole registers. */
+typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 enum { LANES = VECTOR_BYTES / sizeof(float) };
 
 static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -94,31 +96,38 @@ static inline __attribute__((always_inline)) vector totals(const int count, vect
     return sums[0];
 }
 
-/* c (rows, vectors · LANES) = or += a · b, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */
-static inline __attribute__((always_inline)) void tile_product(
+/* sum (rows, vectors) += a · b in registers, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */
+static inline __attribute__((always_inline)) void accumulate(
     const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, float *c, int64_t c_row, const int adds) {
-    vector sum[NARROW][VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            sum[i][j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
+    int64_t b_row, vector *sum) {
     for (int64_t k = 0; k < depth; k++) {
-        vector right[VECTORS];
-#pragma GCC unroll 4
+        vector right[TILE];
+#pragma GCC unroll 8
         for (int j = 0; j < vectors; j++) right[j] = *(const vector *)(b + k * b_row + j * LANES);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_column];
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) sum[i][j] += left * right[j];
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++) sum[i * vectors + j] += left * right[j];
         }
     }
+}
+
+/* c (rows, vectors · LANES) = or += a · b. */
+static inline __attribute__((always_inline)) void tile_product(
+    const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
+    int64_t b_row, float *c, int64_t c_row, const int adds) {
+    vector sum[TILE];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) *(vector *)(c + i * c_row + j * LANES) = sum[i][j];
+        for (int j = 0; j < vectors; j++)
+            sum[i * vectors + j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
+    accumulate(rows, vectors, depth, a, a_row, a_column, b, b_row, sum);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) *(vector *)(c + i * c_row + j * LANES) = sum[i * vectors + j];
 }
 
 #define CASE(R, V)                                                                          \

@@ -1,9 +1,11 @@
-/* A few new tokens of a layer as a cache holds them: keys are turned back to before their rotation, then keys and values are
- * projected, gated and told how many coefficients they keep, each on a thread of its own. */
+/* A few new tokens of a layer on their way into a cache: keys are turned back to before their rotation, then keys and values
+ * are projected, gated, told how many coefficients they keep and written behind those of their ranks, each on a thread of
+ * its own. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "common.h"
+#include "store.h"
 
 struct side {
     const float *basis;  /* (width, width) */
@@ -14,14 +16,23 @@ struct side {
     int64_t batch_stride, head_stride, token_stride;
     float *coef;   /* (batch, tokens, width), out */
     int64_t *rank; /* (batch, tokens), out */
+    int64_t granularity;
+    float threshold;
+};
+
+/* Where a sequence's tokens go. */
+struct entrance {
+    struct store *stores[2]; /* keys, values; NULL: nowhere */
+    int64_t slot;            /* of its first token */
+    int64_t appended[2];     /* tokens, out: those before the first for whose rank there was no room */
 };
 
 struct encoding {
     struct side sides[2];    /* keys, values */
     const float *cos, *sin;  /* (batch or 1, tokens, rotary): rotated the keys; NULL where they are not rotated */
     int64_t rope_stride;     /* from one sequence to the next; 0 where all share one rotation */
-    int64_t batch, tokens, heads, head_dim, rotary, threads, granularity;
-    float threshold;
+    struct entrance *entrances; /* (batch) */
+    int64_t batch, tokens, heads, head_dim, rotary, threads;
 };
 
 /* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; width is a
@@ -62,7 +73,7 @@ static void gather(const struct encoding *task, const struct side *side, int rot
 static void encode_side(const struct encoding *task, int which, float *scratch) {
     const struct side *side = task->sides + which;
     const int64_t tokens = task->batch * task->tokens, width = task->heads * task->head_dim;
-    const int64_t granularity = task->granularity, least = granularity < width ? granularity : width;
+    const int64_t granularity = side->granularity, least = granularity < width ? granularity : width;
     float *coef = side->coef, *logit = scratch, *state = logit + tokens * width, *scaled = state;
     gather(task, side, which == 0 && task->cos != NULL, state);
     product(tokens, width, width, state, width, 1, side->basis, width, coef, width, 0);
@@ -72,9 +83,16 @@ static void encode_side(const struct encoding *task, int which, float *scratch) 
     }
     product(tokens, width, width, scaled, width, 1, side->gate, width, logit, width, 1);
     for (int64_t t = 0; t < tokens; t++) {
-        int64_t rank = kept(logit + t * width, width, task->threshold);
+        int64_t rank = kept(logit + t * width, width, side->threshold);
         rank = (rank + granularity / 2) / granularity * granularity;
         side->rank[t] = rank < least ? least : rank > width ? width : rank;
+    }
+    for (int64_t b = 0; b < task->batch; b++) {
+        struct entrance *entrance = task->entrances + b;
+        int64_t t = 0;
+        for (const int64_t *rank = side->rank + b * task->tokens; entrance->stores[which] && t < task->tokens; t++)
+            if (!append(entrance->stores[which], coef + (b * task->tokens + t) * width, rank[t], entrance->slot + t)) break;
+        entrance->appended[which] = t;
     }
 }
 

@@ -3,103 +3,135 @@
 Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
 """
 
+import ctypes
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lowrank.codec import TokenGate
 from lowrank.ops.native.library import lanes, library
 from lowrank.ops.native.plain import CPU, plain
+from lowrank.ops.native.table import Table
 
 # More tokens than this are a prompt, which torch's own products serve better.
 MAX_TOKENS = 16
 
+# The members of `struct side` and the others of `struct encoding` in encode.c, in order.
+_TASK = struct.Struct("11qfxxxx" * 2 + "10q")
+_ENTRANCE = 5  # members of `struct entrance`
 
-class SideWeights:
-    """What encodes keys, or values; the tensors must not move while this is in use.
-
-    Args:
-        basis_CC, scale_C, gate_CC, gate_C: U, s, W and b of the gate softmax(x·U·diag(s)·W + b), contiguous fp32 on the CPU.
-    """
-
-    def __init__(self, basis_CC: Tensor, scale_C: Tensor, gate_CC: Tensor, gate_C: Tensor):
-        self._tensors = basis_CC, scale_C, gate_CC, gate_C  # kept alive: addresses in them follow
-        self.members = _WEIGHTS.pack(*(tensor.data_ptr() for tensor in self._tensors))
-
-    def __reduce__(self) -> tuple:
-        # A copy has addresses of its own.
-        return SideWeights, self._tensors
+Entrance = tuple[Table | None, Table | None, int]
 
 
-def encodes(key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
-    """Whether compiled code can encode such keys and values: a few tokens, in fp32 on a CPU, of whole vector registers."""
-    batch, groups, tokens, head_dim = key_BGTD.shape
-    return (
-        batch * tokens <= MAX_TOKENS
-        and key_BGTD.dtype == value_BGTD.dtype == torch.float32
-        and key_BGTD.is_cpu
-        and value_BGTD.is_cpu
-        and library() is not None
-        and groups * head_dim % lanes() == 0
-    )
-
-
-def encode(
-    key_BGTD: Tensor,
-    value_BGTD: Tensor,
-    key: SideWeights,
-    value: SideWeights,
-    *,
-    rotated_by: tuple[Tensor, Tensor] | None,
-    threshold: float,
-    granularity: int,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Coefficients x·U and ranks of new tokens by their gates (DynaKV, equations 1, 5, 6 and 8).
+class Encoder:
+    """What a layer's new tokens become, by the weights as they are when this is made.
 
     Args:
-        key_BGTD: rotated keys, fp32; as are the values.
-        key, value: how each is encoded.
-        rotated_by: cos and sin, (B or 1, T, E), by which halves of the keys' first E dims were rotated and are turned back;
-            None where keys are not rotated.
-        threshold: τ; as many coefficients are kept as cumulative sums of the softmax exceed it.
-        granularity: the ranks are rounded to its nearest multiple, at least one.
-
-    Returns:
-        (coefficients (B, T, C) fp32, ranks (B, T) int64) of the keys and of the values.
+        key, value: the gates of keys and of values, of one width.
     """
-    batch, groups, tokens, head_dim = key_BGTD.shape
-    cos, sin = (None, None) if rotated_by is None else [plain(table) for table in rotated_by]
-    encoded, packed = [], []
-    for states_BGTD, weights in ((key_BGTD, key), (value_BGTD, value)):
-        if states_BGTD.stride(3) != 1:
-            states_BGTD = states_BGTD.contiguous()
-        coef_BTC = torch.empty(batch, tokens, groups * head_dim, dtype=torch.float32, device=CPU)
-        rank_BT = torch.empty(batch, tokens, dtype=torch.int64, device=CPU)
-        encoded.append((coef_BTC, rank_BT, states_BGTD))
-        strides = states_BGTD.stride()[:3]
-        packed += (
-            weights.members,
-            _STATES.pack(states_BGTD.data_ptr(), *strides, coef_BTC.data_ptr(), rank_BT.data_ptr()),
+
+    def __init__(self, key: TokenGate, value: TokenGate):
+        self._sides = [_weights(gate) for gate in (key, value)]  # kept alive: addresses in them follow
+        self._width = self._sides[0][0].shape[0]
+        self._members = [
+            ([tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
+            for tensors, gate in zip(self._sides, (key, value), strict=True)
+        ]
+
+    def serves(self, key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
+        """Whether these are few tokens, in fp32 on a CPU."""
+        return (
+            key_BGTD.shape[0] * key_BGTD.shape[2] <= MAX_TOKENS
+            and key_BGTD.dtype == value_BGTD.dtype == torch.float32
+            and key_BGTD.is_cpu
+            and value_BGTD.is_cpu
         )
-    packed.append(
-        _REST.pack(
+
+    def encode(
+        self,
+        key_BGTD: Tensor,
+        value_BGTD: Tensor,
+        rotated_by: tuple[Tensor, Tensor] | None,
+        entrances: Sequence[Entrance] = (),
+    ) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+        """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
+
+        Args:
+            key_BGTD: rotated keys, and values, as :meth:`serves` asks for.
+            rotated_by: cos and sin, (B or 1, T, E), by which halves of the keys' first E dims were rotated and are turned
+                back; None where keys are not rotated.
+            entrances: for each sequence the stores of its keys and of its values, to which its tokens are appended (None:
+                they are not), and the slot of the first.
+
+        Returns:
+            the coefficients of keys and values, (2, B, T, C) fp32; their ranks, (2, B, T) int64; and how many tokens' keys
+            and how many tokens' values were appended, of each sequence: those before the first that found no room.
+        """
+        batch, groups, tokens, head_dim = key_BGTD.shape
+        coef = torch.empty(2, batch, tokens, self._width, dtype=torch.float32, device=CPU)
+        rank = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
+        numbers = [number for key, value, slot in entrances for number in (_address(key), _address(value), slot, 0, 0)]
+        places = (ctypes.c_int64 * (_ENTRANCE * batch))(*numbers)
+        cos, sin = (None, None) if rotated_by is None else [plain(table) for table in rotated_by]
+        members, kept = [], []
+        coef_address, rank_address = coef.data_ptr(), rank.data_ptr()
+        for states_BGTD, (weights, granularity, threshold) in zip((key_BGTD, value_BGTD), self._members, strict=True):
+            strides = states_BGTD.stride()
+            if strides[3] != 1:
+                states_BGTD = states_BGTD.contiguous()
+                strides = states_BGTD.stride()
+            kept.append(states_BGTD)
+            members += (
+                *weights,
+                states_BGTD.data_ptr(),
+                *strides[:3],
+                coef_address,
+                rank_address,
+                granularity,
+                threshold,
+            )
+            coef_address += batch * tokens * self._width * 4
+            rank_address += batch * tokens * 8
+        packed = _TASK.pack(
+            *members,
             0 if cos is None else cos.data_ptr(),
             0 if sin is None else sin.data_ptr(),
             0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
+            ctypes.addressof(places),
             batch,
             tokens,
             groups,
             head_dim,
             0 if cos is None else cos.shape[2],
             torch.get_num_threads(),
-            granularity,
-            threshold,
         )
-    )
-    if library().encode(b"".join(packed)):
-        raise MemoryError("no memory for the scratch space of compiled encoding")
-    return encoded[0][:2], encoded[1][:2]
+        if library().encode(packed):
+            raise MemoryError("no memory for the scratch space of compiled encoding")
+        return coef, rank, (places[3::_ENTRANCE], places[4::_ENTRANCE])
 
 
-# The members of `struct side` (weights, then states and results) and the others of `struct encoding` in encode.c, in order.
-_WEIGHTS, _STATES, _REST = struct.Struct("4q"), struct.Struct("6q"), struct.Struct("10qf")
+def encodes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is compiled code for new tokens that are held in `dtype` on a device."""
+    return dtype == torch.float32 and device.type == "cpu" and library() is not None
+
+
+def encoder_of(key: TokenGate | None, value: TokenGate | None) -> Encoder | None:
+    """An encoder by these gates; None where there are no gates, or they do not fill whole vector registers."""
+    if key is None or value is None or key.basis_CC.shape[0] % lanes():
+        return None
+    return Encoder(key, value)
+
+
+def _address(table: Table | None) -> int:
+    return 0 if table is None else table.address
+
+
+@torch.no_grad()
+def _weights(gate: TokenGate) -> tuple[Tensor, ...]:
+    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), of coefficients divided by their spread."""
+    basis_CC, scale_C = gate.basis_CC, gate.scale_C
+    if gate.spread_C is not None:
+        basis_CC, scale_C = basis_CC / gate.spread_C, scale_C * gate.spread_C
+    return tuple(plain(tensor.detach()) for tensor in (basis_CC, scale_C, gate.weight_CC, gate.bias_C))

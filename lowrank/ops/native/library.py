@@ -52,7 +52,7 @@ def library() -> ctypes.CDLL | None:
     kernels = ctypes.CDLL(str(target))
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number, number]
-    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address]
+    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
     kernels.angles.restype = None
     return kernels
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowrank.ops.native.library import library
 from lowrank.ops.native.plain import CPU, plain
+from lowrank.ops.rotary_table import RotaryTable
 
 
 def computes_angles(device: torch.device) -> bool:
@@ -15,15 +16,16 @@ def computes_angles(device: torch.device) -> bool:
     return device.type == "cpu" and library() is not None
 
 
-def angles(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> Tensor:
-    """scaling · (cos + i·sin) of position · frequency, which is rounded to fp32 first, (B, T, F) complex64.
+def angles(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> RotaryTable:
+    """scaling · cos and scaling · sin of position · frequency, which is rounded to fp32 first.
 
     Args:
         position_BT: int32, on the CPU.
         frequency_F: radians a token, at most a quarter turn.
     """
     position_BT, frequency_F = position_BT.contiguous(), plain(frequency_F)
-    angle_BTF = torch.empty(*position_BT.shape, len(frequency_F), dtype=torch.complex64, device=CPU)
+    shape = *position_BT.shape, len(frequency_F)
+    cos_BTF, sin_BTF = (torch.empty(shape, dtype=torch.float32, device=CPU) for _ in range(2))
     library().angles(
         position_BT.data_ptr(),
         position_BT.numel(),
@@ -31,6 +33,7 @@ def angles(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> Tensor:
         len(frequency_F),
         scaling,
         torch.get_num_threads(),
-        angle_BTF.data_ptr(),
+        cos_BTF.data_ptr(),
+        sin_BTF.data_ptr(),
     )
-    return angle_BTF
+    return RotaryTable(cos_BTF, sin_BTF)

@@ -38,6 +38,10 @@ static inline int64_t slot_of(const struct store *store, const struct piece *pie
     }
 }
 
+/* Writes one row behind those of its rank; returns 1, or 0 where no piece of that rank has room. The pieces are in order of
+ * rank, have one part and hold floats. */
+int append(struct store *store, const float *coef, int64_t rank, int64_t slot);
+
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
 
 static void dequantise(const struct store *store, const uint8_t *row, const uint16_t *scales, int64_t rank, float *out) {

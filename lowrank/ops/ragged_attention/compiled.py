@@ -36,7 +36,7 @@ def ragged_attention(
         head_decoder_GCD = key_decoder_CC.unflatten(1, (groups, -1)).transpose(0, 1)
         query_MX = query_HQD.reshape(groups, -1, query_HQD.shape[2]).float() @ head_decoder_GCD.mT.float()
     else:
-        options = {"decoder_PRW": key_decoder_CC, "angle_TF": rotation.angle_TF, "place_T": place_T}
+        options = {"decoder_PRW": key_decoder_CC, "turns": rotation.table, "place_T": place_T}
     tokens = native.Tokens(
         query_MX,
         table_of(keys),

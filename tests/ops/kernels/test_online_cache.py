@@ -11,6 +11,7 @@ from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops.lowrank_attention import Operands, fused, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Rotation
 from lowrank.quantise import Quantisation
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
@@ -89,7 +90,9 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
     angle_TF = torch.polar(torch.ones_like(angle), angle)
 
     def rotation(there: torch.device | str) -> Rotation:
-        return Rotation(lambda key_GND, at: turned(key_GND.double(), angle_TF[at]), angle_TF.to(there))
+        return Rotation(
+            lambda key_GND, at: turned(key_GND.double(), angle_TF[at]), RotaryTable.of(angle_TF[None].to(there))
+        )
 
     at = places.to(device) if isinstance(places, torch.Tensor) else places
     expected = reference(query.double(), keys, values, rotation=rotation("cpu"), places=places, mask_QT=mask, **options)
