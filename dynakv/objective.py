@@ -41,7 +41,7 @@ def retain_rates(model: PreTrainedModel) -> RetainRates:
     )
 
 
-def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 0.0) -> Tensor:
+def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 0.0, key_cost: float = 1.0) -> Tensor:
     """L = CE + α R² (equation 9), R the mean of the soft mask over tokens, layers, keys and values.
 
     Args:
@@ -50,13 +50,15 @@ def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 
         alpha: α, the price of keeping.
         floor: hard rate below which no layer's keys or values are pushed (beyond the paper): there the price turns round,
             with the same slope, so that keeping more is what pays.
+        key_cost: how much dearer keeping is in keys than in values (beyond the paper, where it is 1): R is the mean weighed
+            so.
     """
-    if not floor:
-        return task + alpha * rates.soft.square()
-    # The slope of α R² with regard to each layer's rate, of which only the sign is changed.
-    below_L2 = rates.hard_L2 < floor
-    turned_L2 = torch.where(below_L2, -rates.soft_L2 + 2 * rates.soft_L2.detach(), rates.soft_L2)
-    return task + alpha * turned_L2.mean().square()
+    soft_L2 = rates.soft_L2
+    if floor:
+        # The slope of α R² with regard to each layer's rate, of which only the sign is changed.
+        soft_L2 = torch.where(rates.hard_L2 < floor, -soft_L2 + 2 * soft_L2.detach(), soft_L2)
+    cost_2 = soft_L2.new_tensor([key_cost, 1.0])
+    return task + alpha * (soft_L2 * cost_2 / cost_2.mean()).mean().square()
 
 
 class RateController:

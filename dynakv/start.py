@@ -22,7 +22,9 @@ def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
         compressor.initialise(pca_basis(moments[index][side].mean()[None]))
 
 
-def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float) -> None:
+def initialise_from_gradients(
+    model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float, *, key_cost: float = 1.0
+) -> None:
     """Start every layer from the PCA of its moments weighted by the loss's gradients, and every gate at a rank of its own.
 
     Beyond the paper, whose training begins by closing gates that are nearly open: here the ranks are spread over layers,
@@ -34,6 +36,8 @@ def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradient
         moments, gradients: layer index → {"key", "value"}: of unrotated joint keys and joint values, and of the loss's
             gradients with regard to them (:func:`lowrank.hf.sensitivity.gradient_moments`).
         rate: hard retain rate to start at.
+        key_cost: how much more loss a coefficient of keys must save than one of values to be kept, as in
+            :func:`dynakv.objective.objective`.
 
     Raises:
         UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA.
@@ -41,7 +45,8 @@ def initialise_from_gradients(model: PreTrainedModel, moments: Moments, gradient
     sides = _sides(model)
     next(iter(sides.values())).config.check_gradient_start()
     bases = [weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides]
-    ranks = waterfill_ranks([basis.loss_C for basis in bases], rate)
+    costs = [key_cost if side == "key" else 1.0 for _, side in sides]
+    ranks = waterfill_ranks([basis.loss_C / cost for basis, cost in zip(bases, costs, strict=True)], rate)
     for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
         compressor.initialise_at(basis, rank)
 

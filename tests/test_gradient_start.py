@@ -246,3 +246,23 @@ def test_attaching_spreads_ranks_by_the_estimated_loss():
     assert len(set(rates.values())) > 3
     assert min(rates, key=rates.get) == (2, "key")
     assert rates[2, "key"] <= 3 / 32
+
+
+def test_dear_keys_begin_with_fewer_coefficients():
+    gradients, moments = (
+        gradient_moments(tiny_model(), ids(), progress=False),
+        calibration_of(tiny_model()).second_moments(),
+    )
+
+    def kept(key_cost: float) -> tuple[float, float]:
+        model = tiny_model()
+        dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+        dynakv.initialise_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
+        model(input_ids=ids(), use_cache=False)
+        layers = dynakv.compressors(model).values()
+        return tuple(sum(float(getattr(layer, side).rate.hard) for layer in layers) / len(layers) for side in SIDES)
+
+    (keys, values), (fewer, more) = kept(1.0), kept(20.0)
+    assert fewer < keys - 0.02
+    assert more > values + 0.02
+    assert fewer + more == pytest.approx(keys + values, abs=0.05)

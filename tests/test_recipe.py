@@ -160,6 +160,16 @@ def test_the_price_turns_round_below_the_floor():
     torch.testing.assert_close(soft.grad, slope * torch.tensor([[1.0, -1.0], [1.0, 1.0]]))
 
 
+def test_keys_can_be_dearer_than_values():
+    soft = torch.tensor([[0.5, 0.2], [0.4, 0.3]], requires_grad=True)
+    rates = RetainRates(soft, torch.tensor([[0.5, 0.05], [0.4, 0.3]]))
+    priced = objective(torch.zeros(()), rates, 2.0, floor=0.1, key_cost=3.0)
+    mean = (1.5 * 0.5 + 0.5 * 0.2 + 1.5 * 0.4 + 0.5 * 0.3) / 4
+    torch.testing.assert_close(priced, torch.tensor(2 * mean**2))
+    priced.backward()
+    torch.testing.assert_close(soft.grad, 2 * 2 * mean / 4 * torch.tensor([[1.5, -0.5], [1.5, 0.5]]))
+
+
 def test_no_layer_is_pushed_below_its_floor():
     # A price so high that it alone decides; without a floor it closes every gate.
     moments = calibration_moments(tiny_model())
@@ -290,6 +300,7 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
         (("--loss.cross_entropy", "0"), "`loss.cross_entropy` must be positive"),
         (("--loss.distillation", "0.5", "--trainable", "full"), "`loss.distillation` must be 0 with `trainable: full`"),
         (("--rate.layer_floor", "0.4", "--rate.target_retain_rate", "0.3"), "`rate.layer_floor` must be below"),
+        (("--rate.key_cost", "0"), "`rate.key_cost` must be positive"),
         (("--calibration.bases", "nowhere"), "`nowhere` is no calibration"),
     ],
 )

@@ -98,6 +98,11 @@ class RateConfig:
         0.0,
         help="hard rate below which no layer's keys or values are pushed, neither by α nor by settling τ; 0 has none",
     )
+    key_cost: float = option(
+        1.0,
+        help="how much dearer a coefficient of keys is than one of values; at the same target a higher one keeps less of "
+        "keys, which decoding has to rebuild, and more of values, which it has not (1 in the paper)",
+    )
     ramp: float = option(0.4, help="share of the run over which the goal falls from the first hard rate to the target")
     settle: bool = option(
         True, help="after training, move the threshold τ so that unseen training text has just the target rate"
@@ -117,6 +122,7 @@ class RateConfig:
                 f"below `rate.target_retain_rate`, {self.target_retain_rate}",
             )
         require(0 <= self.layer_floor < 1, "rate.layer_floor", self.layer_floor, "in [0, 1)")
+        require(self.key_cost > 0, "rate.key_cost", self.key_cost, "positive")
         require(self.settle_tokens >= 1, "rate.settle_tokens", self.settle_tokens, "at least 1")
         require(0 <= self.ramp <= 1, "rate.ramp", self.ramp, "between 0 and 1")
 

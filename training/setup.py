@@ -95,8 +95,14 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> None:
         start = functools.partial(dynakv.initialise_from_checkpoint, model, config.initial_checkpoint)
     elif config.calibration.start == GRADIENT:
         moments, gradients = _moments(engine, stream, gradients=True)
+        rate = config.rate
         start = functools.partial(
-            dynakv.initialise_from_gradients, model, moments, gradients, config.rate.target_retain_rate
+            dynakv.initialise_from_gradients,
+            model,
+            moments,
+            gradients,
+            rate.target_retain_rate,
+            key_cost=rate.key_cost,
         )
     else:
         moments, _ = _moments(engine, stream, gradients=False)

@@ -68,7 +68,7 @@ def optimizer_step(
                 divergence = share * summed_divergence(logits, teacher, batch.targets)
             task = weights.cross_entropy * cross_entropy + weights.distillation * divergence
             rates = _global_rates(engine, retain_rates(engine.model))
-            loss = objective(task, rates, alpha, floor=rate.layer_floor)
+            loss = objective(task, rates, alpha, floor=rate.layer_floor, key_cost=rate.key_cost)
             engine.backward(loss, last=last)
         sums += torch.stack([loss, cross_entropy, divergence]).detach().float()
         soft_L2, hard_L2 = soft_L2 + rates.soft_L2.detach().float(), hard_L2 + rates.hard_L2.float()
