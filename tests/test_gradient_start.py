@@ -258,6 +258,7 @@ def test_dear_keys_begin_with_fewer_coefficients():
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         dynakv.initialise_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
+        dynakv.use_ragged_cache(model)
         model(input_ids=ids(), use_cache=False)
         layers = dynakv.compressors(model).values()
         return tuple(sum(float(getattr(layer, side).rate.hard) for layer in layers) / len(layers) for side in SIDES)
