@@ -166,14 +166,20 @@ def test_reported_bytes_are_those_of_the_tensors_held(method, ids):
 
 
 def found_tensors(cache) -> set[int]:
-    """Addresses of every non-empty tensor reachable from the cache's own objects; those of the model, the codecs and the
-    calibrated bases, which all caches share, left out."""
+    """Addresses of every non-empty tensor reachable from the cache's own objects; those of the model, the codecs (and what
+    codecs give out, which must be their own tensors) and the calibrated bases, which all caches share, left out."""
     shared = {
         tensor.untyped_storage().data_ptr()
         for layer in cache.compressed_layers()
         for side in getattr(layer, "bases", ())
         for tensor in (side.vectors_PWR, side.energy_PR)
     }
+    for layer in cache.compressed_layers():
+        for codec in (layer.codec.key, layer.codec.value) if hasattr(layer, "codec") else ():
+            given = [codec.decoder(layer.dtype, layer.device)]
+            if (gate := codec.token_gate()) is not None:
+                given += [tensor for tensor in vars(gate).values() if isinstance(tensor, torch.Tensor)]
+            shared |= {tensor.untyped_storage().data_ptr() for tensor in given}
     seen, found, queue = set(), set(), [cache]
     while queue:
         thing = queue.pop()

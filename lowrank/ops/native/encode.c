@@ -12,6 +12,7 @@ struct side {
     const float *scale;  /* (width): of the coefficients before the gate */
     const float *gate;   /* (width, width) */
     const float *bias;   /* (width) */
+    const float *spread; /* (width): what coefficients are divided by once the gate has seen them; NULL: nothing */
     const float *states; /* (batch, heads, tokens, head_dim), of the strides below */
     int64_t batch_stride, head_stride, token_stride;
     float *coef;   /* (batch, tokens, width), out */
@@ -86,6 +87,7 @@ static void encode_side(const struct encoding *task, int which, float *scratch) 
         int64_t rank = kept(logit + t * width, width, side->threshold);
         rank = (rank + granularity / 2) / granularity * granularity;
         side->rank[t] = rank < least ? least : rank > width ? width : rank;
+        for (int64_t i = 0; side->spread && i < width; i++) coef[t * width + i] /= side->spread[i];
     }
     for (int64_t b = 0; b < task->batch; b++) {
         struct entrance *entrance = task->entrances + b;

@@ -19,7 +19,7 @@ from lowrank.ops.native.table import Table
 MAX_TOKENS = 16
 
 # The members of `struct side` and the others of `struct encoding` in encode.c, in order.
-_TASK = struct.Struct("11qfxxxx" * 2 + "10q")
+_TASK = struct.Struct("12qfxxxx" * 2 + "10q")
 _ENTRANCE = 5  # members of `struct entrance`
 
 Entrance = tuple[Table | None, Table | None, int]
@@ -36,7 +36,7 @@ class Encoder:
         self._sides = [_weights(gate) for gate in (key, value)]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
         self._members = [
-            ([tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
+            ([0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
             for tensors, gate in zip(self._sides, (key, value), strict=True)
         ]
 
@@ -128,10 +128,7 @@ def _address(table: Table | None) -> int:
     return 0 if table is None else table.address
 
 
-@torch.no_grad()
-def _weights(gate: TokenGate) -> tuple[Tensor, ...]:
-    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), of coefficients divided by their spread."""
-    basis_CC, scale_C = gate.basis_CC, gate.scale_C
-    if gate.spread_C is not None:
-        basis_CC, scale_C = basis_CC / gate.spread_C, scale_C * gate.spread_C
-    return tuple(plain(tensor.detach()) for tensor in (basis_CC, scale_C, gate.weight_CC, gate.bias_C))
+def _weights(gate: TokenGate) -> list[Tensor | None]:
+    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), and what coefficients are divided by; fp32 ones uncopied."""
+    tensors = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C, gate.spread_C
+    return [None if tensor is None else plain(tensor.detach()) for tensor in tensors]
