@@ -29,8 +29,8 @@ class CodecLayer(CompressedLayer):
     def start(self) -> None:
         codecs = self.codec.key, self.codec.value
         self._decoder_pair = tuple(codec.decoder(self.dtype, self.device) for codec in codecs)
-        if native.encodes(self.dtype, self.device):
-            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs))
+        gates = [codec.token_gate() for codec in codecs]
+        self._encoder = native.encoder_of(*gates) if native.encodes(self.dtype, self.device) else None
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:
