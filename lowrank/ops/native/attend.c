@@ -80,8 +80,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_groups;
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
     const int64_t together = depth % LANES ? part_groups : 1, columns = depth % LANES ? stride : depth;
-    const struct turns turns = {task->cos, task->sin};
-    const int stays = task->cos && 2 * task->pairs == depth && partial_size(count, depth, sharing);
+    const int stays = task->cos && 2 * task->pairs == depth && fits_registers(depth, sharing);
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
@@ -95,8 +94,9 @@ static void score_block(const struct task *task, const struct piece *piece, int6
             const float *own = query + group * sharing * depth;
             float *key = scratch->key + group % together * depth, *found = score + group * sharing;
             if (stays) {
-                scores_in_registers(count, depth, piece->rank, rows.start, rows.stride, decoder + group * depth, stride, turns,
-                                    place, sharing, own, scratch->key, found, lanes);
+                const struct rebuilt keys = {rows.start, decoder + group * depth, task->cos, task->sin, place,
+                                             rows.stride, stride, piece->rank, depth};
+                rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes);
                 continue;
             }
             if (group % together == 0)

@@ -96,18 +96,21 @@ static inline __attribute__((always_inline)) vector totals(const int count, vect
     return sums[0];
 }
 
-/* sum (rows, vectors) += a · b in registers, with a (rows, depth) of any strides; `rows` and `vectors` are constants here. */
+/* sum (rows, vectors) += a · b in registers, with a (rows, depth) of any strides, where the second half of b's vectors lies
+ * `far` floats behind the first; `rows` and `vectors` are constants here. */
 static inline __attribute__((always_inline)) void accumulate(
     const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, vector *sum) {
+    int64_t b_row, int64_t far, vector *sum) {
+    const int half = vectors / 2;
     for (int64_t k = 0; k < depth; k++) {
-        vector right[TILE];
-#pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) right[j] = *(const vector *)(b + k * b_row + j * LANES);
+        vector right[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++)
+            right[j] = *(const vector *)(b + k * b_row + (j < half ? j * LANES : far + (j - half) * LANES));
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_column];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) sum[i * vectors + j] += left * right[j];
         }
     }
@@ -123,7 +126,7 @@ static inline __attribute__((always_inline)) void tile_product(
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             sum[i * vectors + j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
-    accumulate(rows, vectors, depth, a, a_row, a_column, b, b_row, sum);
+    accumulate(rows, vectors, depth, a, a_row, a_column, b, b_row, vectors / 2 * LANES, sum);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4

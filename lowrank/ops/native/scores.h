@@ -73,42 +73,60 @@ static void score_rows(int64_t queries, int64_t count, int64_t depth, const floa
 
 /* -- keys that never leave the registers ---------------------------------------------------------------------------- */
 
-/* (places, pairs) each. */
-struct turns { const float *cos, *sin; };
+/* Keys of one head that are rebuilt and turned in all their dims. */
+struct rebuilt {
+    const float *coef, *decoder; /* (tokens, rank), (rank, depth) */
+    const float *cos, *sin;      /* (places, depth / 2) */
+    const int64_t *place;        /* (tokens): as an offset in them */
+    int64_t coef_stride, decoder_stride, rank, depth;
+};
 
-/* One head's keys of some tokens: rebuilt, turned in all their dims and multiplied with the queries. For each token and
- * query a vector, whose lanes are still to be added; `tokens` and `vectors`, those of a head, are constants here. */
-static inline __attribute__((always_inline)) void turned_tile(
-    const int tokens, const int vectors, int64_t rank, const float *coef, int64_t coef_stride, const float *decoder,
-    int64_t decoder_stride, struct turns turns, const int64_t *place, int64_t queries, const float *query, float *partial) {
-    const int half = vectors / 2;
+/* HALF vectors of each half of a key, which are turned together, are rebuilt at once: as many as leave registers for ROWS
+ * tokens. */
+enum { HALF = VECTORS / 2, STEP = HALF * LANES };
+
+/* Whether heads of `depth` dims that so many queries share are rebuilt so. */
+static inline int fits_registers(int64_t depth, int64_t queries) { return depth % (2 * STEP) == 0 && queries <= LANES; }
+
+/* Dims d to d + STEP of both halves of the keys of some tokens, multiplied with the queries: for each token and query a
+ * vector, whose lanes are still to be added. `tokens` and `adds` are constants here. */
+static inline __attribute__((always_inline)) void rebuilt_tile(
+    const int tokens, const int adds, const struct rebuilt *keys, int64_t first, int64_t d, int64_t queries, const float *query,
+    float *partial) {
+    const int64_t far = keys->depth / 2;
     vector key[TILE];
 #pragma GCC unroll 32
-    for (int i = 0; i < tokens * vectors; i++) key[i] = (vector){0};
-    accumulate(tokens, vectors, rank, coef, coef_stride, 1, decoder, decoder_stride, key);
+    for (int i = 0; i < tokens * VECTORS; i++) key[i] = (vector){0};
+    accumulate(tokens, VECTORS, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
+               keys->decoder_stride, far, key);
+    partial += first * queries * LANES;
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
-        vector *own = key + t * vectors;
+        vector *own = key + t * VECTORS;
+        const float *at = keys->cos + keys->place[first + t] + d, *sine = keys->sin + keys->place[first + t] + d;
 #pragma GCC unroll 4
-        for (int j = 0; j < half; j++) {
-            const vector cos = *(const vector *)(turns.cos + place[t] + j * LANES), x = own[j];
-            const vector sin = *(const vector *)(turns.sin + place[t] + j * LANES), y = own[j + half];
+        for (int j = 0; j < HALF; j++) {
+            const vector cos = *(const vector *)(at + j * LANES), x = own[j];
+            const vector sin = *(const vector *)(sine + j * LANES), y = own[j + HALF];
             own[j] = x * cos - y * sin;
-            own[j + half] = y * cos + x * sin;
+            own[j + HALF] = y * cos + x * sin;
         }
-        for (int64_t m = 0; m < queries; m++, query += vectors * LANES, partial += LANES) {
-            vector sum = own[0] * *(const vector *)query;
-#pragma GCC unroll 8
-            for (int j = 1; j < vectors; j++) sum += own[j] * *(const vector *)(query + j * LANES);
+        const float *with = query + d;
+        for (int64_t m = 0; m < queries; m++, with += keys->depth, partial += LANES) {
+            vector sum = adds ? *(vector *)partial : (vector){0};
+#pragma GCC unroll 4
+            for (int j = 0; j < HALF; j++) {
+                sum += own[j] * *(const vector *)(with + j * LANES);
+                sum += own[j + HALF] * *(const vector *)(with + far + j * LANES);
+            }
             *(vector *)partial = sum;
         }
-        query -= queries * vectors * LANES;
     }
 }
 
 /* Adds the lanes of each token's vectors; `queries` is a constant of at most LANES. */
-static inline __attribute__((always_inline)) void add_lanes(const int queries, int64_t count, const float *partial, float *score,
-                                                            int64_t lanes) {
+static inline __attribute__((always_inline)) void add_lanes(
+    const int queries, int64_t count, const float *partial, float *score, int64_t lanes) {
     const int at_once = LANES / queries;
     for (int64_t t = 0; t < count; t += at_once) {
         vector sum[LANES];
@@ -120,44 +138,26 @@ static inline __attribute__((always_inline)) void add_lanes(const int queries, i
     }
 }
 
-/* Tokens whose keys fill the registers, of heads of `depth` dims; 0 where there are no such tiles. */
-static inline int64_t tokens_at_once(int64_t depth) {
-    switch (depth) {
-    case 2 * LANES: return 6;
-#if defined(HAS_32_REGISTERS)
-    case 4 * LANES: return 6;
-    case 8 * LANES: return 3;
-#endif
-    default: return 0;
-    }
-}
-
-/* Floats of `partial` below; 0 where :scores_in_registers does not serve. */
+/* Floats of `partial` below; 0 where keys are not rebuilt so. */
 static inline int64_t partial_size(int64_t count, int64_t depth, int64_t queries) {
-    return queries <= LANES && tokens_at_once(depth) ? (count + LANES) * queries * LANES : 0;
+    return fits_registers(depth, queries) ? (count + LANES) * queries * LANES : 0;
 }
 
-/* Scores of `count` tokens whose rebuilt keys are turned by the angles at `place`. */
-static void scores_in_registers(int64_t count, int64_t depth, int64_t rank, const float *coef, int64_t coef_stride,
-                                const float *decoder, int64_t decoder_stride, struct turns turns, const int64_t *place,
-                                int64_t queries, const float *query, float *partial, float *score, int64_t lanes) {
-    const int64_t most = tokens_at_once(depth), tiles = (count + most - 1) / most; /* of about equal size */
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t t = count * tile / tiles, tokens = count * (tile + 1) / tiles - t;
-        switch (depth / LANES * 8 + tokens) {
-#define TURNED(V, T)                                                                                                    \
-    case V * 8 + T:                                                                                                     \
-        turned_tile(T, V, rank, coef + t * coef_stride, coef_stride, decoder, decoder_stride, turns, place + t, queries, \
-                    query, partial + t * queries * LANES);                                                              \
-        break;
-            TURNED(2, 1) TURNED(2, 2) TURNED(2, 3) TURNED(2, 4) TURNED(2, 5) TURNED(2, 6)
-#if defined(HAS_32_REGISTERS)
-            TURNED(4, 1) TURNED(4, 2) TURNED(4, 3) TURNED(4, 4) TURNED(4, 5) TURNED(4, 6)
-            TURNED(8, 1) TURNED(8, 2) TURNED(8, 3)
-#endif
-#undef TURNED
+/* Scores of `count` tokens. */
+static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *partial,
+                           float *score, int64_t lanes) {
+    const int64_t tiles = (count + ROWS - 1) / ROWS; /* of about equal size */
+    for (int64_t d = 0; d < keys->depth / 2; d += STEP)
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
+            switch (tokens * 2 + (d > 0)) {
+#define REBUILT(T)                                                                      \
+    case T * 2: rebuilt_tile(T, 0, keys, first, d, queries, query, partial); break; \
+    case T * 2 + 1: rebuilt_tile(T, 1, keys, first, d, queries, query, partial); break;
+                REBUILT(1) REBUILT(2) REBUILT(3) REBUILT(4) REBUILT(5) REBUILT(6)
+#undef REBUILT
+            }
         }
-    }
     switch (queries) {
 #define ADDED(M) case M: add_lanes(M, count, partial, score, lanes); break;
         ADDED(1) ADDED(2) ADDED(3) ADDED(4)
