@@ -24,6 +24,15 @@ enum { TILE = ROWS * VECTORS > NARROW ? ROWS * VECTORS : NARROW }; /* sums in re
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 enum { LANES = VECTOR_BYTES / sizeof(float) };
 
+/* C(1) … C(LANES): cases of a switch, in each of which a number is a constant. */
+#if VECTOR_BYTES == 64
+#define EACH_LANE(C) C(1) C(2) C(3) C(4) C(5) C(6) C(7) C(8) C(9) C(10) C(11) C(12) C(13) C(14) C(15) C(16)
+#elif VECTOR_BYTES == 32
+#define EACH_LANE(C) C(1) C(2) C(3) C(4) C(5) C(6) C(7) C(8)
+#else
+#define EACH_LANE(C) C(1) C(2) C(3) C(4)
+#endif
+
 static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));

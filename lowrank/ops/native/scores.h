@@ -61,13 +61,7 @@ static void score_rows(int64_t queries, int64_t count, int64_t depth, const floa
                        const float *state, int64_t stride, float *score, int64_t lanes) {
     for (int64_t m = 0; m < queries; m += LANES)
         switch (queries - m < LANES ? queries - m : LANES) {
-            SCORES(1) SCORES(2) SCORES(3) SCORES(4)
-#if VECTOR_BYTES >= 32
-            SCORES(5) SCORES(6) SCORES(7) SCORES(8)
-#endif
-#if VECTOR_BYTES >= 64
-            SCORES(9) SCORES(10) SCORES(11) SCORES(12) SCORES(13) SCORES(14) SCORES(15) SCORES(16)
-#endif
+            EACH_LANE(SCORES)
         }
 }
 
@@ -160,13 +154,7 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
         }
     switch (queries) {
 #define ADDED(M) case M: add_lanes(M, count, partial, score, lanes); break;
-        ADDED(1) ADDED(2) ADDED(3) ADDED(4)
-#if VECTOR_BYTES >= 32
-        ADDED(5) ADDED(6) ADDED(7) ADDED(8)
-#endif
-#if VECTOR_BYTES >= 64
-        ADDED(9) ADDED(10) ADDED(11) ADDED(12) ADDED(13) ADDED(14) ADDED(15) ADDED(16)
-#endif
+        EACH_LANE(ADDED)
 #undef ADDED
     }
 }
