@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lowrank.coefficients import Coefficients
+from lowrank.growing import GrowingTensor
 from lowrank.ops.joint_attention.reference import joint_attention as joint_reference
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
@@ -129,7 +130,7 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
         def attend() -> Tensor:
             return (joint_attention if is_joint else latent_attention)(query, *rows, length, **options)
     else:
-        nothing = shape.random(shape.groups, 0, shape.head_dim)
+        nothing = GrowingTensor(shape.random(shape.groups, 0, shape.head_dim), dim=1)
         sides = [
             [Operands(Coefficients.of(coef[b]), basis[b], nothing) for coef, basis in zip(coefs, bases, strict=True)]
             for b in range(shape.batch)

@@ -15,11 +15,23 @@ class GrowingTensor:
     Args:
         start: the first rows; the tensor is taken over, not copied.
         dim: the dimension that grows.
+
+    Attributes:
+        buffer: the rows and the room to grow.
+        memo: whatever a reader has worked out about the buffer; forgotten when another takes its place.
     """
 
     def __init__(self, start: Tensor, dim: int = 0):
         self.dim, self.length = dim, start.shape[dim]
         self.buffer = start
+
+    @property
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    @buffer.setter
+    def buffer(self, buffer: Tensor) -> None:
+        self._buffer, self.memo = buffer, None
 
     @property
     def rows(self) -> Tensor:

@@ -51,6 +51,7 @@ class OnlineSide:
         self.spread_PR = None if quantisation is None else companding(start.energy_PR)
         self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
+        self._operands: Operands | None = None
         self.updates = 0
         self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
         self.rounding = 0.0  # share of their energy that holding the latest coefficients as integers cost
@@ -59,7 +60,13 @@ class OnlineSide:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def operands(self) -> Operands:
-        return Operands(self.coef, self._spread(self.tracker.vectors_PWR, 1).to(self.coef.dtype), self.full.rows)
+        """For attention; the same object until an update or until tokens change sides."""
+        held, basis_PWR = self._operands, self.tracker.vectors_PWR
+        if held is None or held.coef is not self.coef or held.full is not self.full or held.basis_PWR is not basis_PWR:
+            # A basis in another dtype, or times a spread, is made anew each time: kept, it would be one more to count.
+            held = Operands(self.coef, self._spread(basis_PWR, 1).to(self.coef.dtype), self.full)
+            self._operands = held if held.basis_PWR is basis_PWR else None
+        return held
 
     def _spread(self, states_PXR: Tensor, power: int) -> Tensor:
         """States times the coefficients' spread (power 1), or divided by it (power −1)."""
@@ -84,7 +91,8 @@ class OnlineSide:
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Rows (G, N, D), fp32, from their coefficients."""
         whole = self.full.buffer
-        return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, whole[:, :0].float()).rebuilt()
+        nothing = GrowingTensor(whole[:, :0].float(), dim=1)
+        return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, nothing).rebuilt()
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -163,6 +171,7 @@ class OnlineSide:
         twin = object.__new__(OnlineSide)
         twin.__dict__.update(self.__dict__)
         twin.tracker, twin.coef, twin.full = self.tracker.clone(), self.coef.clone(), self.full.clone()
+        twin._operands = None
         return twin
 
 

@@ -5,6 +5,7 @@ import torch
 from rotations import rotation
 
 from lowrank.coefficients import Coefficients
+from lowrank.growing import GrowingTensor
 from lowrank.ops.lowrank_attention import Operands, compiled, dense, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
 from lowrank.ops.native.library import library
@@ -17,7 +18,7 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
     return Operands(
         Coefficients.of(torch.randn(parts, low, rank, generator=generator)),
         torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
-        torch.randn(GROUPS, full, HEAD_DIM, generator=generator),
+        GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator), dim=1),
     )
 
 
@@ -90,7 +91,9 @@ def test_the_cap_bounds_scores_before_the_mask():
     generator = torch.Generator().manual_seed(0)
     keys = operands(30, 10, 5, joint=True, generator=generator)
     # Values that tell the tokens apart: the output is the sum of the weights of low-rank and of full-rank tokens.
-    ones = Operands(Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, torch.ones(GROUPS, 10, HEAD_DIM))
+    ones = Operands(
+        Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, GrowingTensor(torch.ones(GROUPS, 10, HEAD_DIM), dim=1)
+    )
     query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4)
     torch.testing.assert_close(share, torch.full_like(share, 10 / 40), atol=1e-4, rtol=0)
@@ -105,7 +108,8 @@ def test_half_precision_is_near_the_reference(dtype, rotated):
     generator = torch.Generator().manual_seed(1)
 
     def half(held: Operands) -> Operands:
-        return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), held.full_GFD.to(dtype))
+        full = GrowingTensor(held.full_GFD.to(dtype), dim=1)
+        return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
 
     keys, values = (half(operands(700, 20, 9, joint=True, generator=generator)) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)

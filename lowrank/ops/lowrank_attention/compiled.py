@@ -6,6 +6,7 @@ Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 from torch import Tensor
 
 from lowrank.coefficients import Coefficients
+from lowrank.growing import GrowingTensor
 from lowrank.ops import native
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
@@ -34,30 +35,31 @@ def lowrank_attention(
     mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
-    head_dim, groups, low = query_HQD.shape[2], keys.full_GFD.shape[0], keys.coef.length
+    groups, _, head_dim = keys.full.buffer.shape
+    low, full = keys.coef.length, keys.full.length
     low_query_MX, options = query_HQD, {}
     if rotation is None:
         low_query_MX = query_HQD.reshape(groups, -1, head_dim).float() @ keys.head_basis().float()
     else:
-        options = {"decoder_PRW": keys.basis_PWR.mT, "turns": rotation.table, "place_T": places}
+        options = {"decoder_PRW": keys.decoder_PRW, "turns": rotation.table, "place_T": places}
     tokens = [
         native.Tokens(
             low_query_MX,
             _table(keys.coef),
             _table(values.coef),
             slots=low,
-            value_decoder_PRW=values.basis_PWR.mT,
+            value_decoder_PRW=values.decoder_PRW,
             mask_QT=None if mask_QT is None else mask_QT[:, :low],
             **options,
         )
     ]
-    if keys.full_GFD.shape[1]:
+    if full:
         tokens.append(
             native.Tokens(
                 query_HQD,
-                native.Table([native.Piece.whole(keys.full_GFD)], head_dim),
-                native.Table([native.Piece.whole(values.full_GFD)], head_dim),
-                slots=keys.full_GFD.shape[1],
+                _whole_table(keys.full),
+                _whole_table(values.full),
+                slots=full,
                 mask_QT=None if mask_QT is None else mask_QT[:, low:],
             )
         )
@@ -69,3 +71,11 @@ def _table(coef: Coefficients) -> native.Table:
     if coef.memo is None:
         coef.memo = native.Table([native.Piece.of(coef)], coef.rank)
     return coef.memo
+
+
+def _whole_table(full: GrowingTensor) -> native.Table:
+    """Of tokens at full rank, whose number alone changes until they are moved."""
+    if full.memo is None:
+        full.memo = native.Table([native.Piece.whole(full.buffer)], full.buffer.shape[2])
+    full.memo.count_whole(full.length)
+    return full.memo

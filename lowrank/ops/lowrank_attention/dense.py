@@ -8,11 +8,13 @@ width C = G·D), W width of a part, N low-rank tokens, F full-rank tokens, R ran
 """
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from lowrank.coefficients import Coefficients
+from lowrank.growing import GrowingTensor
 from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import rebuilt_scores
 from lowrank.ops.rotation import Places, Rotation, of_part
@@ -25,22 +27,31 @@ class Operands:
     Attributes:
         coef: of the low-rank tokens, (P, N, R).
         basis_PWR: token n of part p is ``basis[p] @ coef[p, n]``.
-        full_GFD: tokens at full rank; keys are rotated.
+        full: tokens at full rank, (G, F, D); keys are rotated.
     """
 
     coef: Coefficients
     basis_PWR: Tensor
-    full_GFD: Tensor
+    full: GrowingTensor
+
+    @property
+    def full_GFD(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        return self.full.rows
+
+    @functools.cached_property
+    def decoder_PRW(self) -> Tensor:  # noqa: N802
+        """What rebuilds rows from coefficients; a view."""
+        return self.basis_PWR.mT
 
     def head_basis(self) -> Tensor:
         """The basis as one block of rows for each KV head, (G, D, R)."""
-        groups, _, head_dim = self.full_GFD.shape
+        groups, _, head_dim = self.full.buffer.shape
         return self.basis_PWR.reshape(groups, head_dim, -1)
 
     def rebuilt(self) -> Tensor:
         """Low-rank tokens at full width, (G, N, D)."""
-        groups, _, head_dim = self.full_GFD.shape
-        rows_PNW = self.coef.rows() @ self.basis_PWR.mT
+        groups, _, head_dim = self.full.buffer.shape
+        rows_PNW = self.coef.rows() @ self.decoder_PRW
         if rows_PNW.shape[0] == groups:
             return rows_PNW
         return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)

@@ -17,6 +17,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
 # The members of `struct piece` and `struct store` in store.h, in their order.
 _PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
+_COUNT = struct.calcsize("3q")  # where a piece's count is in it
 
 _NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
@@ -82,7 +83,7 @@ class Piece:
 
     @classmethod
     def whole(cls, states_GTD: Tensor) -> "Piece":
-        """Keys, or values, at full rank."""
+        """Keys, or values, at full rank, (G, N, D), contiguous."""
         return cls(states_GTD, rank=states_GTD.shape[2], kind=KINDS[states_GTD.dtype])
 
 
@@ -109,6 +110,10 @@ class Table:
 
     def __reduce__(self) -> tuple:
         return _NOTHING
+
+    def count_whole(self, count: int) -> None:
+        """There are so many tokens in the only piece, :meth:`Piece.whole`."""
+        struct.pack_into("q", self._memory, _STORE.size + _COUNT, count)
 
     def append(self, coef_address: int, rank: int, slot: int) -> bool:
         """Write a row of `rank` coefficients and its slot behind those of its rank; False, and nothing is written, where

@@ -41,7 +41,7 @@ def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joi
     whole = GrowingTensor(torch.randn(groups, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
     whole.reserve(full + 3)
     basis = torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank]
-    return Operands(coef, basis.to(dtype), whole.rows)
+    return Operands(coef, basis.to(dtype), whole)
 
 
 def on(device, held: Operands) -> Operands:
@@ -49,7 +49,7 @@ def on(device, held: Operands) -> Operands:
     for tensor in held.coef._tensors():
         tensor.buffer = tensor.buffer.to(device)
     assert held.coef.buffers()[0].shape[1] > held.coef.length
-    return Operands(held.coef, held.basis_PWR.to(device), held.full_GFD.to(device))
+    return Operands(held.coef, held.basis_PWR.to(device), GrowingTensor(held.full_GFD.to(device), dim=1))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -142,7 +142,7 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     assert not fused.serves(query.to(device), joint, joint, None, None, None)
     assert not fused.serves(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
     assert not fused.serves(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
-    for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full_GFD), None)):
+    for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full), None)):
         expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
         found = lowrank_attention(
             query.to(device),
