@@ -60,15 +60,13 @@ class OnlineSide:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def operands(self) -> Operands:
-        """For attention; the same object until :meth:`follow`."""
-        if self._operands is not None:
-            return self._operands
-        basis_PWR = self.tracker.vectors_PWR
-        operands = Operands(self.coef, self._spread(basis_PWR, 1).to(self.coef.dtype), self.full)
-        if operands.basis_PWR is basis_PWR:
+        """For attention; the same object until an update, or until tokens change sides or are cropped."""
+        held, basis_PWR = self._operands, self.tracker.vectors_PWR
+        if held is None or held.coef is not self.coef or held.full is not self.full or held.basis_PWR is not basis_PWR:
             # A basis in another dtype, or times a spread, is made anew each time: kept, it would be one more to count.
-            self._operands = operands
-        return operands
+            held = Operands(self.coef, self._spread(basis_PWR, 1).to(self.coef.dtype), self.full)
+            self._operands = held if held.basis_PWR is basis_PWR else None
+        return held
 
     def _spread(self, states_PXR: Tensor, power: int) -> Tensor:
         """States times the coefficients' spread (power 1), or divided by it (power −1)."""
