@@ -169,6 +169,7 @@ class OnlineSequence:
         """Drop full-rank tokens and leave room for those that will wait until the next update."""
         room = self.staying + self.config.recent + self.config.full_period
         for side in (self.key, self.value):
+            side.forget_operands()
             side.full = GrowingTensor(side.full.rows[:, stays_F], dim=1)
             side.full.reserve(max(room, side.full.length))
         self.full_position = GrowingTensor(self.full_position.rows[stays_F])

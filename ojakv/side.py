@@ -94,11 +94,15 @@ class OnlineSide:
         nothing = GrowingTensor(whole[:, :0].float(), dim=1)
         return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, nothing).rebuilt()
 
+    def forget_operands(self) -> None:
+        """What they are of is about to be replaced, and they would keep it alive."""
+        self._operands = None
+
     # -- writing --------------------------------------------------------------------------------------------------
 
     def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
         """Let the basis follow new rows and carry the stored coefficients over. After it tokens change sides."""
-        self._operands = None  # it would keep coefficients alive that are about to be replaced
+        self.forget_operands()
         if isinstance(self.tracker, FixedTracker) or not rows_PNW.shape[1]:
             return
         config = self.config
