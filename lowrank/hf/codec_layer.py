@@ -4,6 +4,7 @@ Shapes: B batch, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens
 """
 
 import abc
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -29,8 +30,11 @@ class CodecLayer(CompressedLayer):
     def start(self) -> None:
         codecs = self.codec.key, self.codec.value
         self._decoder_pair = tuple(codec.decoder(self.dtype, self.device) for codec in codecs)
-        gates = [codec.token_gate() for codec in codecs]
-        self._encoder = native.encoder_of(*gates) if native.encodes(self.dtype, self.device) else None
+        self._encoder = None
+        if native.encodes(
+            self.dtype, self.device
+        ):  # asked first: a gate takes its basis in fp32, which nothing else needs
+            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs))
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:
@@ -63,7 +67,7 @@ class CodecLayer(CompressedLayer):
     def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
         """New tokens' keys and their values as they are held."""
         if self._encodes_compiled(key_BGTD, value_BGTD, rope):
-            coef, rank, _ = self._encoder.encode(key_BGTD, value_BGTD, None if rope is None else rope.halves_rotation)
+            coef, rank, _ = self._encode_compiled(key_BGTD, value_BGTD, rope)
             return (coef[0], rank[0]), (coef[1], rank[1])
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
@@ -75,6 +79,13 @@ class CodecLayer(CompressedLayer):
         if self._encoder is None or not self._encoder.serves(key_BGTD, value_BGTD):
             return False
         return rope is None or rope.halves_rotation is not None
+
+    def _encode_compiled(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.Entrance] = ()
+    ) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+        """See :meth:`native.Encoder.encode`; where :meth:`_encodes_compiled`."""
+        rotated_by = None if rope is None else rope.halves_rotation
+        return self._encoder.encode(key_BGTD, value_BGTD, rotated_by, entrances)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""

@@ -49,8 +49,7 @@ class PagedLayer(CodecLayer):
         gate = codec.token_gate()
         if gate is None:
             return None
-        spread_C = None if gate.spread_C is None else gate.spread_C.to(gate.basis_CC.device)
-        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, spread_C, self.dtype)
+        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.spread_C, self.dtype)
         return {
             "weight_CX": weight_CX.to(self.device).contiguous(),
             "bias_C": gate.bias_C.detach().to(self.device),

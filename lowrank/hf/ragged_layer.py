@@ -98,8 +98,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             (entrance_of(sequence.key, count), entrance_of(sequence.value, count), sequence.key.length)
             for sequence in self.sequences
         ]
-        rotated_by = None if rope is None else rope.halves_rotation
-        coef, rank, appended = self._encoder.encode(key_BGQD, value_BGQD, rotated_by, entrances)
+        coef, rank, appended = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
         ranks = rank.tolist()
         for b, sequence in enumerate(self.sequences):
             for side, store in enumerate((sequence.key, sequence.value)):

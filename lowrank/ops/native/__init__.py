@@ -2,12 +2,13 @@
 rotations it needs, and new tokens' way into a cache."""
 
 from lowrank.ops.native.attention import Tokens, attend, serves
-from lowrank.ops.native.encoding import Encoder, encoder_of, encodes
+from lowrank.ops.native.encoding import Encoder, Entrance, encoder_of, encodes
 from lowrank.ops.native.rotating import angles, computes_angles
 from lowrank.ops.native.table import Piece, Table, appends
 
 __all__ = [
     "Encoder",
+    "Entrance",
     "Piece",
     "Table",
     "Tokens",
