@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
-from transformers import Cache, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
@@ -118,8 +118,9 @@ class Row:
     perplexity_ratio: float
 
 
-def compare(config: CompareConfig) -> tuple[str, list[Row]]:
-    """(model name, rows): the full cache, every checkpoint, and every preset at equal bytes.
+def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
+    """After each measurement: (model name, the rows so far, text by text). The full cache comes first, then every
+    checkpoint, every preset at equal bytes, and the baselines.
 
     A preset's rate is set, for each text, so that its cache takes the bytes the first checkpoint's took there; further
     rows follow for `byte_rates`.
@@ -131,30 +132,43 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
+    order = {label: i for i, label in enumerate(texts)}
+    # A directory is a place on this machine; its last part names the model.
+    name = Path(name).name if Path(name).is_dir() else name
+    rows: list[Row] = []
+    for row in _measurements(config, model, tokenizer, texts):
+        rows = sorted([*rows, row], key=lambda row: order[row.dataset])
+        yield name, rows
 
-    def measure(method: str, label: str, make_cache: Callable[[], Cache]) -> Score:
-        return score(model, texts[label], make_cache, prefix=config.prefix, description=method)
 
-    full = {label: measure("full", label, lambda: full_cache(model)) for label in texts}
-    rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
+def _measurements(
+    config: CompareConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, Tensor]
+) -> Iterator[Row]:
+    calibration = None
+    if config.bases:
+        calibration = Calibration.load(config.bases).for_model(model)
+    elif config.presets or SNAPKV in config.baselines:
+        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
+    full: dict[str, Score] = {}
+
+    def measure(method: str, label: str, make_cache: Callable[[], Cache]) -> Row:
+        measured = score(model, texts[label], make_cache, prefix=config.prefix, description=method)
+        return comparison_row(method, label, measured, full.setdefault(label, measured))
+
+    for label in texts:
+        yield measure("full", label, lambda: full_cache(model))
     targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
     for directory, storage in itertools.product(config.checkpoint, config.storages):
         dynakv.attach(model, directory, storage=storage, **config.overrides())
         method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", storage)
         for label in texts:
-            measured = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
-            rows.append(comparison_row(method, label, measured, full[label]))
+            row = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
             if (directory, storage) == (config.checkpoint[0], config.storages[0]):
-                targets[label].insert(0, measured.rate)
+                targets[label].insert(0, row.rate)
+            yield row
         dynakv.detach(model)
-    if config.presets or SNAPKV in config.baselines:
-        if config.bases:
-            calibration = Calibration.load(config.bases).for_model(model)
-        else:
-            calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
     for preset, storage, label in itertools.product(config.presets, config.storages, texts):
         for share in targets[label]:
-            method = _named(preset, storage)
             plan = plan_for_bytes(
                 calibration,
                 config.preset(preset, storage),
@@ -163,18 +177,14 @@ def compare(config: CompareConfig) -> tuple[str, list[Row]]:
                 tokens=config.block_length,
                 itemsize=model.dtype.itemsize,
             )
-            measured = measure(method, label, lambda plan=plan: OjaKVCache(model, plan))
-            rows.append(comparison_row(method, label, measured, full[label]))
+            yield measure(_named(preset, storage), label, lambda plan=plan: OjaKVCache(model, plan))
     for baseline, label in itertools.product(config.baselines, texts):
         if baseline == SNAPKV:
             makers = [snapkv_maker(model, calibration, min(share, 1.0)) for share in targets[label]]
         else:
             makers = [quantised_maker(model, baseline)]
-        rows += [comparison_row(baseline, label, measure(baseline, label, maker), full[label]) for maker in makers]
-    order = {label: i for i, label in enumerate(texts)}
-    # A directory is a place on this machine; its last part names the model.
-    name = Path(name).name if Path(name).is_dir() else name
-    return name, sorted(rows, key=lambda row: order[row.dataset])
+        for maker in makers:
+            yield measure(baseline, label, maker)
 
 
 def read_texts(

@@ -2,7 +2,8 @@
 
     python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
 
-Writes comparison.json, comparison.md and pareto.png into the output directory and prints the table.
+Writes comparison.json, comparison.md and pareto.png into the output directory, anew after every measurement, and prints the
+table.
 """
 
 from evaluation.compare import CompareConfig, compare, markdown, write_comparison
@@ -13,8 +14,8 @@ from lowrank.config import parse_config
 def main(argv: list[str]) -> None:
     output = {"flag": "--output", "required": True, "metavar": "DIR", "help": "directory for the results"}
     config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    model, rows = compare(config)
-    write_comparison(arguments.output, model, rows)
+    for model, rows in compare(config):
+        write_comparison(arguments.output, model, rows)
     print(markdown(model, rows))
 
 

@@ -83,6 +83,15 @@ def test_two_checkpoints_keep_their_rows_apart(here, compare_config, checkpoint,
     assert {row["method"] for row in rows} >= {f"dynakv:{checkpoint}", f"dynakv:{twin}"}
 
 
+def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, compare_config, tmp_path):
+    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
+    assert "no rate brings this cache to 0.001" in mistake(*command, "--byte_rates", "0.001")
+    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    found = [(row["dataset"], row["method"]) for row in rows]
+    preset = ("same", "static-pca-joint")  # at the compressor's bytes
+    assert found == [("same", "full"), ("same", "dynakv"), preset, ("other", "full"), ("other", "dynakv")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
