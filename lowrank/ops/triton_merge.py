@@ -1,15 +1,13 @@
 """Joining the parts of a split softmax by their log-sum-exp.
 
 Shapes: B batch, P rows of queries, X parts of the whole softmax, S of them that one result is a sum of, V column blocks of
-the result with a maximum of their own, W columns, G KV heads, M rows of queries that share one, R rank, D head dim.
+the result with a maximum of their own, W columns.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from lowrank.ops.triton_launch import block
 
 
 @triton.jit
@@ -83,31 +81,3 @@ def merge(
         num_warps=4,
     )
     return out_BPW
-
-
-def attended(
-    partial_BPSR: Tensor,
-    partial_full_BPSD: Tensor | None,
-    max_BPXV: Tensor,
-    sum_BPX: Tensor,
-    value_decoder_XGRD: Tensor,
-    *,
-    dtype: torch.dtype,
-    block_width: int,
-) -> Tensor:
-    """Attention's output from what a softmax's parts left, (B, G, M, D) in `dtype`, P = G·M.
-
-    Args:
-        partial_BPSR: sums of weighted coefficients, of the first S parts.
-        partial_full_BPSD: sums of weighted full-rank values, of the parts after them; None where there are none.
-        max_BPXV, sum_BPX, block_width: as in :func:`merge`, of the coefficients.
-        value_decoder_XGRD: gives each KV head's values from coefficients; X is B, 1 or not there.
-    """
-    batch, _, low, rank = partial_BPSR.shape
-    groups, head_dim = value_decoder_XGRD.shape[-3], value_decoder_XGRD.shape[-1]
-    latent_BPR = merge(partial_BPSR, max_BPXV, sum_BPX, first=0, dtype=dtype, block_width=block_width)
-    out_BGMD = latent_BPR.view(batch, groups, -1, rank) @ value_decoder_XGRD
-    if partial_full_BPSD is None:
-        return out_BGMD
-    out_BPD = merge(partial_full_BPSD, max_BPXV, sum_BPX, first=low, dtype=dtype, block_width=block(head_dim))
-    return out_BGMD + out_BPD.view_as(out_BGMD)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride, softened
 
 
@@ -234,36 +233,6 @@ def attend_split(
         BLOCK_W=block(value_BGNY.shape[3]),
     )
     return partial_BPSW
-
-
-def attend_full(
-    query_BGMD: Tensor,
-    full: FullTokens,
-    max_BPXV: Tensor,
-    sum_BPX: Tensor,
-    *,
-    first: int,
-    splits: int,
-    queries: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """:func:`attend_split` over tokens at full rank, (B, P, S, D) fp32."""
-    return attend_split(
-        query_BGMD,
-        full.key_BGFD,
-        full.value_BGFD,
-        full.length_B,
-        max_BPXV,
-        sum_BPX,
-        first=first,
-        splits=splits,
-        queries=queries,
-        scaling=scaling,
-        softcap=softcap,
-        mask_BQN=full.mask_BQF,
-        value_width=query_BGMD.shape[3],
-    )
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that sh
 N low-rank tokens, F full-rank tokens, R rank, X parts of the softmax.
 """
 
-import torch
 from torch import Tensor
 
 from lowrank.config import require
@@ -17,12 +16,8 @@ from lowrank.ops.joint_attention.triton_scores import joint_scores
 from lowrank.ops.joint_attention.triton_values import block_of, weighted_rows
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.triton_launch import block, splits_of
-from lowrank.ops.triton_merge import attended
-from lowrank.ops.triton_split import attend_full
-
-# The fewest tokens worth a split.
-_TOKENS_PER_SPLIT = 256
+from lowrank.ops.triton_launch import block
+from lowrank.ops.triton_parts import SplitSoftmax, token_splits
 
 
 def joint_attention(
@@ -61,13 +56,14 @@ def joint_attention(
     Raises:
         UserError: D is odd: its dims are read in two halves.
     """
-    batch, heads, queries, head_dim = query_BHQD.shape
+    batch, _, queries, head_dim = query_BHQD.shape
     require(head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim")
-    groups, room = keys.basis_BGDR.shape[2] // head_dim, keys.row_BGNY.shape[2]
-    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
-    rows, dtype, device = heads * queries, query_BHQD.dtype, query_BHQD.device
+    groups = keys.basis_BGDR.shape[2] // head_dim
+    columns = -(-values.row_BGNY.shape[3] // block_of(values))
+    low = splits or token_splits(keys.row_BGNY.shape[2], batch * columns, query_BHQD.device)
+    softmax = SplitSoftmax(query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap)
     score_BNP = joint_scores(
-        query_BGMD,
+        softmax.query_BGMD,
         keys,
         length_B,
         queries=queries,
@@ -77,36 +73,8 @@ def joint_attention(
         softcap=softcap,
         mask_BQN=mask_BQN,
     )
-
-    def cut(tokens: int, beside: int) -> int:
-        return splits or splits_of(-(-tokens // _TOKENS_PER_SPLIT), batch * beside, device)
-
-    columns = -(-values.row_BGNY.shape[3] // block_of(values))
-    low, whole = cut(room, columns), 0 if full is None else cut(full.key_BGFD.shape[2], groups)
-    max_BPX1 = torch.empty(batch, rows, low + whole, 1, dtype=torch.float32, device=device)
-    sum_BPX = torch.empty(batch, rows, low + whole, dtype=torch.float32, device=device)
-    partial = weighted_rows(score_BNP, values, length_B, max_BPX1, sum_BPX, splits=low, dtype=dtype)
-    partial_full = None
-    if full is not None:
-        partial_full = attend_full(
-            query_BGMD,
-            full,
-            max_BPX1,
-            sum_BPX,
-            first=low,
-            splits=whole,
-            queries=queries,
-            scaling=scaling,
-            softcap=softcap,
-        )
-    value_decoder_BGRD = values.basis_BGDR[:, 0].unflatten(1, (groups, head_dim)).mT
-    out_BGMD = attended(
-        partial,
-        partial_full,
-        max_BPX1,
-        sum_BPX,
-        value_decoder_BGRD,
-        dtype=dtype,
-        block_width=min(128, block(values.rank)),
+    partial_BPSR = weighted_rows(
+        score_BNP, values, length_B, softmax.max_BPXV, softmax.sum_BPX, splits=low, dtype=query_BHQD.dtype
     )
-    return out_BGMD.view(batch, heads, queries, head_dim)
+    value_decoder_BGRD = values.basis_BGDR[:, 0].unflatten(1, (groups, head_dim)).mT
+    return softmax.attended(partial_BPSR, value_decoder_BGRD, block_width=min(128, block(values.rank)))

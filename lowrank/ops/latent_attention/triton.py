@@ -6,17 +6,13 @@ Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that sh
 F full-rank tokens, R rank, X parts of the softmax.
 """
 
-import torch
 from torch import Tensor
 
 from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.latent_attention.operands import LatentRows
-from lowrank.ops.triton_launch import block, splits_of
-from lowrank.ops.triton_merge import attended
-from lowrank.ops.triton_split import attend_full, attend_split
-
-# The fewest tokens worth a split.
-_TOKENS_PER_SPLIT = 256
+from lowrank.ops.triton_launch import block
+from lowrank.ops.triton_parts import SplitSoftmax, token_splits
+from lowrank.ops.triton_split import attend_split
 
 
 def latent_attention(
@@ -48,48 +44,27 @@ def latent_attention(
     Returns:
         (B, H, Q, D) in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
     """
-    batch, heads, queries, head_dim = query_BHQD.shape
-    groups = keys.row_BGNY.shape[1]
-    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
-    latent_BGMR = (query_BGMD @ keys.basis_BGDR).contiguous()
-
-    def cut(room: int) -> int:
-        found = splits_of(-(-room // _TOKENS_PER_SPLIT), batch * groups, query_BHQD.device)
-        return found if splits is None else splits
-
-    low, whole = cut(keys.row_BGNY.shape[2]), 0 if full is None else cut(full.key_BGFD.shape[2])
-    rows = query_BGMD.shape[2] * groups
-    max_BPX1 = torch.empty(batch, rows, low + whole, 1, dtype=torch.float32, device=query_BHQD.device)
-    sum_BPX = torch.empty(batch, rows, low + whole, dtype=torch.float32, device=query_BHQD.device)
-    options = {"queries": queries, "scaling": scaling, "softcap": softcap}
-    partial = attend_split(
-        latent_BGMR,
+    batch, _, queries, _ = query_BHQD.shape
+    _, groups, room, _ = keys.row_BGNY.shape
+    low = splits or token_splits(room, batch * groups, query_BHQD.device)
+    softmax = SplitSoftmax(query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap)
+    partial_BPSR = attend_split(
+        (softmax.query_BGMD @ keys.basis_BGDR).contiguous(),
         keys.row_BGNY,
         values.row_BGNY,
         length_B,
-        max_BPX1,
-        sum_BPX,
+        softmax.max_BPXV,
+        softmax.sum_BPX,
         first=0,
         splits=low,
+        queries=queries,
+        scaling=scaling,
+        softcap=softcap,
         mask_BQN=mask_BQN,
         value_width=values.rank,
         key_scale_BGN2=keys.scale_BGN2,
         value_scale_BGN2=values.scale_BGN2,
         key_bits=keys.bits,
         value_bits=values.bits,
-        **options,
     )
-    partial_full = None
-    if full is not None:
-        partial_full = attend_full(query_BGMD, full, max_BPX1, sum_BPX, first=low, splits=whole, **options)
-    value_decoder_BGRD = values.basis_BGDR.mT
-    out_BGMD = attended(
-        partial,
-        partial_full,
-        max_BPX1,
-        sum_BPX,
-        value_decoder_BGRD,
-        dtype=query_BHQD.dtype,
-        block_width=block(values.rank),
-    )
-    return out_BGMD.view(batch, heads, queries, head_dim)
+    return softmax.attended(partial_BPSR, values.basis_BGDR.mT, block_width=block(values.rank))

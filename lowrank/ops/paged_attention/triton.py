@@ -8,7 +8,6 @@ Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that sh
 joint width, T capacity, F full-rank tokens, K granules of the width, X parts of the softmax.
 """
 
-import torch
 from torch import Tensor
 
 from lowrank.config import require
@@ -17,12 +16,8 @@ from lowrank.ops.paged_attention.triton_scores import paged_scores
 from lowrank.ops.paged_attention.triton_values import weighted_latents
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_launch import splits_of
-from lowrank.ops.triton_merge import attended
-from lowrank.ops.triton_split import attend_full
+from lowrank.ops.triton_parts import SplitSoftmax
 from lowrank.paged import PagedStore
-
-# The fewest full-rank tokens worth a split.
-_TOKENS_PER_SPLIT = 256
 
 
 def paged_attention(
@@ -63,12 +58,14 @@ def paged_attention(
         UserError: the stores differ in capacity.
     """
     require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
-    batch, heads, queries, head_dim = query_BHQD.shape
-    groups = keys.width // head_dim
-    query_BGMD = query_BHQD.reshape(batch, groups, -1, head_dim).contiguous()
-    rows, dtype, device = heads * queries, query_BHQD.dtype, query_BHQD.device
+    batch, _, queries, head_dim = query_BHQD.shape
+    groups, granules = keys.width // head_dim, values.granules
+    low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
+    softmax = SplitSoftmax(
+        query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap, maxima=granules
+    )
     score_BTP = paged_scores(
-        query_BGMD,
+        softmax.query_BGMD,
         keys,
         key_decoder_CC,
         queries=queries,
@@ -78,28 +75,8 @@ def paged_attention(
         softcap=softcap,
         mask_BQT=mask_BQT,
     )
-    low, whole = splits or splits_of(values.slots, batch * values.granules, device), 0
-    if full is not None:
-        blocks = -(-full.key_BGFD.shape[2] // _TOKENS_PER_SPLIT)
-        whole = splits or splits_of(blocks, batch * groups, device)
-    max_BPXK = torch.empty(batch, rows, low + whole, values.granules, dtype=torch.float32, device=device)
-    sum_BPX = torch.empty(batch, rows, low + whole, dtype=torch.float32, device=device)
-    partial = weighted_latents(score_BTP, values, max_BPXK, sum_BPX, splits=low, dtype=dtype)
-    partial_full = None
-    if full is not None:
-        partial_full = attend_full(
-            query_BGMD,
-            full,
-            max_BPXK,
-            sum_BPX,
-            first=low,
-            splits=whole,
-            queries=queries,
-            scaling=scaling,
-            softcap=softcap,
-        )
-    value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
-    out_BGMD = attended(
-        partial, partial_full, max_BPXK, sum_BPX, value_decoder_GCD, dtype=dtype, block_width=values.pool.granule
+    partial_BPSC = weighted_latents(
+        score_BTP, values, softmax.max_BPXV, softmax.sum_BPX, splits=low, dtype=query_BHQD.dtype
     )
-    return out_BGMD.view(batch, heads, queries, head_dim)
+    value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
+    return softmax.attended(partial_BPSC, value_decoder_GCD, block_width=values.pool.granule)
