@@ -1,11 +1,9 @@
 """Decode attention on joint coefficients of one rank against the fp64 reference."""
 
-import dataclasses
-
 import pytest
 import torch
+from attended_rows import beside, check_equal, latent_rows, moved
 from errors import check_near
-from test_latent_attention import cleaned, full_tokens, latent_rows, moved
 
 from lowrank.ops.joint_attention.reference import joint_attention as reference
 from lowrank.ops.joint_attention.triton import joint_attention
@@ -48,53 +46,20 @@ def check(device, generator, dtype, case):
         "heads": 6, "groups": 2, "head_dim": 32, "queries": 1, "bits": None, "shared": False, "full": 0, "splits": 2,
         "rotary": 32, "tables": 1, "places": False,
     } | case  # fmt: skip
-    batch, room, head_dim = 2, 150, case["head_dim"]
+    room, head_dim = 150, case["head_dim"]
     width = case["groups"] * head_dim
     length = torch.tensor([141, 33], dtype=torch.int32)
     shapes = {"room": room, "dtype": dtype, "generator": generator, "bits": case["bits"], "shared": case["shared"]}
     # More coefficients than a kernel reads at once, and an odd number of them, of which 4 bits leave half a byte.
-    keys = latent_rows(batch, 1, length, min(width, 19), width, **shapes)
-    values = latent_rows(batch, 1, length, min(width, 43), width, **shapes)
-    query = torch.randn(batch, case["heads"], case["queries"], head_dim, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "softcap": case.get("softcap")}
-    mask = full = place = rotation = None
+    keys = latent_rows(2, 1, length, min(width, 19), width, **shapes)
+    values = latent_rows(2, 1, length, min(width, 43), width, **shapes)
+    query = torch.randn(2, case["heads"], case["queries"], head_dim, generator=generator).to(dtype)
+    options = beside(case, room, case["groups"], query, generator)
     if case["rotary"]:
-        rotation = RotaryTable.of(angles(case["tables"], 2 * room, case["rotary"], generator))
+        options["rotation"] = RotaryTable.of(angles(case["tables"], 2 * room, case["rotary"], generator))
     if case["places"]:
-        place = torch.randint(0, 2 * room, (batch, room), generator=generator, dtype=torch.int32)
-    if case.get("masked"):
-        mask = torch.rand(batch, case["queries"], room, generator=generator) < 0.7
-    if case["full"]:
-        length_full = torch.tensor([case["full"] - 2, case["full"]], dtype=torch.int32)
-        shape = {"queries": case["queries"], "dtype": dtype, "generator": generator}
-        full = full_tokens(batch, case["groups"], length_full, case["full"], head_dim, **shape)
-    clean = full and dataclasses.replace(
-        full, key_BGFD=full.key_BGFD.nan_to_num(), value_BGFD=full.value_BGFD.nan_to_num()
-    )
-    expected = reference(
-        query.double(),
-        cleaned(keys),
-        cleaned(values),
-        length,
-        rotation=rotation,
-        place_BN=place,
-        mask_BQN=mask,
-        full=clean,
-        **options,
-    )
-    actual = joint_attention(
-        query.to(device),
-        moved(keys, device),
-        moved(values, device),
-        length.to(device),
-        rotation=rotation and moved(rotation, device),
-        place_BN=None if place is None else place.to(device),
-        mask_BQN=None if mask is None else mask.to(device),
-        full=full and moved(full, device),
-        splits=case["splits"],
-        **options,
-    )
-    check_near(actual.cpu(), expected, dtype)
+        options["place_BN"] = torch.randint(0, 2 * room, (2, room), generator=generator, dtype=torch.int32)
+    check_equal(joint_attention, reference, (query, keys, values, length), device=device, **options)
 
 
 @pytest.mark.parametrize(("length", "rank", "head_dim"), [(1, 1, 64), (300, 128, 128), (64, 150, 256)])

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from attended_rows import full_tokens, moved
 from errors import check_near
-from test_latent_attention import full_tokens, moved
 
 from lowrank.ops.paged_attention.reference import paged_attention as reference
 from lowrank.ops.paged_attention.triton import paged_attention
