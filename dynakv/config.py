@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from lowrank.config import build, option, require, section, to_dict
+from lowrank.config import build, check_fields, option, require, section, to_dict
 from lowrank.errors import UserError
 from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
@@ -57,6 +57,7 @@ class DynaKVConfig:
     eviction: Eviction = section(Eviction)
 
     def __post_init__(self):
+        check_fields(self)
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")

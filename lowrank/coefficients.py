@@ -81,12 +81,13 @@ class Coefficients:
         compiled code."""
         return self._values.buffer, None if self._scales is None else self._scales.buffer
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """All rows, a tile at a time where they must be turned back into numbers."""
-        size = self.length if self.quantisation is None else TILE_ROWS
-        for start in range(0, self.length, max(size, 1)):
-            end = min(start + size, self.length)
-            yield slice(start, end), self.rows(start, end)
+    def tiles(self, start: int = 0, end: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The rows from `start` to `end`, or all, a tile at a time where they must be turned back into numbers."""
+        end = self.length if end is None else end
+        size = end if self.quantisation is None else TILE_ROWS
+        for first in range(start, end, max(size, 1)):
+            last = min(first + size, end)
+            yield slice(first, last), self.rows(first, last)
 
     def dot(self, query_MR: Tensor) -> Tensor:
         """Products of queries (…, M, R) with all rows, (…, M, N)."""

@@ -64,19 +64,38 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = 
     kwargs = {}
     for name, field in fields.items():
         if name in values:
-            kwargs[name] = _coerce(values[name], hints[name], f"{prefix}{name}", source)
-            choices = field.metadata.get("choices")
-            if choices and kwargs[name] not in choices:
-                raise UserError(
-                    f"`{prefix}{name}` must be one of {', '.join(choices)}; got {kwargs[name]!r} in {source}"
-                )
+            kwargs[name] = _checked(field, values[name], hints[name], f"{prefix}{name}", source)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
     return cls(**kwargs)
 
 
+def check_fields(config: Any) -> None:
+    """Check every field's type and choices as :func:`build` does: for ``__post_init__`` of classes that users make by hand.
+
+    A number given for a float becomes one, and a mapping given for a section that section.
+
+    Raises:
+        UserError: a value of the wrong type, or none of the choices.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = _checked(field, getattr(config, field.name), hints[field.name], field.name, type(config).__name__)
+        object.__setattr__(config, field.name, value)
+
+
+def _checked(field: dataclasses.Field, value: Any, hint: Any, key: str, source: str) -> Any:
+    value = _coerce(value, hint, key, source)
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        raise UserError(f"`{key}` must be one of {', '.join(choices)}; got {value!r} in {source}")
+    return value
+
+
 def _coerce(value: Any, hint: Any, key: str, source: str) -> Any:
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
         return build(hint, value, prefix=f"{key}.", source=source)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

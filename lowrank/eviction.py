@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank.config import option, require
+from lowrank.config import check_fields, option, require
 from lowrank.errors import UserError
 
 
@@ -23,6 +23,7 @@ class Eviction:
     pool: int = option(7, help="neighbouring scores of which each token takes the largest", unit="tokens")
 
     def __post_init__(self):
+        check_fields(self)
         require(0 < self.keep <= 1, "eviction.keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
         require(self.window >= 1, "eviction.window", self.window, "at least 1")
         require(self.pool >= 1 and self.pool % 2, "eviction.pool", self.pool, "odd, so that it is centred on its token")

@@ -11,13 +11,15 @@ from torch import Tensor
 from lowrank.coefficients import Coefficients
 
 
-def moment(coef: Coefficients, spread_PR: Tensor | None = None) -> Tensor:
-    """Σ cᵀc of all rows, of which there must be some, (P, R, R) fp32.
+def moment(coef: Coefficients, spread_PR: Tensor | None = None, *, start: int = 0, end: int | None = None) -> Tensor:
+    """Σ cᵀc of the rows from `start` to `end`, or all, (P, R, R) fp32.
 
     Args:
         spread_PR: what the rows were divided by to be held as integers; None where they were not.
     """
-    return sum(tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, spread_PR))
+    parts = coef.rows(0, 0).shape[0]
+    nothing_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
+    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, spread_PR, start, end)), start=nothing_PRR)
 
 
 def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tensor | None = None) -> Coefficients:
@@ -36,7 +38,7 @@ def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tenso
     return moved
 
 
-def _tiles(coef: Coefficients, spread_PR: Tensor | None) -> Iterator[Tensor]:
+def _tiles(coef: Coefficients, spread_PR: Tensor | None, start: int = 0, end: int | None = None) -> Iterator[Tensor]:
     """The rows as they were before they were divided, fp32."""
-    for _, rows_PNR in coef.tiles():
+    for _, rows_PNR in coef.tiles(start, end):
         yield rows_PNR.float() if spread_PR is None else rows_PNR.float() * spread_PR[:, None]

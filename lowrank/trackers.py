@@ -17,6 +17,8 @@ from lowrank.errors import UserError
 
 # Energies below this share of the largest count as this much, so that directions never seen do not divide by zero.
 ENERGY_FLOOR = 1e-6
+# A basis whose columns would move by less is there already.
+SMALLEST_MOVE = 1e-5
 
 
 class NewRows:
@@ -58,13 +60,14 @@ class Tracker(abc.ABC):
         """Take in rows (fp32), each time exactly once, before :meth:`propose` is asked about them."""
 
     @abc.abstractmethod
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
         """An orthonormal basis that represents the rows better, (P, W, R); None to stay.
 
         Args:
             new: the newest rows.
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
-            rate: the step's size, at most what the caller asked for; half of it is a more cautious step.
+            rate: η, where the rule has one.
+            share: in (0, 1], how much of the whole step to take; less is more cautious.
         """
 
     @abc.abstractmethod
@@ -90,7 +93,7 @@ class FixedTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> None:
         return None
 
     def defer(self, new: NewRows) -> None:
@@ -122,9 +125,10 @@ class OjaTracker(Tracker):
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
         if not rate:
             return None
+        rate *= share
         step_PWR, seen_PRR = self._outside(new)
         if self.preconditioned:
             step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
@@ -206,10 +210,17 @@ class FrequentDirections(Tracker):
         self.sketch_PMW[:, : left_PR.shape[1]] = left_PR[:, :, None] * directions_PMW[:, :rank]
         self.used = rank
 
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float) -> Tensor | None:
-        rank = self.vectors_PWR.shape[2]
+    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
+        """The sketch's leading directions or, of a share of the way there, orth((1 − share) U + share · V VᵀU)."""
         directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
-        return orthonormal(directions_PMW[:, :rank].mT, f"{self.name}: the sketch's directions")
+        leading_PWR = directions_PMW[:, : self.vectors_PWR.shape[2]].mT
+        what = f"{self.name}: the sketch's directions"
+        there_PWR = leading_PWR @ (leading_PWR.mT @ self.vectors_PWR)
+        if (there_PWR - self.vectors_PWR).abs().amax() < SMALLEST_MOVE:
+            return None
+        if share == 1:
+            return orthonormal(leading_PWR, what)
+        return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), what)
 
     def defer(self, new: NewRows) -> None:
         pass  # the sketch has them
@@ -258,5 +269,7 @@ def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:
 
 def _lifted(moment_PRR: Tensor) -> Tensor:
     """The moment with its smallest eigenvalues lifted, so that it can be inverted."""
-    floor_P = ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    floor_P = (ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1)).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
     return moment_PRR + floor_P[:, None, None] * torch.eye(moment_PRR.shape[1], device=moment_PRR.device)

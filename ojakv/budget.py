@@ -65,10 +65,10 @@ def _full_periods(tokens: int, config: OjaKVConfig) -> int:
 
 def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
     parts, part_width, rank = side.vectors_PWR.shape
-    quantisation = config.quantisation
+    quantisation = config.quantisation if side.is_compressed else None
     row = rank * itemsize if quantisation is None else quantisation.nbytes(rank)
     held = low * parts * row + whole * width * itemsize
-    if side.moves and config.tracker != "fixed":
+    if side.is_compressed and config.tracker != "fixed":
         # A sketch has two bases' worth of rows, a sum of deferred steps one.
         bases = 3 if config.tracker == "frequent_directions" else 1 + (config.update == "triggered")
         held += bases * parts * part_width * rank * 4

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import build, nearest, option, read_yaml, require, section
+from lowrank.config import build, check_fields, nearest, option, read_yaml, require, section
 from lowrank.errors import UserError
 from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
@@ -65,6 +65,12 @@ class OjaKVConfig:
     prior_tokens: float = option(
         32.0, help="how much the calibration counts for in preconditioned steps and sketches", unit="tokens"
     )
+    memory: int | None = option(
+        None,
+        help="preconditioned steps weigh new tokens against so many of the latest stored ones, null against all; fewer let "
+        "the bases leave an old subspace sooner, as far as `max_loss` allows",
+        unit="tokens",
+    )
     pool: int = option(1, help="states averaged together before a step", unit="tokens")
     update: str = option("periodic", help="step at every T tokens, or only when needed", choices=UPDATES)
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
@@ -107,12 +113,14 @@ class OjaKVConfig:
     )
 
     def __post_init__(self):
+        check_fields(self)
         share = "in (0, 1]"
         require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
         require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
         for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger", "max_loss"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(self.memory is None or self.memory >= 1, "memory", self.memory, "at least 1, or null for all")
         for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")

@@ -24,12 +24,12 @@ class SideBasis:
     Attributes:
         vectors_PWR: orthonormal columns, fp32.
         energy_PR: mean energy of the calibration's states along them.
-        moves: whether a tracker may move it; a side that is not compressed keeps its identity.
+        is_compressed: False for the identity of a side that is stored as it is, and stays so.
     """
 
     vectors_PWR: Tensor
     energy_PR: Tensor
-    moves: bool = True
+    is_compressed: bool = True
 
     def to(self, device: torch.device) -> "SideBasis":
         return dataclasses.replace(self, vectors_PWR=self.vectors_PWR.to(device), energy_PR=self.energy_PR.to(device))
@@ -105,7 +105,8 @@ def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[
 
 
 def _unit(moment_PWW: Tensor) -> Tensor:
-    return moment_PWW / moment_PWW.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
+    """With a trace of 1; a part whose states are all zero stays so."""
+    return moment_PWW / _positive(moment_PWW.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None])
 
 
 def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
@@ -123,7 +124,11 @@ def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
 
 
 def _unit_rows(energy_PW: Tensor) -> Tensor:
-    return energy_PW / energy_PW.sum(dim=1, keepdim=True)
+    return energy_PW / _positive(energy_PW.sum(dim=1, keepdim=True))
+
+
+def _positive(total: Tensor) -> Tensor:
+    return total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
 def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
@@ -137,5 +142,5 @@ def _whole(geometry: KVGeometry) -> SideBasis:
     return SideBasis(
         vectors_PWR=by_columns(torch.eye(head_dim).repeat(heads, 1, 1)),
         energy_PR=torch.ones(heads, head_dim),
-        moves=False,
+        is_compressed=False,
     )

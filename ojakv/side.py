@@ -46,7 +46,7 @@ class OnlineSide:
         self.config, self.name = config, name
         self.tracker = _tracker(start, config, name)
         self.start = start
-        quantisation = config.quantisation
+        quantisation = config.quantisation if start.is_compressed else None
         # Unquantised coefficients are divided by nothing.
         self.spread_PR = None if quantisation is None else companding(start.energy_PR)
         self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
@@ -126,18 +126,21 @@ class OnlineSide:
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
     def _step(self, new: NewRows, rate: float, *, is_triggered: bool = False) -> None:
-        """Move the basis, with a rate that leaves the stored coefficients at least ``1 − max_loss`` of their energy.
+        """Move the basis, by a share of the step that leaves what is stored at least ``1 − max_loss`` of its energy.
 
         A triggered step waits until it is worth its price: until the residuals of the rows since the last one exceed
         what a step would have left of them by `trigger` in sum. It then sees all of those rows.
         """
         old_PWR = self.tracker.vectors_PWR
         # Before anything is stored, the calibration stands for so many tokens.
-        stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
+        known_PRR = stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
         if self.coef.length:
-            stored_PRR = moment(self.coef, self.spread_PR)
+            # New rows are weighed against the latest stored ones; what a step may lose is told by all.
+            remembered = 0 if self.config.memory is None else max(0, self.coef.length - self.config.memory)
+            known_PRR = moment(self.coef, self.spread_PR, start=remembered)
+            stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
         for halving in range(MAX_HALVINGS + 1):
-            new_PWR = self.tracker.propose(new, stored_PRR, rate / 2**halving)
+            new_PWR = self.tracker.propose(new, known_PRR, rate, 0.5**halving)
             if new_PWR is None:
                 return
             turn_PRR = old_PWR.mT @ new_PWR
@@ -181,7 +184,7 @@ class OnlineSide:
 
 
 def _tracker(start: SideBasis, config: OjaKVConfig, name: str) -> Tracker:
-    if config.tracker == "fixed" or not start.moves:
+    if config.tracker == "fixed" or not start.is_compressed:
         return FixedTracker(start.vectors_PWR, name)
     if config.tracker == "oja":
         return OjaTracker(start.vectors_PWR, name, preconditioned=config.preconditioned)

@@ -1,14 +1,10 @@
 """What is particular to OjaKV: who stays whole, how ranks are chosen, and what is refused."""
 
-import dataclasses
-import json
-
 import pytest
 import torch
 from methods import calibration_of, tiny_model
 from transformers import DynamicCache
 
-from lowrank.errors import UserError
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 from ojakv.budget import plan_for_bytes, planned_rate
 
@@ -144,11 +140,12 @@ def test_a_short_sequence_is_not_compressed(model, calibration, ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("storage", ["model", "int4"])
 @pytest.mark.parametrize(("compress", "whole"), [("keys", "value"), ("values", "key")])
 @pytest.mark.parametrize("places", [{}, PER_HEAD], ids=["joint", "per_head"])
-def test_one_side_alone(model, calibration, ids, compress, whole, places):
+def test_one_side_alone(model, calibration, ids, compress, whole, places, storage):
     dense = filled(model, calibration, ids, 100, rate=1.0, **places)
-    cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, **places)
+    cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, storage=storage, **places)
     # In the first layer nothing upstream has been compressed, so what is stored whole is what the model computed.
     states = dict(zip(("key", "value"), cache.layers[0].sequences[0].dense(cache.layers[0]._rotation(0)), strict=True))
     expected = dict(
@@ -298,103 +295,3 @@ def test_sequences_share_a_plan_that_holds_its_bases_alone(model, calibration, i
                 == side.operands().basis_PWR.mT.contiguous().data_ptr()
                 == basis.data_ptr()
             )
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rate": 1.5}, r"`rate` must be in \(0, 1\]"),
-        ({"layout": "joint", "query_key": True}, "`query_key` must be false with layout joint"),
-        ({"keep": -0.1}, r"`keep` must be in \[0, 1\]"),
-        ({"update_period": 0}, "`update_period` must be at least 1"),
-        ({"score_pool": 4}, "`score_pool` must be odd"),
-        ({"lerning_rate": 0.1}, "did you mean `learning_rate`"),
-        ({"tracker": "kalman"}, "`tracker` must be one of fixed, oja, frequent_directions"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(UserError, match=message):
-        OjaKVConfig.preset("ojakv-joint", **settings)
-
-
-def test_an_unknown_preset_is_named():
-    with pytest.raises(UserError, match="unknown preset `ojakv_pf`; did you mean `ojakv-pf`"):
-        OjaKVConfig.preset("ojakv_pf")
-
-
-def test_bases_of_another_model_are_refused(calibration):
-    other = tiny_model(num_key_value_heads=4)
-    with pytest.raises(
-        UserError, match="3 compressed layers of 2 KV heads × 16 dims, but this model has .* 4 KV heads"
-    ):
-        OjaKVCache.from_model(other, OjaKVConfig(), bases=calibration)
-
-
-@torch.no_grad()
-def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_path):
-    digest = calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
-    assert json.loads((tmp_path / "bases/config.json").read_text())["sha256"] == digest
-    logits = []
-    for bases in (calibration, tmp_path / "bases"):
-        cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.4), bases=bases)
-        model(ids[:, :100], past_key_values=cache)
-        logits.append(model(ids[:, 100:101], past_key_values=cache).logits)
-    assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "config.json").unlink(), "is no calibration"),
-        (lambda path: (path / "config.json").write_text("{}"), "names no `format: adaptive-kv calibration`"),
-        (
-            lambda path: (path / "moments.safetensors").write_bytes((path / "moments.safetensors").read_bytes()[:-9]),
-            "is damaged: its SHA-256 is not the recorded one",
-        ),
-    ],
-    ids=["missing", "foreign", "truncated"],
-)
-def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, message):
-    calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
-    damage(tmp_path / "bases")
-    with pytest.raises(UserError, match=message):
-        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
-
-
-def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_path, recwarn):
-    model = tiny_model()
-    calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"], tokens=128)
-    for name in ("", "/elsewhere/tiny-llama"):
-        model.config._name_or_path = name
-        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
-    assert not recwarn.list
-    model.config._name_or_path = "some/other-llama"
-    with pytest.warns(UserWarning, match="was made on `tiny-llama`, and this model is `other-llama`"):
-        OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["key", "value"])
-def test_states_that_are_not_finite_name_their_layer(calibration, ids, side):
-    model = tiny_model()
-    model.model.layers[1].self_attn.get_submodule(f"{side[0]}_proj").weight[0, 0] = torch.nan
-    cache = OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration)
-    with pytest.raises(UserError, match=f"layer 1 {side}s hold NaN or infinite entries"):
-        model(ids, past_key_values=cache)
-
-
-@torch.no_grad()
-def test_a_learning_rate_that_breaks_the_basis_names_layer_and_rate(model, calibration, ids):
-    config = OjaKVConfig(preconditioned=False, learning_rate=1e38)
-    cache = OjaKVCache.from_model(model, config, bases=calibration)
-    with pytest.raises(UserError, match=r"layer 0 keys: an Oja step of rate 1e\+38 left no orthonormal basis"):
-        model(ids, past_key_values=cache)
-
-
-def test_no_rate_meets_impossible_bytes(calibration):
-    settings = {"prompt": 50, "tokens": 50, "itemsize": 4}
-    with pytest.raises(UserError, match="no rate brings this cache to 0.100 .* at 50 tokens"):
-        plan_for_bytes(calibration, dataclasses.replace(OjaKVConfig(), recent=30), 0.1, **settings)

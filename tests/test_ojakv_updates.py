@@ -1,5 +1,6 @@
 """When an OjaKV basis moves, and what its moves may cost the stored coefficients."""
 
+import pytest
 import torch
 
 from lowrank.metrics import relative_error
@@ -68,3 +69,65 @@ def test_no_update_loses_more_stored_energy_than_allowed():
             side.store(side.projected(batch))
         assert max(losses) > max_loss / 100, "the stream must make updates costly"
         assert max(losses) <= max_loss * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3], ids=lambda scale: f"scale{scale:g}")
+def test_oja_follows_a_subspace_that_turns(scale):
+    """Steep spectra, the lesser directions a thousandth of the largest: within 10 % of the best of the last window, with the
+    default bound on what stored coefficients may lose."""
+    generator = torch.Generator().manual_seed(2)
+    before, after = (torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q for _ in range(2))
+    spectrum = scale * 2.0 ** -torch.arange(16)
+    rows = torch.cat(
+        [
+            torch.randn(count, 16, generator=generator) * spectrum @ basis.T
+            for basis, count in ((before, 640), (after, 3200))
+        ]
+    )[None]
+    sides = {
+        "oja": new_side(before[:, :6], memory=256),
+        "all tokens count": new_side(before[:, :6]),
+        "fixed": new_side(before[:, :6], tracker="fixed"),
+    }
+    window = rows[0, -640:]
+    energies = torch.linalg.svdvals(window.double()).square()
+    best = float(energies[6:].sum() / energies.sum())
+    error = {}
+    for name, side in sides.items():
+        run(side, rows, 32)
+        error[name] = relative_error(window, side.tracker.vectors_PWR[0])
+    assert error["oja"] < 1.1 * best
+    # Where the first tokens count as much as the last, their leading directions are kept instead.
+    assert error["all tokens count"] > 10 * best
+    assert error["fixed"] > 100 * best
+
+
+def flat_stream() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (1, N, 16) of one 6-dimensional subspace and then of another, and a basis of the first."""
+    generator = torch.Generator().manual_seed(3)
+    bases = [torch.linalg.qr(torch.randn(16, 6, generator=generator)).Q for _ in range(2)]
+    parts = [torch.randn(n, 6, generator=generator) @ u.T for n, u in zip((1024, 4096), bases, strict=True)]
+    rows = torch.cat(parts)
+    return (rows + 0.03 * torch.randn(rows.shape, generator=generator))[None], bases[0]
+
+
+def test_a_sketch_moves_as_far_as_the_bound_lets_it():
+    rows, start = flat_stream()
+    window = rows[0, -320:]
+    energies = torch.linalg.svdvals(window.double()).square()
+    best = float(energies[6:].sum() / energies.sum())
+    errors = []
+    for max_loss in (0.01, 1.0):
+        side = new_side(start, tracker="frequent_directions", max_loss=max_loss)
+        run(side, rows, 32)
+        errors.append(relative_error(window, side.tracker.vectors_PWR[0]))
+    assert errors[0] < 1.1 * errors[1]
+    # The sketch knows the first 1,024 rows, too.
+    assert errors[0] < 2 * best
+
+
+def test_a_sketch_is_followed_once_however_many_steps_a_prompt_takes():
+    rows, start = flat_stream()
+    side = new_side(start, tracker="frequent_directions", prompt_steps=3)
+    side.follow(rows[:, :512], is_prompt=True)
+    assert side.updates == 1

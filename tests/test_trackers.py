@@ -6,7 +6,7 @@ import torch
 from lowrank import trackers
 from lowrank.errors import UserError
 from lowrank.metrics import relative_error
-from lowrank.trackers import FixedTracker, FrequentDirections, NewRows, OjaTracker
+from lowrank.trackers import FrequentDirections, NewRows, OjaTracker
 
 WIDTH, RANK = 24, 6
 
@@ -22,8 +22,8 @@ def stream(basis_WW: torch.Tensor, count: int, seed: int, scale: float = 1.0) ->
     return (torch.randn(count, WIDTH, generator=generator) * scale * 2.0 ** -torch.arange(WIDTH) @ basis_WW.T)[None]
 
 
-def follow(tracker, rows_PNW: torch.Tensor, memory: float = 0.9, rate: float = 1.0) -> torch.Tensor:
-    """Feed rows 32 at a time, as a cache that keeps coefficients of the last few hundred does; returns the last batch."""
+def follow(tracker, rows_PNW: torch.Tensor, rate: float = 1.0) -> None:
+    """Feed rows 32 at a time, weighed against coefficients that are slowly forgotten."""
     stored = torch.zeros(1, RANK, RANK)
     for batch in rows_PNW.split(32, dim=1):
         tracker.observe(batch)
@@ -34,27 +34,7 @@ def follow(tracker, rows_PNW: torch.Tensor, memory: float = 0.9, rate: float = 1
             turn = old.mT @ new
             stored = turn.mT @ stored @ turn
         coef = batch @ tracker.vectors_PWR
-        stored = memory * stored + coef.mT @ coef
-    return batch
-
-
-def best_error(rows_NW: torch.Tensor) -> float:
-    energies = torch.linalg.svdvals(rows_NW.double()).square()
-    return float(energies[RANK:].sum() / energies.sum())
-
-
-@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3], ids=lambda scale: f"scale{scale:g}")
-def test_oja_follows_a_subspace_that_turns(scale):
-    start, after = orthogonal(0), orthogonal(1)
-    rows = torch.cat([stream(start, 640, 2, scale), stream(after, 3200, 3, scale)], dim=1)
-    tracker = OjaTracker(start[None, :, :RANK], "rows", preconditioned=True)
-    fixed = FixedTracker(start[None, :, :RANK], "rows")
-    follow(tracker, rows)
-    follow(fixed, rows)
-    window = rows[0, -640:]
-    best = best_error(window)
-    assert relative_error(window, tracker.vectors_PWR[0]) < 1.1 * best
-    assert relative_error(window, fixed.vectors_PWR[0]) > 10 * best
+        stored = 0.9 * stored + coef.mT @ coef
 
 
 def test_the_plain_step_is_the_papers_formula():

@@ -106,6 +106,9 @@ class Calibration:
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
+        missing = [key for key in ("model", "geometry", "sha256") if key not in config]
+        if missing:
+            raise UserError(f"{path} is damaged: it has no `{missing[0]}`; calibrate again")
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
             raise UserError(
                 f"{Path(directory) / MOMENTS} is damaged: its SHA-256 is not the recorded one; calibrate again"
