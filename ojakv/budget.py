@@ -33,7 +33,7 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         candidates = max(0, prompt - staying - config.recent)
         waited = settled - prompt if candidates else settled - staying - config.recent
         low = candidates + _full_periods(waited, config)
-        kept = round(config.keep * (candidates or min(low, config.update_period)))
+        kept = round(config.keep * candidates)
         staying, low = staying + kept, low - kept
     # When a period's tokens leave, room is made for as many again.
     room = max(staying + config.recent + config.full_period, tokens - low)

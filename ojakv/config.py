@@ -88,11 +88,13 @@ class OjaKVConfig:
     sinks: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
     recent: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
     keep: float = option(
-        0.0, help="share of a prompt kept at full rank: its tokens of largest query-weighted residual (v2 of the paper)"
+        0.0,
+        help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
+        "(v2 of the paper)",
     )
     observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
-    keep_prompt_full_rank: bool = option(False, help="keep the whole prompt, compress only what is generated")
+    keep_prompt_full_rank: bool = option(False, help="keep whole prompts, compress only what is generated")
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
 
     # which tokens are forgotten

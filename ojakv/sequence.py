@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowrank.eviction import Eviction, check_croppable
 from lowrank.growing import GrowingTensor
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.memory import BUFFERS, POSITIONS
 from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
@@ -88,6 +89,10 @@ class OnlineSequence:
     ) -> None:
         """Compress every token whose time has come.
 
+        The first call's tokens are a prompt, and so are those of every later call of more than :data:`MAX_DECODE_QUERIES`
+        that are no drafts, a further chunk of it or another turn's: bases follow them at the prompt's rate, and they are
+        what `keep` chooses from, or what `keep_prompt_full_rank` keeps.
+
         Args:
             query_HQD: the call's queries, which weigh the residuals of a prompt.
             scaling: the model's score scale.
@@ -101,7 +106,8 @@ class OnlineSequence:
             # A copy, since the call's queries of all sequences share one tensor.
             self.held_prompt, self.prompt_query = True, query_HQD.detach().clone() if config.keep else None
             return
-        is_prompt = not first or self.held_prompt
+        is_chunk = not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES
+        is_prompt = not first or self.held_prompt or is_chunk
         if first and self.prompt_query is not None:
             query_HQD, first = self.prompt_query, 0
         elif is_held:
@@ -112,21 +118,21 @@ class OnlineSequence:
         present = self.full_position.length - held
         if is_prompt and config.keep_prompt_full_rank:
             self.has_settled = True
-            self._compress(present, _all, unrotate=unrotate)
+            self._compress(present - self.staying, _all, unrotate=unrotate, is_prompt=True)
             return
         if self.length - self.absent_position.shape[0] - held < config.min_length:
             return
         if self.has_settled:
             due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
+        else:
+            due = max(0, present - config.sinks - config.recent)
+            # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
+            if not is_prompt and due < config.update_period:
+                return
             if due:
-                self._compress(due, None, unrotate=unrotate)
+                self.staying, self.has_settled = config.sinks, True
+        if not due:
             return
-        due = max(0, present - config.sinks - config.recent)
-        # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
-        if not due or (not is_prompt and due < config.update_period):
-            return
-        self.staying = config.sinks
-        self.has_settled = True
         position_Q = torch.arange(first, first + query_HQD.shape[1], device=query_HQD.device)
 
         def choose(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
@@ -136,11 +142,10 @@ class OnlineSequence:
             residual_GND = key_GND.float() - rebuilt_GND
             return _worst(residual_GND, position_N, query_HQD, scaling, position_Q, config)
 
-        self._compress(due, choose if config.keep else None, unrotate=unrotate)
+        self._compress(due, choose if config.keep and is_prompt else None, unrotate=unrotate, is_prompt=is_prompt)
 
-    def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None) -> None:
+    def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None, is_prompt: bool) -> None:
         """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
-        is_prompt = choose is not None or not self.key.coef.length
         moving = slice(self.staying, self.staying + due)
         position_N = self.full_position.rows[moving].long()
         key_GND, value_GND = self.key.full.rows[:, moving], self.value.full.rows[:, moving]
@@ -267,6 +272,7 @@ class OnlineSequence:
         self.absent_position = self.absent_position[self.absent_position < length]
         if self.prompt_query is not None:
             self.prompt_query = self.prompt_query[:, :length].clone()
+        self.has_settled = self.has_settled and length > 0  # what comes next is a first prompt again
         self.length = length
         self._note_run()
 

@@ -126,6 +126,42 @@ def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibra
         assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 120))
 
 
+def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration, ids):
+    """A chunk is more than 16 tokens; decoded ones in between are compressed as ever."""
+    calls = ids.split([50, 40, *[1] * 20, 40], dim=1)
+    for settings, expected in (
+        ({"keep_prompt_full_rank": True}, {*range(90), *range(110, 150)}),
+        ({"keep": 0.2, "sinks": 0, "recent": 0}, None),
+    ):
+        config = OjaKVConfig(**{"rate": 0.5, "update_period": 10, "recent": 0, **settings})
+        cache = OjaKVCache.from_model(model, config, bases=calibration)
+        whole = []
+        for call in calls:
+            model(call, past_key_values=cache)
+            whole.append(set(whole_positions(cache)))
+        if expected:
+            assert whole[-1] >= expected
+            # Decoded tokens left, but for those that still waited when the last prompt came.
+            assert len(whole[-1] & set(range(90, 110))) <= 10
+        else:
+            first, second, third = (
+                len(whole[-1] & set(places)) for places in (range(50), range(50, 90), range(90, 150))
+            )
+            # Of the last, with it, the ten that still waited.
+            assert (first, second, third) == (10, 8, 10)
+
+
+def test_a_cache_cropped_to_nothing_starts_again(model, calibration, ids):
+    cache, fresh = (filled(model, calibration, ids, prompt, keep=0.1) for prompt in (100, 60))
+    cache.crop(-150)
+    model(ids[:, :60], past_key_values=cache)
+    for token in ids[:, 60:].split(1, dim=1):
+        model(token, past_key_values=cache)
+    held, expected = (c.layers[1].sequences[0] for c in (cache, fresh))
+    assert (held.staying, held.full_position.length) == (expected.staying, expected.full_position.length)
+    assert held.full_position.rows[:4].tolist() == [0, 1, 2, 3]
+
+
 def test_a_short_sequence_is_not_compressed(model, calibration, ids):
     settings = {"min_length": 100, "sinks": 0, "recent": 0, "update_period": 10}
     dense = model(ids[:, :99], use_cache=False).logits
