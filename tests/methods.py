@@ -80,9 +80,11 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
 
 def _preset(name: str, **overrides) -> Method:
     def build(model: PreTrainedModel, rate: float) -> MakeCache:
-        # Short periods, so that a few dozen tokens see updates.
-        period = {} if settings.update_period == 1 else {"update_period": 4}
-        config = OjaKVConfig.preset(name, **{"rate": rate, **period, **overrides})
+        # Short periods and few tokens at full rank, so that of a few dozen some are compressed and see updates.
+        short = {} if settings.update_period == 1 else {"update_period": 4}
+        if settings.recent:
+            short |= {"sinks": 2, "recent": 3}
+        config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})
         plan = make_plan(calibration_of(model), config)
         return lambda: OjaKVCache(model, plan)
 
