@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lowrank.basis import parts_of, pca_basis
 from lowrank.hf.calibration import KEY, ROTATED_KEY, VALUE, observe
 from lowrank.hf.calibration_store import Calibration
+from lowrank.hf.loading import check_length
 from lowrank.metrics import relative_error, subspace_overlap
 from ojakv import OjaKVConfig, make_plan
 from ojakv.plan import SideBasis
@@ -55,20 +56,22 @@ def measure_shift(
         model: uncompressed.
         calibration: of other text.
         text: the text's name in the rows.
-        tokens_T: token ids; at most the model's positions are read at once.
+        tokens_T: token ids, read at once.
         prefix: how many of them the update sees.
         configs: name of the update → settings; only what concerns bases and steps matters.
+
+    Raises:
+        UserError: the text is longer than the model's positions.
     """
+    check_length(model, len(tokens_T), "prefix + tokens")
     states: dict[tuple[int, str], list[Tensor]] = {}
-    limit = min(len(tokens_T), 2048)
-    for block_T in tokens_T.split(limit):
-        observe(
-            model,
-            block_T[None],
-            lambda index, side, rows_NC: states.setdefault((index, side), []).append(rows_NC.float().clone()),
-            sides=(KEY, ROTATED_KEY, VALUE),
-            progress=False,
-        )
+    observe(
+        model,
+        tokens_T[None],
+        lambda index, side, rows_NC: states.setdefault((index, side), []).append(rows_NC.float().clone()),
+        sides=(KEY, ROTATED_KEY, VALUE),
+        progress=False,
+    )
     rows = []
     for update, config in configs.items():
         plan = make_plan(calibration, config)

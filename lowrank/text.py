@@ -57,6 +57,9 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         raise UserError(
             f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"
         )
+    if first is not None and not isinstance(first[text_field], str | None):
+        kind = type(first[text_field]).__name__
+        raise UserError(f"column `{text_field}` of the data set `{name}` holds {kind}, not text; set `text_field`")
     if first is not None:
         rows = rows.select_columns([text_field]).filter(_has_text, input_columns=text_field)
         first = next(iter(rows), None)

@@ -1,6 +1,7 @@
 """The training command, run as a user runs it, on a tiny model."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -115,6 +116,7 @@ def test_the_settled_threshold_gives_the_target_rate(training_values, tmp_path):
         (("--dataset.name", "EMPTY"), "is empty"),
         (("--dataset.name", "nowhere.jsonl"), "`nowhere.jsonl` does not exist"),
         (("--dataset.text_field", "body"), "no column `body`, only text"),
+        (("--dataset.name", "NUMBERS"), "column `text` of the data set .* holds int, not text"),
         (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
         (("--resume",), "nothing to resume"),
         (("--compressor.granularity", "33"), "`compressor.granularity` must be in 1..32 for this model, got 33"),
@@ -124,9 +126,26 @@ def test_the_settled_threshold_gives_the_target_rate(training_values, tmp_path):
 def test_mistakes_end_in_one_paragraph(mistake, config_file, tmp_path, arguments, message):
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"text": ""}\n')
-    arguments = [str(empty) if word == "EMPTY" else word for word in arguments]
-    assert message in mistake("train_dynakv.py", "--config", config_file, *arguments)
+    numbers = tmp_path / "numbers.jsonl"
+    numbers.write_text('{"text": 7}\n')
+    files = {"EMPTY": str(empty), "NUMBERS": str(numbers)}
+    arguments = [files.get(word, word) for word in arguments]
+    assert re.search(message, mistake("train_dynakv.py", "--config", config_file, *arguments))
     assert not (tmp_path / "run").exists()
+
+
+def test_held_out_texts_have_columns_of_their_own_and_names_apart(training_values, text_file, tmp_path):
+    """The training text's column is another, and two held-out files have one name."""
+    for name, column in (("train", "body"), ("one", "text"), ("two", "text")):
+        (tmp_path / name).mkdir()
+        rows = [{column: json.loads(line)["text"]} for line in text_file.read_text().splitlines()]
+        (tmp_path / name / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name == "one" :]))
+    heldout = [str(tmp_path / name / "t.jsonl") for name in ("one", "two")]
+    dataset = {"name": str(tmp_path / "train/t.jsonl"), "text_field": "body", "heldout": heldout}
+    train_here(training_values, tmp_path / "run", dataset=dataset, optimizer={"steps": 1})
+    measured = json.loads((tmp_path / "run/checkpoint/config.json").read_text())["summary"]["heldout"]
+    assert list(measured) == heldout
+    assert measured[heldout[0]] != measured[heldout[1]]
 
 
 def test_schedule_rises_then_falls():

@@ -67,6 +67,11 @@ def test_a_process_takes_all_cores_though_accelerate_leaves_it_one(training_valu
     assert summary(tmp_path / "run")["threads"] == len(os.sched_getaffinity(0))
 
 
+def test_deepspeed_that_shards_nothing_is_refused(training_values, tmp_path):
+    with pytest.raises(AssertionError, match="DeepSpeed with `zero_stage: 0`, which shards nothing"):
+        launch("zero0", 1, training_values, tmp_path / "run")
+
+
 def test_ddp(training_values, alone, tmp_path):
     launch("ddp", 2, training_values, tmp_path / "run", **HALF)
     check(tmp_path / "run", alone, "MULTI_CPU", 0, 1e-5)

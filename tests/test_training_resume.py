@@ -12,6 +12,7 @@ import yaml
 from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from lowrank.errors import UserError
+from training.state import saved_states, step_directory
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
 
@@ -24,7 +25,7 @@ import train_dynakv
 whole = state.save_file
 def half(tensors, path):
     whole(tensors, path)
-    if "step-000004" in str(path) and path.name == state.OPTIMIZER:
+    if sys.argv[4] in str(path) and path.name == state.OPTIMIZER:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         pathlib.Path(sys.argv[3]).touch()
         time.sleep(600)
@@ -53,11 +54,12 @@ def start(command, **kwargs):
     )
 
 
-def test_killed_while_writing_a_state(training_values, whole, tmp_path):
-    output, writing = tmp_path / "run", tmp_path / "writing"
+def kill_while_writing(step, training_values, output, tmp_path):
+    writing = tmp_path / "writing"
     values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
-    process = start(["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing)], stderr=subprocess.DEVNULL)
+    command = ["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing), step]
+    process = start(command, stderr=subprocess.DEVNULL)
     try:
         for _ in range(1200):
             if writing.exists():
@@ -67,12 +69,47 @@ def test_killed_while_writing_a_state(training_values, whole, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert writing.exists()
+
+
+def test_killed_while_writing_a_state(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    kill_while_writing("step-000004", training_values, output, tmp_path)
     left = sorted(path.name for path in (output / "states").iterdir())
     assert left[-1] == "step-000002"
     assert left[0].startswith(".step-000004-partial-"), "it was in the middle of writing"
     train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
     same_as(whole, output)
     assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_killed_while_writing_the_first_state(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    kill_while_writing("step-000002", training_values, output, tmp_path)
+    changes = {"checkpoint_every": 2, "rate": {"target_retain_rate": 0.5}, **TEXT}
+    with pytest.raises(UserError, match="nothing to resume: .* leave out --resume"):
+        train_here(training_values, output, resume=True, **changes)
+    train_here(training_values, output, **changes)
+    same_as(whole, output)
+
+
+def test_tensorboard_shows_every_step_of_a_resumed_run_once(training_values, whole, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    events = EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    for name in ("train/loss", "train/tokens_per_second", "train/peak_memory_bytes"):
+        assert [event.step for event in events.Scalars(name)] == list(range(1, 9))
+
+
+def test_states_are_in_order_of_their_steps(tmp_path):
+    for step in (1_000_000, 999_998, 200):
+        step_directory(tmp_path, step).mkdir()
+    assert [path.name for path in saved_states(tmp_path)] == ["step-000200", "step-999998", "step-1000000"]
 
 
 def test_killed_between_states(training_values, whole, tmp_path):

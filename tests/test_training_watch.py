@@ -80,6 +80,18 @@ def test_what_is_not_finite_ends_the_run(training_values, tmp_path, monkeypatch,
     assert len(rows(tmp_path / "run")) == 8
 
 
+def test_a_projection_that_can_hardly_be_inverted_does_not_replace_a_good_state(training_values, tmp_path, monkeypatch):
+    def lean(model):
+        compressors(model)[1].key.projection.weight.data[:, 0] *= 1e-6
+
+    poison(monkeypatch, lean)
+    with pytest.raises(UserError) as caught:
+        train_here(training_values, tmp_path / "run", checkpoint_every=2)
+    assert "training stopped at step 4: the projection U of layer 1 keys has condition number" in str(caught.value)
+    assert f"the last good checkpoint is {tmp_path}/run/states/step-000002" in str(caught.value)
+    assert sorted(path.name for path in (tmp_path / "run/states").iterdir()) == ["step-000002"]
+
+
 def test_divergence_is_told_from_hard_text(tmp_path):
     rates, squares = torch.full((3, 2), 0.5), torch.tensor([1.0, 9.0, 4.0])
     watch = a_watch(tmp_path)

@@ -38,7 +38,9 @@ class DatasetConfig:
     heldout: list[str] | None = option(
         None, help="data sets never trained on, for the held-out rate and perplexity; none by default"
     )
+    heldout_subset: str | None = option(None, help="configuration name of held-out hub data sets")
     heldout_split: str = option("test", help="split of a held-out hub data set")
+    heldout_text_field: str = option("text", help="column of the held-out data sets that holds the text")
     heldout_share: float = option(
         0.0,
         help="share of each data set's documents, picked by a hash of their text, held out of training and measured",

@@ -106,6 +106,11 @@ class Engine:
         deepspeed["zero_force_ds_cpu_optimizer"] = False
         if self._autocast_dtype is not None:
             deepspeed["torch_autocast"] = {"enabled": True, "dtype": str(self._autocast_dtype).removeprefix("torch.")}
+        if plugin.zero_stage == 0:
+            raise UserError(
+                "accelerate is configured for DeepSpeed with `zero_stage: 0`, which shards nothing; set it to 1, 2 or 3, or "
+                "use DDP, see configs/accelerate/"
+            )
         self._loading = shard_while_loading(deepspeed, dtype=self.loading_dtype)
         return plugin.zero_stage
 

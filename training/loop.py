@@ -28,7 +28,7 @@ from training.nested import allocate_ranks
 from training.reporting import Reporter, Workload
 from training.schedule import learning_rate_factor
 from training.setup import heldout_blocks, initialise, starting_price, training_stream
-from training.state import check_same_run, drop_later_states, load_into, newest_state, save_state
+from training.state import check_same_run, drop_later_states, load_into, newest_state, save_state, saved_states
 from training.step import optimizer_step
 from training.threshold import settle_threshold
 from training.throughput import matmul_flops, model_flops
@@ -49,7 +49,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         resume: continue from the newest undamaged state under ``config.output`` instead of calibrating.
     """
     output, settings = Path(config.output), config.optimizer
-    if not resume and any(path.exists() for path in (output / STATES, output / CHECKPOINT, output / WHOLE)):
+    if not resume and (saved_states(output / STATES) or (output / CHECKPOINT).exists() or (output / WHOLE).exists()):
         raise UserError(
             f"`output` is {output}, which holds an earlier run; pass --resume to continue it, choose another `output`, or "
             f"remove it"
@@ -69,8 +69,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config))
-    rate = config.rate
-    controller = RateController(price, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+    controller = _controller(config, price)
     gradients = GradientWatch(engine.parameters, engine.device)
     watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, output / STATES)
     blocks_per_step = settings.batch_size * settings.accumulate * engine.world
@@ -142,6 +141,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             # The last process reads the last block of a step, and knows where the text goes on.
             cursor_S3 = broadcast(taken[-1].cursor_S3.to(engine.device), from_process=engine.world - 1).cpu()
         if due:
+            _check_projections(engine, watch, step + 1)
             progress = {
                 "controller": controller.state(),
                 "watch": watch.state(),
@@ -169,6 +169,24 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()
     return final
+
+
+def _controller(config: TrainConfig, price: float) -> RateController:
+    rate = config.rate
+    if config.compressor.truncation == "nested":
+        # Ranks are drawn, and allocated at the end: nothing that is learned has a price.
+        return RateController(0.0, target=None, gain=0.0, ramp=0.0)
+    return RateController(price, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+
+
+def _check_projections(engine: Engine, watch: Watch, step: int) -> None:
+    """Before a state is written: one that no run can go on from must not take the place of one that can."""
+    with engine.gathered(engine.compressor_parameters()):
+        try:
+            for compressor in dynakv.token_compressors(engine.model):
+                compressor.projection.check_condition()
+        except UserError as error:
+            raise watch.stop(step, str(error), None) from error
 
 
 def _schedule(engine: Engine, step: int) -> None:

@@ -65,7 +65,7 @@ class Reporter:
             for path in (self.metrics, self.inspections):
                 _forget_rows_after(path, start)
             self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", dynamic_ncols=True)
-            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start)
+            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
 
     def step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:
         """Report the end of step number `step`, counted from 1."""

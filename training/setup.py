@@ -48,15 +48,25 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
     if not count:
         return {}
     documents: dict[str, Documents] = {}
-    for name in dataset.heldout or []:
-        documents[Path(name).name] = load_documents(
-            name, subset=_of(dataset.subset, 0), split=dataset.heldout_split, text_field=_of(dataset.text_field, 0)
+    for label, name in zip(_labels(dataset.heldout or []), dataset.heldout or [], strict=True):
+        documents[label] = load_documents(
+            name,
+            subset=dataset.heldout_subset,
+            split=dataset.heldout_split,
+            text_field=dataset.heldout_text_field,
         )
     if dataset.heldout_share:
-        for index, name in enumerate(dataset.name):
+        for index, label in enumerate(_labels(dataset.name)):
             rows = _training_documents(dataset, index)
-            documents[f"{Path(name).name} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
+            documents[f"{label} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
     return {name: blocks(rows, tokenizer, dataset.sequence_length, count) for name, rows in documents.items()}
+
+
+def _labels(names: list[str]) -> list[str]:
+    """The last part of each name, or the whole where others end alike; what is given twice is numbered."""
+    short = [Path(name).name for name in names]
+    whole = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
+    return [f"{name} #{i + 1}" if whole.count(name) > 1 else name for i, name in enumerate(whole)]
 
 
 def _training_documents(dataset: DatasetConfig, index: int) -> Documents:

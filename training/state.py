@@ -33,7 +33,11 @@ def saved_states(root: Path) -> list[Path]:
     """Every state under `root` that was written to its end, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name))
+    return sorted((path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
+
+
+def _step_of(state: Path) -> int:
+    return int(state.name.removeprefix("step-"))
 
 
 def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], keep: int) -> None:
@@ -133,13 +137,13 @@ def drop_later_states(root: Path, step: int, engine: Engine) -> None:
     engine.accelerator.wait_for_everyone()  # until all have read what they go on from
     if engine.main:
         for directory in saved_states(root):
-            if directory.name > step_directory(root, step).name:
+            if _step_of(directory) > step:
                 shutil.rmtree(directory)
 
 
 # What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
 _SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor")
-_MAY_DIFFER = {"dataset": ("workers",)}
+_MAY_DIFFER = {"dataset": ("workers", "heldout", "heldout_subset", "heldout_split", "heldout_text_field")}
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
