@@ -20,8 +20,7 @@ from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
 from lowrank.text import CalibrationText, Documents, blocks, hold_out, load_documents
-from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig
-from ojakv.budget import plan_for_bytes
+from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

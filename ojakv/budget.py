@@ -30,10 +30,12 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         staying, low = prompt, _full_periods(settled - prompt - config.recent, config)
     else:
         staying = min(config.sinks, tokens)
-        candidates = max(0, prompt - staying - config.recent)
-        waited = settled - prompt if candidates else settled - staying - config.recent
+        # What is compressed at once: a prompt, or all there is when the sequence is long enough.
+        first = max(prompt, config.min_length)
+        candidates = max(0, first - staying - config.recent)
+        waited = settled - first if candidates else settled - staying - config.recent
         low = candidates + _full_periods(waited, config)
-        kept = round(config.keep * candidates)
+        kept = round(config.keep * candidates) if first == prompt else 0
         staying, low = staying + kept, low - kept
     # When a period's tokens leave, room is made for as many again.
     room = max(staying + config.recent + config.full_period, tokens - low)

@@ -5,8 +5,8 @@ import torch
 from methods import calibration_of, tiny_model
 from transformers import DynamicCache
 
-from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
-from ojakv.budget import plan_for_bytes, planned_rate
+from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
+from ojakv.budget import planned_rate
 
 PER_HEAD = {"layout": "per_head", "rope": "post", "ranks": "fraction"}
 
@@ -295,8 +295,9 @@ def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, to
 
 
 @torch.no_grad()
-def test_planned_bytes_of_a_whole_prompt(model, calibration, ids):
-    settings = {"keep_prompt_full_rank": True, "recent": 8, "update_period": 10}
+@pytest.mark.parametrize("rule", [{"keep_prompt_full_rank": True}, {"min_length": 100, "keep": 0.2}])
+def test_planned_bytes_of_a_whole_prompt_or_a_late_start(model, calibration, ids, rule):
+    settings = {**rule, "recent": 8, "update_period": 10}
     cache = filled(model, calibration, ids[:1], 50, **settings)
     plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
     assert cache.rate == pytest.approx(planned_rate(plan, prompt=50, tokens=150, itemsize=4), rel=0.005)

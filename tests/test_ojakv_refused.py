@@ -8,8 +8,7 @@ import torch
 from methods import calibration_of, tiny_model
 
 from lowrank.errors import UserError
-from ojakv import Calibration, OjaKVCache, OjaKVConfig
-from ojakv.budget import plan_for_bytes
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ class DatasetConfig:
         False, help="read while training instead of making a local copy first; shuffles within `shuffle_buffer`"
     )
     shuffle_buffer: int = option(10_000, help="what streamed data sets are shuffled among", unit="documents")
-    workers: int = option(0, help="processes that read and tokenize beside training; the order does not depend on them")
+    workers: int = option(
+        0, help="processes that read beside training; each tokenizes all text and keeps its own batches"
+    )
     isolate_documents: bool = option(
         True,
         help="no token attends to another document of its block, positions restart with each, and no document's first "

@@ -87,8 +87,8 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         """The batches of one process of `world`, from global block `start` on.
 
         Args:
-            cursor_S3: of the batch that block `start` follows. With it no text before that block is read again; without it
-                the stream is run through from its beginning.
+            cursor_S3: of the batch that block `start` follows. With it no text before that block is tokenized again
+                (of a streamed data set it is still read); without it the stream is run through from its beginning.
         """
         twin = copy.copy(self)
         twin.batch, twin.rank, twin.world, twin.start, twin.cursor_S3 = batch, rank, world, start, cursor_S3
