@@ -9,10 +9,10 @@ from ojakv.plan import SideBasis
 from ojakv.side import OnlineSide
 
 
-def new_side(basis_WR: torch.Tensor, **settings) -> OnlineSide:
+def new_side(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineSide:
     start = SideBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
     config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
-    return OnlineSide(start, config, head_dim=8, dtype=torch.float32, name="layer 0 values")
+    return OnlineSide(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
 
 
 def turning_stream(regimes: int, length: int) -> torch.Tensor:
@@ -100,6 +100,20 @@ def test_oja_follows_a_subspace_that_turns(scale):
     # Where the first tokens count as much as the last, their leading directions are kept instead.
     assert error["all tokens count"] > 10 * best
     assert error["fixed"] > 100 * best
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+def test_a_basis_stays_orthonormal_over_a_thousand_updates(tracker, dtype):
+    """State is fp32 whatever the model's dtype, and turned coefficients are rounded to that each time."""
+    rows = turning_stream(5, 1608).to(dtype).float()
+    start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
+    side = new_side(start, dtype, tracker=tracker)
+    run(side, rows, 8)
+    assert side.updates > 1000
+    basis = side.tracker.vectors_PWR[0]
+    assert (basis.dtype, side.coef.rows().dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
 
 
 def flat_stream() -> tuple[torch.Tensor, torch.Tensor]:
