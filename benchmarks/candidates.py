@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dynakv
 from benchmarks import made_up
-from benchmarks.harness import check_close
+from benchmarks.harness import check_close, count
 from benchmarks.made_up import random_ids
 from dynakv.checkpoint import read_config
 from lowrank.config import require
@@ -24,6 +24,7 @@ from lowrank.text import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
+DYNAKV, PAGED = "dynakv", "dynakv-paged"
 CHECKED_TOKENS = 65
 
 Candidate = tuple[PreTrainedModel, Callable[[], Cache]]  # a model and a maker of fresh caches
@@ -43,7 +44,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "shares of keys and values, e.g. 0.12,0.48, and bases of random tokens",
     )  # fmt: skip
     parser.add_argument(
-        "--granularity", type=int, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
+        "--granularity", type=count, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
     )
     parser.add_argument(
         "--bases", metavar="DIR", help="what scripts/calibrate.py wrote; with it OjaKV presets are timed"
@@ -52,6 +53,13 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
+    parser.add_argument(
+        "--caches", help="compressed caches to take of those, e.g. dynakv-paged,ojakv-pf [default: all]"
+    )
+    parser.add_argument(
+        "--page-rate", type=float, default=0.5, metavar="SHARE",
+        help="share of all coefficients that dynakv-paged, on a GPU, has room for [default %(default)s]",
+    )  # fmt: skip
     parser.add_argument("--text", metavar="FILE", help="what the context is filled with [default: random tokens]")
     parser.add_argument("--json", metavar="FILE", help="where to write the rows")
     return parser
@@ -72,19 +80,33 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
     }
     calibration = _calibration(plain, arguments)
-    for paged in (False, True):
-        if (arguments.checkpoint or arguments.made_up) and (not paged or plain.device.type == "cuda"):
-            learned = _learned(plain, arguments, calibration, paged=paged)
-            name, make = ("dynakv-paged", _paged_cache) if paged else ("dynakv", _ragged_cache)
+    chosen = _chosen(plain, arguments, calibration)
+    for name in (DYNAKV, PAGED):
+        if name in chosen:
+            learned = _learned(plain, arguments, calibration, paged=name == PAGED)
+            make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
             found[name] = (learned, functools.partial(make, learned, length))
             _check_learned(name, *found[name])
     if calibration is not None:
         online = twin(plain)
-        for preset in arguments.presets.split(","):
+        for preset in filter(chosen.__contains__, arguments.presets.split(",")):
             plan = make_plan(calibration.for_model(online), OjaKVConfig.preset(preset, rate=arguments.rate))
             found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
             _check_online(plain, online, calibration, preset)
     return found
+
+
+def _chosen(plain: PreTrainedModel, arguments: argparse.Namespace, calibration: Calibration | None) -> list[str]:
+    """The compressed caches that the arguments can give and ask for."""
+    there = []
+    if arguments.checkpoint or arguments.made_up:
+        there += [DYNAKV, PAGED] if plain.device.type == "cuda" else [DYNAKV]
+    if calibration is not None:
+        there += arguments.presets.split(",")
+    asked = there if arguments.caches is None else arguments.caches.split(",")
+    unknown = sorted(set(asked) - set(there))
+    require(not unknown, "--caches", ",".join(unknown), f"among what is there with these arguments: {', '.join(there)}")
+    return asked
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -169,11 +191,11 @@ def _ragged_cache(model: PreTrainedModel, length: int) -> Cache:
     return dynakv.DynaKVCache.from_model(model)
 
 
-def _paged_cache(model: PreTrainedModel, length: int) -> Cache:
+def _paged_cache(model: PreTrainedModel, length: int, *, rate: float) -> Cache:
     # Only here: the rest of the benchmarks runs without Triton.
     from dynakv.paged import PagedDynaKVCache
 
-    return PagedDynaKVCache.from_model(model, max_length=max(length, CHECKED_TOKENS), rate=1.0)
+    return PagedDynaKVCache.from_model(model, max_length=max(length, CHECKED_TOKENS), rate=rate)
 
 
 @torch.no_grad()

@@ -39,6 +39,12 @@ def cache_bytes(cache: Cache) -> int:
     return sum(tensor.nbytes for tensor in held_tensors(cache))
 
 
+def read_bytes(cache: Cache) -> int:
+    """The same without what a decoded token does not read: pages that are free."""
+    memory = getattr(cache, "memory_pages", None)
+    return cache_bytes(cache) - (0 if memory is None else memory.free_nbytes())
+
+
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that a decoded token is multiplied with, each read once."""
     return sum(weight.nbytes for weight in multiplied_weights(model))

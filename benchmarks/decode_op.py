@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.ceilings import copy_bandwidth, matrix_rate
 from benchmarks.decode_shapes import Shape, Step, concatenated, one_rank, preallocated, ragged
-from benchmarks.harness import interleaved_ms, write_results
+from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
 from lowrank.config import require
 from lowrank.errors import UserError
@@ -27,9 +27,9 @@ from lowrank.hf.loading import DTYPES
 CHECKED_TOKENS = 1000
 ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DEFAULTS = {
-    "cpu": {"heads": 9, "groups": 3, "head_dim": 64, "context": 8192, "batches": "1", "dtype": "float32", "granule": 8},
+    "cpu": {"heads": 9, "groups": 3, "head_dim": 64, "context": 8192, "batches": [1], "dtype": "float32", "granule": 8},
     "cuda": {
-        "heads": 32, "groups": 8, "head_dim": 128, "context": 32768, "batches": "1,8", "dtype": "bfloat16", "granule": 64,
+        "heads": 32, "groups": 8, "head_dim": 128, "context": 32768, "batches": [1, 8], "dtype": "bfloat16", "granule": 64,
     },
 }  # fmt: skip
 FULL, CAT = "preallocated", "concatenated"
@@ -62,12 +62,12 @@ def main(argv: list[str]) -> None:
         "granule": "ranks are multiples of it",
     }.items():
         parser.add_argument(
-            f"--{name}", type=int, help=f"{what} [default {DEFAULTS['cpu'][name]}, on a GPU {DEFAULTS['cuda'][name]}]"
+            f"--{name}", type=count, help=f"{what} [default {DEFAULTS['cpu'][name]}, on a GPU {DEFAULTS['cuda'][name]}]"
         )
-    parser.add_argument("--batches", help="sequences, separated by commas [default 1, on a GPU 1,8]")
+    parser.add_argument("--batches", type=_counts, help="sequences, separated by commas [default 1, on a GPU 1,8]")
     parser.add_argument("--dtype", choices=DTYPES, help="[default float32, on a GPU bfloat16]")
-    parser.add_argument("--layers", type=int, default=4, help="caches, one after another [default %(default)s]")
-    parser.add_argument("--repeats", type=int, default=20, help="[default %(default)s]")
+    parser.add_argument("--layers", type=count, default=4, help="caches, one after another [default %(default)s]")
+    parser.add_argument("--repeats", type=count, default=20, help="[default %(default)s]")
     parser.add_argument("--json", metavar="FILE", help="where to write the rows")
     arguments = parser.parse_args(argv)
     for name, value in DEFAULTS[arguments.device].items():
@@ -79,12 +79,15 @@ def main(argv: list[str]) -> None:
         arguments.heads % arguments.groups == 0, "--groups", arguments.groups, f"a divisor of {arguments.heads} heads"
     )
 
+    width = arguments.groups * arguments.head_dim
+    require(arguments.granule <= width, "--granule", arguments.granule, f"at most the joint width, {width}")
+
     torch.manual_seed(0)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device, dtype)
     print(f"copy {bandwidth / 1e9:.0f} GB/s, matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = []
-    for batch in map(int, arguments.batches.split(",")):
+    for batch in arguments.batches:
         shape = Shape(batch, arguments.heads, arguments.groups, arguments.head_dim, arguments.context, dtype, device)
         rows += measured(shape, steps(arguments.granule), arguments, bandwidth, rate)
     if arguments.json:
@@ -92,6 +95,10 @@ def main(argv: list[str]) -> None:
         if device.type == "cuda":
             versions["triton"] = importlib.metadata.version("triton")
         write_results(arguments.json, "decode_op", vars(arguments) | versions, rows)
+
+
+def _counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
 
 
 @torch.no_grad()

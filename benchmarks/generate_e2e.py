@@ -4,14 +4,15 @@
 
 Only speed is measured, on random tokens or on --text; beside it, which share of this machine's copy bandwidth reading the
 weights and the cache once would take of that time. Before timing, every compressed step is checked. By default one
-update period of OjaKV is timed, so that its updates are in the mean.
+update period of OjaKV is timed, so that its updates are in the mean. All caches are held at once; --caches leaves out those
+that do not fit beside the two uncompressed ones.
 """
 
 import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
-from benchmarks.ceilings import cache_bytes, copy_bandwidth, weight_bytes
-from benchmarks.harness import interleaved_ms, write_results
+from benchmarks.ceilings import copy_bandwidth, read_bytes, weight_bytes
+from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
 
@@ -19,10 +20,10 @@ from lowrank.hf.cache import LowRankCache
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--context", type=int, default=2048, help="cached tokens when the last one is timed [default %(default)s]"
+        "--context", type=count, default=2048, help="cached tokens when the last one is timed [default %(default)s]"
     )
-    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens timed [default %(default)s]")
-    parser.add_argument("--batch", type=int, default=1, help="sequences, all of one text [default %(default)s]")
+    parser.add_argument("--tokens", type=count, default=32, help="decoded tokens timed [default %(default)s]")
+    parser.add_argument("--batch", type=count, default=1, help="sequences, all of one text [default %(default)s]")
     arguments = parser.parse_args(argv)
 
     warmup = 2
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
     ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=warmup, mean=True)
     bandwidth = copy_bandwidth(ids.device)
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
-    read = {name: weight_bytes(model) + cache_bytes(caches[name]) for name, (model, _) in found.items()}
+    read = {name: weight_bytes(model) + read_bytes(caches[name]) for name, (model, _) in found.items()}
     rows = [
         {
             "method": name,

@@ -1,5 +1,6 @@
 """Timing that survives a noisy machine, and the record of where it was taken."""
 
+import argparse
 import json
 import platform
 import re
@@ -14,6 +15,13 @@ import transformers
 from torch import Tensor
 
 from lowrank.atomic import write_text
+
+
+def count(text: str) -> int:
+    """The type of a command's argument that says how many."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return int(text)
 
 
 def interleaved_ms(

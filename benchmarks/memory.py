@@ -17,30 +17,30 @@ import torch
 from transformers import Cache, PreTrainedModel, StaticCache
 
 from benchmarks.allocations import allocations
-from benchmarks.candidates import PREALLOCATED, Candidate, argument_parser, candidates, context_ids, prefill
+from benchmarks.candidates import PAGED, PREALLOCATED, Candidate, argument_parser, candidates, context_ids, prefill
 from benchmarks.ceilings import cache_bytes
-from benchmarks.harness import write_results
+from benchmarks.harness import count, write_results
 from lowrank import cli
-from lowrank.config import require
 from lowrank.hf.cache import LowRankCache
 
-PAGED = "dynakv-paged"  # takes the memory it is told to take
 TOKEN = 11
 
 
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--context", type=int, default=2048, help="cached tokens, one of them decoded [default %(default)s]"
+        "--context", type=count, default=2048, help="cached tokens, one of them decoded [default %(default)s]"
     )
     parser.add_argument(
-        "--sequences", type=int, default=8, help="of a preallocated cache, whose memory is shared [default %(default)s]"
+        "--sequences",
+        type=count,
+        default=8,
+        help="of a preallocated cache, whose memory is shared [default %(default)s]",
     )
     arguments = parser.parse_args(argv)
-    require(arguments.sequences >= 1, "--sequences", arguments.sequences, "at least 1")
 
     found = candidates(arguments, arguments.context)
-    found.pop(PAGED, None)
+    found.pop(PAGED, None)  # takes the memory it is told to take
     ids = context_ids(arguments, found[PREALLOCATED][0], arguments.context - 1)
     preallocated = Prompted(found[PREALLOCATED], ids)
     budget = preallocated.needed(arguments.sequences)

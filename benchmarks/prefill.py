@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.ceilings import matrix_rate, prompt_flops
-from benchmarks.harness import interleaved_ms, write_results
+from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
 
 
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the prompt [default %(default)s]")
-    parser.add_argument("--repeats", type=int, default=3, help="prompts timed [default %(default)s]")
+    parser.add_argument("--context", type=count, default=4096, help="tokens of the prompt [default %(default)s]")
+    parser.add_argument("--repeats", type=count, default=3, help="prompts timed [default %(default)s]")
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context)

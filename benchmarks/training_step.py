@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import dynakv
-from benchmarks.harness import interleaved_ms, write_results
+from benchmarks.harness import count, interleaved_ms, write_results
 from dynakv.objective import objective, retain_rates
 from lowrank import cli
 from lowrank.hf.calibration import calibrate
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or directory")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the backbone [default %(default)s]")
-    parser.add_argument("--batch", type=int, default=1, help="sequences [default %(default)s]")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence [default %(default)s]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each [default %(default)s]")
+    parser.add_argument("--batch", type=count, default=1, help="sequences [default %(default)s]")
+    parser.add_argument("--length", type=count, default=512, help="tokens of a sequence [default %(default)s]")
+    parser.add_argument("--repeats", type=count, default=5, help="timed steps of each [default %(default)s]")
     parser.add_argument("--inverse", choices=dynakv.INVERSES, default="exact", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
     parser.add_argument("--json", metavar="FILE", help="where to write the rows")

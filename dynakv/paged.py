@@ -27,13 +27,14 @@ class PagedDynaKVCache(DynaKVCache):
 
         Raises:
             UserError: no compressors, no CUDA device, a granularity that fits no pages, or something that only an ordinary
-                compressed cache serves: eviction, nested truncation, a rotation other than that of halves.
+                compressed cache serves: eviction, nested truncation, odd head dims, a rotation other than that of halves.
         """
         codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         settings = next(iter(compressors(model).values())).key.config
         refused = [
             (model.device.type != "cuda" and not INTERPRETED, f"a model on `{model.device}` (it needs CUDA)"),
             (settings.eviction.is_on, f"`eviction.keep` {settings.eviction.keep} (1 keeps all tokens)"),
+            (geometry_of(model).head_dim % 2 == 1, f"heads of {geometry_of(model).head_dim} dims, an odd number"),
             (settings.truncation == "nested", "`truncation: nested`, whose ranks are not whole granules"),
         ]
         for is_wrong, what in refused:

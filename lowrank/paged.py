@@ -157,15 +157,23 @@ class PagedStore:
         self.open_BK.fill_(NO_TILE)
         self._longest = 0
 
-    def reserve_one(self) -> None:
-        """Make sure that every sequence has room for one more row of any rank, for a kernel that appends it.
+    @staticmethod
+    def reserve_one(*stores: "PagedStore") -> None:
+        """Make sure that every sequence of stores with one pool has room for one more row of any rank, for kernels that
+        append it to each of them.
+
+        Together, since the pool learns what is free from the device, which knows nothing of pages that a kernel has been
+        promised and has not taken yet. If one store has no room, none is changed.
 
         Raises:
             UserError: a sequence is at its `capacity`, or too few pages are free.
         """
-        self._reserve_rows(1)
-        self.pool.reserve(self.batch * self.granules)
-        self._longest += 1
+        [pool] = {id(store.pool): store.pool for store in stores}.values()
+        for store in stores:
+            store._reserve_rows(1)
+        pool.reserve(sum(store.batch * store.granules for store in stores))
+        for store in stores:
+            store._longest += 1
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,37 @@ def test_a_model_that_is_only_a_configuration(rows, tmp_path):
     assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.04)
 
 
+def test_one_cache_of_those_there_are(rows, caches):
+    assert list(rows("generate_e2e", *caches, "--tokens", 2, "--caches", "ojakv-pf")) == [*CACHES[:2], "ojakv-pf"]
+    with pytest.raises(
+        UserError, match="`--caches` must be among .* dynakv, ojakv-pf, ojakv-joint; got 'dynakv-paged'"
+    ):
+        rows("generate_e2e", *caches, "--caches", "ojakv-pf,dynakv-paged")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("decode_op", ("--layers", 0), "argument --layers: must be a whole number of at least 1; got '0'"),
+        ("decode_op", ("--batches", "1,x"), "argument --batches: must be a whole number of at least 1; got 'x'"),
+        ("decode_op", ("--repeats", 0), "argument --repeats: must be"),
+        ("generate_e2e", ("--context", 0), "argument --context: must be"),
+        ("prefill", ("--repeats", -1), "argument --repeats: must be"),
+    ],
+)
+def test_counts_are_counts(capsys, name, arguments, message):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments)])
+    assert message in capsys.readouterr().err
+
+
+def test_granules_are_of_the_width():
+    from benchmarks import decode_op
+
+    with pytest.raises(UserError, match="`--granule` must be at most the joint width, 192; got 500"):
+        decode_op.main(["--granule", "500"])
+
+
 def test_what_was_asked_for_must_fit(caches, capsys):
     e2e = importlib.import_module("benchmarks.generate_e2e")
     arguments = [str(each) for each in caches]

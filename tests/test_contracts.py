@@ -6,6 +6,8 @@ import pytest
 import torch
 from methods import METHODS, tiny_model
 
+from lowrank.errors import UserError
+
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 pytestmark = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
@@ -196,3 +198,27 @@ def found_tensors(cache) -> set[int]:
         elif hasattr(thing, "__dict__") and not callable(thing):
             queue.extend(value for name, value in vars(thing).items() if name != "codec")
     return found - shared
+
+
+@torch.no_grad()
+def test_a_mask_of_ones_own_hides_what_a_plain_one_hides(method):
+    """transformers passes a four-dimensional mask through; one that is added to scores says the same with floats."""
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(5))
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    plain = torch.ones(1, 40, dtype=torch.long)
+    plain[0, :8] = 0
+    shown = plain[:, None, None].bool()
+    logits = []
+    for mask in (plain, shown, torch.zeros(1, 1, 1, 40).masked_fill(~shown, torch.finfo(torch.float32).min)):
+        cache = make_cache()
+        model(ids[:, :-1], past_key_values=cache)
+        step = {"attention_mask": mask, "position_ids": torch.tensor([[39]])}
+        logits.append(model(ids[:, -1:], past_key_values=cache, **step).logits)
+    assert torch.equal(logits[1], logits[0])
+    assert torch.equal(logits[2], logits[0])
+    weighing = torch.full((1, 1, 1, 40), -0.5)
+    cache = make_cache()
+    model(ids[:, :-1], past_key_values=cache)
+    with pytest.raises(UserError, match="it can hide tokens, not weigh them; got torch.float32 with other values"):
+        model(ids[:, -1:], past_key_values=cache, attention_mask=weighing, position_ids=torch.tensor([[39]]))

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
@@ -141,13 +142,30 @@ def adaptive_attention(
     inner = backend(context.previous)
     layer, rope = context.take()
     if layer is not None:
-        return layer.attend(module, query, attention_mask, inner, **kwargs)
+        return layer.attend(module, query, _boolean(attention_mask), inner, **kwargs)
     if context.observer is not None:
         context.observer(query, key, value, rope)
     transform = module._modules.get(TRANSFORM)
     if transform is not None:
         key, value = transform(key, value, rope)
     return inner(module, query, key, value, attention_mask, **kwargs)
+
+
+def _boolean(mask: Tensor | None) -> Tensor | None:
+    """A mask as :class:`Backend` takes it. transformers passes a user's own four-dimensional one through as it is.
+
+    Raises:
+        UserError: it adds something to scores, where a compressed cache can only hide tokens.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    shown = mask == 0
+    if not mask.is_floating_point() or not bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise UserError(
+            f"a four-dimensional `attention_mask` for a compressed cache must be boolean, or of 0 and the least number of "
+            f"its dtype: it can hide tokens, not weigh them; got {mask.dtype} with other values"
+        )
+    return shown
 
 
 AttentionInterface.register(ATTENTION_NAME, adaptive_attention)

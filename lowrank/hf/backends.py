@@ -70,7 +70,9 @@ def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
         queries, tokens = query.shape[2], key.shape[2]
         position_Q = torch.arange(tokens - queries, tokens, device=query.device)
         mask = (torch.arange(tokens, device=query.device) <= position_Q[:, None])[None, None]
-    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    added = mask
+    if mask.dtype == torch.bool:  # without a compressed cache a user's own mask may add what it likes
+        added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     forward = sys.modules[type(module).__module__].eager_attention_forward
     return forward(module, query, key, value, added, **kwargs)
 

@@ -20,6 +20,7 @@ from lowrank.hf.rope import Rope
 from lowrank.ops.gated_append.triton import gated_append
 from lowrank.ops.gated_append.weights import append_weights
 from lowrank.ops.paged_attention.triton import paged_attention
+from lowrank.paged import PagedStore
 
 
 class PagedLayer(CodecLayer):
@@ -33,6 +34,8 @@ class PagedLayer(CodecLayer):
     def __init__(self, codec: LayerCodec, memory: PagedMemory):
         super().__init__(codec)
         self.memory = memory
+        self.key: PagedStore | None = None  # from the first token on
+        self.value: PagedStore | None = None
         self.length = 0
 
     @torch.no_grad()
@@ -72,8 +75,7 @@ class PagedLayer(CodecLayer):
             return
         unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
         stores = (self.key, self.value)
-        for store in stores:
-            store.reserve_one()
+        PagedStore.reserve_one(*stores)
         for store, states, arguments in zip(stores, (unrotated, value_BGQD), self.appends, strict=True):
             gated_append(join_heads(states)[:, 0], store=store, **arguments)
         self.length += 1
@@ -127,12 +129,19 @@ class PagedLayer(CodecLayer):
 
     def clear(self) -> None:
         super().clear()
-        # The next text may come in another number of sequences.
+        # The next text may come in another number of sequences; nothing may keep the pages of this one.
         self.memory.release()
+        self.key = self.value = None
         self.length = 0
 
     def fork(self, memo: dict) -> None:
         self.memory, self.key, self.value = copy.deepcopy((self.memory, self.key, self.value), memo)
+
+    def __deepcopy__(self, memo: dict) -> "PagedLayer":
+        twin = super().__deepcopy__(memo)
+        # Of an empty cache, too: the first of both would take the pages for both.
+        twin.memory = copy.deepcopy(self.memory, memo)
+        return twin
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The layer's own tables; pages belong to the cache."""

@@ -86,6 +86,10 @@ class PagedMemory:
         """Give up the pages; stores made before hold nothing any more."""
         self.pool = None
 
+    def free_nbytes(self) -> int:
+        """Bytes of the pages that hold nothing; waits for the device."""
+        return 0 if self.pool is None else int(self.pool.free_count) * self.pool.page_PNY[0].nbytes
+
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of the pages, free ones included, and of what is free."""
         if self.pool is not None:

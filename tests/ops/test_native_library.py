@@ -40,6 +40,18 @@ def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
     assert not list(fresh.rglob("*.so"))
 
 
+def test_where_nothing_can_be_kept_it_says_so(fresh, monkeypatch):
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    native.library.cache_clear()
+    (fresh / "file").write_text("no directory")
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(fresh / "file"))
+    with pytest.warns(
+        UserWarning, match=r"without compiled kernels.*cannot be kept at .*/file/native.*ADAPTIVE_KV_HOME"
+    ):
+        assert native.library() is None
+
+
 def test_can_be_switched_off(fresh, monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
     with warnings.catch_warnings():

@@ -40,16 +40,19 @@ def library() -> ctypes.CDLL | None:
         return _without(f"`{shlex.join(command)}` fails: {macros.stderr.strip()}")
     made_of = "\n".join([shlex.join(command), macros.stdout, *(path.read_text(encoding="utf-8") for path in _SOURCES)])
     target = home() / "native" / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            built = Path(directory) / target.name
-            files = [str(path) for path in _SOURCES if path.suffix == ".c"]
-            result = subprocess.run([*command, "-o", str(built), *files, "-lm"], capture_output=True, text=True)
-            if result.returncode:
-                return _without(f"compiling them fails: {result.stderr.strip()}")
-            os.replace(built, target)
-    kernels = ctypes.CDLL(str(target))
+    try:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+                built = Path(directory) / target.name
+                files = [str(path) for path in _SOURCES if path.suffix == ".c"]
+                result = subprocess.run([*command, "-o", str(built), *files, "-lm"], capture_output=True, text=True)
+                if result.returncode:
+                    return _without(f"compiling them fails: {result.stderr.strip()}")
+                os.replace(built, target)
+        kernels = ctypes.CDLL(str(target))
+    except OSError as error:
+        return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $ADAPTIVE_KV_HOME")
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number, number]
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]

@@ -55,10 +55,13 @@ def paged_attention(
         (B, H, Q, D) in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
 
     Raises:
-        UserError: the stores differ in capacity.
+        UserError: the stores differ in capacity, or D is odd.
     """
     require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
     batch, _, queries, head_dim = query_BHQD.shape
+    require(
+        head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim: keys are turned in two halves"
+    )
     groups, granules = keys.width // head_dim, values.granules
     low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
     softmax = SplitSoftmax(

@@ -54,7 +54,7 @@ def test_equals_the_reference(device, generator, dtype, bits):
         store.append(prompt.to(device), torch.full((batch, 13), GRANULE, device=device))
     for _ in range(STEPS):
         state = torch.randn(batch, WIDTH, generator=generator).to(dtype)
-        ours.reserve_one()
+        PagedStore.reserve_one(ours)
         gated_append(state.to(device), weight.to(device), bias.to(device), ours, **options)
         reference(state.to(device), weight.to(device), bias.to(device), plain, **options)
     assert ours.length_B.tolist() == [13 + STEPS] * batch
@@ -77,7 +77,7 @@ def test_pages_are_each_taken_once_by_many_sequences(device, generator):
     weight, bias = weights(generator, torch.float16)
     store = new_store(batch, device=device)
     for _ in range(2):
-        store.reserve_one()
+        PagedStore.reserve_one(store)
         state = torch.randn(batch, WIDTH, generator=generator).half()
         gated_append(state.to(device), weight.to(device), bias.to(device), store, threshold=0.3, granularity=GRANULE)
     granule = torch.arange(store.granules, device=device)

@@ -1,6 +1,7 @@
 """A cache in pages against the ordinary one: same model, same `generate()`."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -133,3 +134,41 @@ def test_what_does_not_fit_is_refused(model):
         dynakv.configure(model, **settings)
         with pytest.raises(UserError, match=message):
             PagedDynaKVCache.from_model(model, max_length=96)
+
+
+@torch.no_grad()
+def test_a_token_there_are_no_pages_for_is_refused_before_anything_is_written(model):
+    """Its key would have pages, its value not."""
+    ids = token_ids(model, 1, 60)
+    for layer in dynakv.compressors(model).values():
+        for side, rank in ((layer.key, 64), (layer.value, 48)):
+            side.gate.initialise_at(side.energies(), rank, side.config.threshold)
+    cache = PagedDynaKVCache.from_model(model, max_length=96, rate=0.09)
+    model(ids[:, :48], past_key_values=cache)
+    store, pool = cache.layers[0].key, cache.memory_pages.pool
+    before = [tensor.clone() for tensor in (pool.page_PNY, pool.free_count, store.length_B, store.tile_page_BSK)]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"`rate`\) must be larger .* of \d+ are free"):
+            model(ids[:, 48:49], past_key_values=cache)
+    after = (pool.page_PNY, pool.free_count, store.length_B, store.tile_page_BSK)
+    assert all(map(torch.equal, before, after))
+    # Cropped, there is room again.
+    cache.crop(-40)
+    model(ids[:, 8:9], past_key_values=cache)
+    assert cache.get_seq_length() == 9
+
+
+@pytest.mark.layers(2)
+@torch.no_grad()
+def test_pages_are_given_up_and_never_shared(model):
+    ids = token_ids(model, 1, 20)
+    _, cache = caches(model)
+    model(ids, past_key_values=cache)
+    pages = weakref.ref(cache.memory_pages.pool.page_PNY)
+    cache.reset()
+    assert pages() is None
+    twin = copy.deepcopy(cache)
+    for one in (cache, twin):
+        model(ids, past_key_values=one)
+    assert cache.layers[0].key.pool is cache.layers[1].value.pool is not twin.layers[0].key.pool
+    assert twin.nbytes == cache.nbytes
