@@ -101,12 +101,18 @@ def concatenated(shape: Shape) -> Step:
 def _uncompressed(shape: Shape, held: Callable[[Tensor], Tensor]) -> Step:
     query, key, value = shape.query(), shape.states(), shape.states()
 
-    def attend(dtype: torch.dtype = shape.dtype) -> Tensor:
-        states = (tensor.to(dtype) for tensor in (query, held(key), held(value)))
+    def attend() -> Tensor:
+        # Heads that share keys as queries of one head, as transformers decodes: `enable_gqa` may copy keys for each.
+        query_BGJD = query.view(shape.batch, shape.groups, -1, shape.head_dim)
+        output_BGJD = F.scaled_dot_product_attention(query_BGJD, held(key), held(value), scale=shape.scaling)
+        return output_BGJD.view(query.shape)
+
+    def reference() -> Tensor:
+        states = (tensor.double() for tensor in (query, key, value))
         return F.scaled_dot_product_attention(*states, scale=shape.scaling, enable_gqa=True)
 
     width = shape.head_dim
-    return Step(attend, lambda: attend(torch.float64), shape.full_bytes, shape.flops(width, width))
+    return Step(attend, reference, shape.full_bytes, shape.flops(width, width))
 
 
 def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool) -> Step:
