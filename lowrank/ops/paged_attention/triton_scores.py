@@ -26,7 +26,7 @@ from lowrank.paged import PagedStore
         triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
         triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
     ),
-    key=["slots", "GROUPS", "HALF", "BLOCK_M", "BITS"],
+    key=["slots", "TOKENS", "PAGE_WIDTH", "GROUPS", "HALF", "BLOCK_M", "BITS"],
 )
 @triton.jit
 def _rebuilt_scores(

@@ -26,7 +26,7 @@ _MAX_BLOCK_ROWS = 64
         triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
         triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
     ),
-    key=["slots", "P", "PAGE_WIDTH", "BITS"],
+    key=["slots", "TOKENS", "P", "PAGE_WIDTH", "BITS"],
 )
 @triton.jit
 def _weighted_latents(
