@@ -31,9 +31,8 @@ class CodecLayer(CompressedLayer):
         codecs = self.codec.key, self.codec.value
         self._decoder_pair = tuple(codec.decoder(self.dtype, self.device) for codec in codecs)
         self._encoder = None
-        if native.encodes(
-            self.dtype, self.device
-        ):  # asked first: a gate takes its basis in fp32, which nothing else needs
+        # Asked first: a gate takes its basis in fp32, which nothing else needs.
+        if native.encodes(self.dtype, self.device):
             self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs))
 
     @abc.abstractmethod

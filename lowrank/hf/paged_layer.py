@@ -135,11 +135,11 @@ class PagedLayer(CodecLayer):
         self.length = 0
 
     def fork(self, memo: dict) -> None:
-        self.memory, self.key, self.value = copy.deepcopy((self.memory, self.key, self.value), memo)
+        self.key, self.value = copy.deepcopy((self.key, self.value), memo)
 
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
         twin = super().__deepcopy__(memo)
-        # Of an empty cache, too: the first of both would take the pages for both.
+        # An empty layer's, too, which is not forked: the first of both would take the pages for both.
         twin.memory = copy.deepcopy(self.memory, memo)
         return twin
 

@@ -5,25 +5,10 @@ import json
 
 import pytest
 import torch
-from methods import calibration_of, tiny_model
+from methods import tiny_model
 
 from lowrank.errors import UserError
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def calibration(model):
-    return calibration_of(model)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(1, 97, (2, 150), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(

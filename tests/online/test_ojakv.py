@@ -1,29 +1,14 @@
-"""What is particular to OjaKV: who stays whole, how ranks are chosen, and what is refused."""
+"""What is particular to OjaKV: who stays whole, how ranks are chosen, how attention reads them, what is held."""
 
 import pytest
 import torch
-from methods import calibration_of, tiny_model
+from methods import tiny_model
 from transformers import DynamicCache
 
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 from ojakv.budget import planned_rate
 
 PER_HEAD = {"layout": "per_head", "rope": "post", "ranks": "fraction"}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def calibration(model):
-    return calibration_of(model)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(1, 97, (2, 150), generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()
