@@ -1,5 +1,6 @@
-"""What the demo's texts are made from."""
+"""What the demo's texts are made from, and how they are rewritten."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from lowrank.errors import UserError
 
-fetch = runpy.run_path(str(Path(__file__).parent.parent / "scripts/fetch_demo_assets.py"))
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+fetch = runpy.run_path(str(SCRIPTS / "fetch_demo_assets.py"))
+tokenise = runpy.run_path(str(SCRIPTS / "tokenise_as_wikitext.py"))
 
 PAGE = "<page><title>{title}</title><ns>{namespace}</ns><revision><text>{text}</text></revision></page>"
 MARKUP = """'''Ranks''' are [[number|numbers]].&lt;ref name="a/b" /&gt;
@@ -48,3 +51,19 @@ def test_articles_lose_their_markup():
 def test_a_damaged_file_is_refused():
     with pytest.raises(UserError, match="dump has SHA-256 .*, expected 00; the file is damaged or replaced"):
         fetch["check_digest"]("dump", b"something else", "00")
+
+
+def test_a_text_as_wikitext_has_it(tmp_path, capsys):
+    document = "Well-kept caches\n\nHe said \"1,500 or 2.5\"; she didn't.\nHe said so, she didn't.\n"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"story": document}) + "\n")
+    common = ["--name", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--text-field", "story"]
+    tokenise["main"]([*common, "--seen", "1"])
+    [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"] == (
+        " \n = = Well @-@ kept caches = = \n \n"
+        " He said \" 1 @,@ 500 or 2 @.@ 5 \" ; she didn 't . \n He said so , she didn 't . \n"
+    )
+    tokenise["main"]([*common, "--seen", "2"])
+    [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"].endswith(" He said <unk> <unk> she didn 't . \n")
+    assert "1 documents, 32 words, 43.8% of them <unk>" in capsys.readouterr().out
