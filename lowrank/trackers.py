@@ -211,7 +211,12 @@ class FrequentDirections(Tracker):
         self.used = rank
 
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        """The sketch's leading directions or, of a share of the way there, orth((1 − share) U + share · V VᵀU)."""
+        """The sketch's leading directions or, of a share of the way there, orth((1 − share) U + share · V VᵀU).
+
+        There is no step to scale: of `rate` it only matters whether it is zero.
+        """
+        if not rate:
+            return None
         directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
         leading_PWR = directions_PMW[:, : self.vectors_PWR.shape[2]].mT
         what = f"{self.name}: the sketch's directions"

@@ -6,7 +6,7 @@ from lowrank.errors import UserError
 from lowrank.growing import grown
 from lowrank.hf.calibration_store import Calibration
 from ojakv.config import OjaKVConfig
-from ojakv.plan import Plan, SideBasis, make_plan
+from ojakv.plan import Plan, SideBasis, eviction_parts, make_plan
 
 # Halvings of the range of rates.
 _STEPS = 12
@@ -22,11 +22,11 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         itemsize: bytes of a number in the model's dtype.
     """
     config = plan.config
-    if tokens < config.min_length:
-        return 1.0
     # The newest token is held, but for a prompt's.
     settled = tokens if tokens == prompt or config.compresses_tokens_alone else tokens - 1
-    if config.keep_prompt_full_rank:
+    if tokens < config.min_length:
+        staying, low = tokens, 0
+    elif config.keep_prompt_full_rank:
         staying, low = prompt, _full_periods(settled - prompt - config.recent, config)
     else:
         staying = min(config.sinks, tokens)
@@ -38,7 +38,7 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         kept = round(config.keep * candidates) if first == prompt else 0
         staying, low = staying + kept, low - kept
     # When a period's tokens leave, room is made for as many again.
-    room = max(staying + config.recent + config.full_period, tokens - low)
+    room = max(staying + config.recent + config.full_period, tokens - low) if low else grown(prompt, tokens)
     evicted = 0
     if config.eviction.is_on:
         seen_low = max(0, prompt - staying - config.recent)
@@ -54,8 +54,7 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     )
     held += len(plan.layers) * positions
     if evicted:
-        parts = next(iter(plan.layers.values()))[0].vectors_PWR.shape[0]
-        held += len(plan.layers) * 4 * low * parts
+        held += len(plan.layers) * 4 * low * eviction_parts(next(iter(plan.layers.values())))
     if config.rotates:
         held += 4 * tokens
     return held / plan.geometry.full_nbytes(tokens, itemsize)
@@ -71,8 +70,9 @@ def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, i
     row = rank * itemsize if quantisation is None else quantisation.nbytes(rank)
     held = low * parts * row + whole * width * itemsize
     if side.is_compressed and config.tracker != "fixed":
-        # A sketch has two bases' worth of rows, a sum of deferred steps one.
-        bases = 3 if config.tracker == "frequent_directions" else 1 + (config.update == "triggered")
+        # A sketch has two bases' worth of rows, a sum of deferred steps one. Until its first step a basis is the plan's.
+        bases = 2 if config.tracker == "frequent_directions" else int(config.update == "triggered" and low > 0)
+        bases += low > 0
         held += bases * parts * part_width * rank * 4
     return held
 

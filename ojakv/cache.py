@@ -21,26 +21,22 @@ from lowrank.hf.sequence_layer import SequenceLayer
 from lowrank.ops.lowrank_attention import lowrank_attention
 from lowrank.ops.rotation import Rotate, Rotation
 from ojakv.config import OjaKVConfig
-from ojakv.plan import Plan, SideBasis, make_plan
-from ojakv.sequence import OnlineSequence
+from ojakv.plan import Plan, eviction_parts, make_plan
+from ojakv.sequence import OnlineSequence, columns_of
 
 
 class OjaKVLayer(SequenceLayer):
     """One layer whose bases follow each sequence (OjaKV, Algorithm 1)."""
 
-    def __init__(self, bases: tuple[SideBasis, SideBasis], config: OjaKVConfig, index: int):
+    def __init__(self, plan: Plan, index: int):
         super().__init__()
-        self.bases, self.config, self.index = bases, config, index
+        self.plan, self.config, self.index = plan, plan.config, index
         self.record_past = False
         self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
 
     @property
     def rotates(self) -> bool:
         return self.config.rotates
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.bases = tuple(side.to(key_states.device) for side in self.bases)
-        super().lazy_initialization(key_states, value_states)
 
     def activate_past_recording(self) -> None:
         """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts.
@@ -55,8 +51,13 @@ class OjaKVLayer(SequenceLayer):
             )
         self.record_past = True
 
+    def clear(self) -> None:
+        super().clear()
+        self.record_past = False
+
     def new_sequence(self) -> OnlineSequence:
-        return OnlineSequence(self.bases, self.config, head_dim=self.head_dim, dtype=self.dtype, layer=self.index)
+        bases = self.plan.pair(self.index, self.device)
+        return OnlineSequence(bases, self.config, head_dim=self.head_dim, dtype=self.dtype, layer=self.index)
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         self._new = (key_BGQD, value_BGQD)
@@ -96,7 +97,7 @@ class OjaKVLayer(SequenceLayer):
         """Of the tokens just read, forget those that the last of them do not look at: one choice for all heads where they
         share their coefficients, one for each where it has its own."""
         present_Q = None if mask is None else _present(mask, b, past, past + key_GQD.shape[1])
-        parts = self.bases[0].vectors_PWR.shape[0]
+        parts = eviction_parts(self.plan.layers[self.index])
         score_PQ = self.config.eviction.scores(query_HQD, key_GQD, scaling, present_Q, parts=parts)
         self.sequences[b].evict(score_PQ, past, self.config.eviction)
 
@@ -106,10 +107,10 @@ class OjaKVLayer(SequenceLayer):
         """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
         outputs = []
         for b, sequence in enumerate(self.sequences):
-            key, value = sequence.rebuilt(self._rotation(b))
+            key, value, place = sequence.in_order(self._rotation(b))
             mask_1HQT = None
             if mask is not None:
-                columns = sequence.columns(mask[b if mask.shape[0] > 1 else 0, 0], query.shape[1])
+                columns = columns_of(mask[b if mask.shape[0] > 1 else 0, 0], place, query.shape[1])
                 mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return torch.cat(outputs)
@@ -131,7 +132,7 @@ class OjaKVLayer(SequenceLayer):
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
             if mask is not None:
-                mask_QT = sequence.columns(mask[b if mask.shape[0] > 1 else 0, 0], query.shape[1])
+                mask_QT = columns_of(mask[b if mask.shape[0] > 1 else 0, 0], sequence.places(), query.shape[1])
             outputs.append(
                 lowrank_attention(
                     query[b],
@@ -176,7 +177,7 @@ class OjaKVCache(LowRankCache):
             plan: from :func:`ojakv.make_plan`; many caches may share one.
         """
         geometry_of(model).check_equal(plan.geometry, "the plan")
-        super().__init__(model, {index: OjaKVLayer(bases, plan.config, index) for index, bases in plan.layers.items()})
+        super().__init__(model, {index: OjaKVLayer(plan, index) for index in plan.layers})
 
     @classmethod
     def from_model(
@@ -198,6 +199,12 @@ class OjaKVCache(LowRankCache):
     def updates(self) -> int:
         """Basis updates so far, over all layers, sides and sequences."""
         return sum(side.updates for side in self._sides())
+
+    @property
+    def refused_updates(self) -> int:
+        """Steps left out because even a small share of them would have lost more than ``max_loss``; coefficients held as
+        integers are rounded anew by every step, which alone may cost that much in int4."""
+        return sum(side.refused for side in self._sides())
 
     @property
     def kept_energy(self) -> float:

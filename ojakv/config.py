@@ -90,7 +90,7 @@ class OjaKVConfig:
     keep: float = option(
         0.0,
         help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
-        "(v2 of the paper)",
+        "(v2 of the paper); while drafting, of the first prompt alone",
     )
     observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
@@ -129,6 +129,12 @@ class OjaKVConfig:
         for key in ("sinks", "recent", "min_length"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]; 0.05 keeps 5 % of a prompt")
+        require(
+            not self.keep or self.compress != "values",
+            "keep",
+            self.keep,
+            "0 with `compress: values`: tokens are chosen by what compression takes from their keys",
+        )
         require(
             not self.query_key or (self.layout, self.rope) == ("per_head", "post"),
             "query_key",

@@ -4,6 +4,7 @@ Shapes: C = G·D joint width, G KV heads, D head dim, P parts, W width of a part
 """
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from lowrank.basis import parts_of, pca_basis
 from lowrank.hf.calibration import KEY, QUERY, ROTATED_KEY, VALUE
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import KVGeometry
+from lowrank.quantise import companding
 from lowrank.trackers import by_columns
 from ojakv.config import OjaKVConfig
 
@@ -31,6 +33,15 @@ class SideBasis:
     energy_PR: Tensor
     is_compressed: bool = True
 
+    @property
+    def parts(self) -> int:
+        return self.vectors_PWR.shape[0]
+
+    @functools.cached_property
+    def spread_PR(self) -> Tensor:
+        """What coefficients are divided by to be held as integers."""
+        return companding(self.energy_PR)
+
     def to(self, device: torch.device) -> "SideBasis":
         return dataclasses.replace(self, vectors_PWR=self.vectors_PWR.to(device), energy_PR=self.energy_PR.to(device))
 
@@ -47,13 +58,31 @@ class Plan:
     geometry: KVGeometry
     layers: dict[int, tuple[SideBasis, SideBasis]]
 
+    def pair(self, index: int, device: torch.device) -> tuple[SideBasis, SideBasis]:
+        """A layer's keys and values, on `device`; one copy there for all caches."""
+        pair = self.layers[index]
+        if pair[0].vectors_PWR.device == device:
+            return pair
+        if (index, device) not in self._elsewhere:
+            self._elsewhere[index, device] = tuple(side.to(device) for side in pair)
+        return self._elsewhere[index, device]
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[SideBasis, SideBasis]]:
+        return {}
+
     @property
     def coefficient_rate(self) -> float:
         """Coefficients of a compressed token over the numbers of an uncompressed one."""
         kept = sum(
-            side.vectors_PWR.shape[0] * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair
+            side.parts * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair
         )
         return kept / (2 * self.geometry.width * len(self.layers))
+
+
+def eviction_parts(pair: tuple[SideBasis, SideBasis]) -> int:
+    """Heads that share coefficients, of keys or of values, forget the same tokens."""
+    return min(side.parts for side in pair)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,14 +113,19 @@ class OnlineSequence:
         elif is_held:
             # The call's first token is no draft.
             query_HQD = query_HQD[:, :1]
-        self.held_prompt, self.prompt_query = False, None
+        was_held, self.held_prompt, self.prompt_query = self.held_prompt, False, None
         held = self._arrived if is_held else 0
         present = self.full_position.length - held
+        is_short = self.length - self.absent_position.shape[0] - held < config.min_length
         if is_prompt and config.keep_prompt_full_rank:
             self.has_settled = True
-            self._compress(present - self.staying, _all, unrotate=unrotate, is_prompt=True)
+            # Tokens of earlier turns that still waited when this prompt came are no part of it.
+            earlier = 0 if was_held else int((self.full_position.rows[self.staying :] < first).sum())
+            if earlier and not is_short:
+                self._compress(earlier, None, unrotate=unrotate, is_prompt=False)
+            self._compress(self.full_position.length - held - self.staying, _all, unrotate=unrotate, is_prompt=True)
             return
-        if self.length - self.absent_position.shape[0] - held < config.min_length:
+        if is_short:
             return
         if self.has_settled:
             due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
@@ -222,13 +227,10 @@ class OnlineSequence:
         is_run = low_N.dim() == 1 and len(low_N) and int(low_N[-1] - low_N[0]) == len(low_N) - 1
         self._low_run = slice(int(low_N[0]), int(low_N[-1]) + 1) if is_run else None
 
-    def columns(self, mask_QT: Tensor, heads: int) -> Tensor:
-        """A mask's columns of the tokens held, low-rank ones first, (Q, N + F), or (H, Q, N + F) where parts differ."""
-        low, full_QF = self.low_position(), mask_QT[:, self.full_position.rows.long()]
-        if low.dim() == 1:
-            return torch.cat([mask_QT[:, low], full_QF], dim=1)
-        low_HQN = mask_QT[:, low].transpose(0, 1).repeat_interleave(heads // len(low), dim=0)
-        return torch.cat([low_HQN, full_QF.expand(heads, -1, -1)], dim=2)
+    def places(self) -> Tensor:
+        """Of all tokens held, low-rank ones first, (N + F,) int64, or (P, N + F) where parts differ."""
+        low, full_F = self.low_position(), self.full_position.rows.long()
+        return torch.cat([low, full_F.expand(*low.shape[:-1], -1)], dim=-1)
 
     def rebuilt(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens held, low-rank ones first, (G, N + F, D) each."""
@@ -243,13 +245,20 @@ class OnlineSequence:
         value_GND = self.value.operands().rebuilt()
         return torch.cat([key_GND, self.key.full.rows], 1), torch.cat([value_GND, self.value.full.rows], 1)
 
+    def in_order(self, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as they followed one another, for attention that takes causality from that, and their places."""
+        place, order = self.places().sort(dim=-1)
+        index_PND = torch.atleast_2d(order)[:, :, None]
+        key_GND, value_GND = self.rebuilt(rotation)
+        return key_GND.take_along_dim(index_PND, dim=1), value_GND.take_along_dim(index_PND, dim=1), place
+
     def dense(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """The same in their places, (G, T, D) each; zero where there was padding. Not for a sequence with evicted tokens."""
-        order_N = torch.cat([self.low_position(), self.full_position.rows.long()])
+        place_N = self.places()
 
         def placed(rows_GND: Tensor) -> Tensor:
             states_GTD = rows_GND.new_zeros(rows_GND.shape[0], self.length, rows_GND.shape[2])
-            states_GTD[:, order_N] = rows_GND
+            states_GTD[:, place_N] = rows_GND
             return states_GTD
 
         key_GND, value_GND = self.rebuilt(rotation)
@@ -272,7 +281,8 @@ class OnlineSequence:
         self.absent_position = self.absent_position[self.absent_position < length]
         if self.prompt_query is not None:
             self.prompt_query = self.prompt_query[:, :length].clone()
-        self.has_settled = self.has_settled and length > 0  # what comes next is a first prompt again
+        # Where the first tokens are gone, those that come next are the first.
+        self.has_settled = self.has_settled and length - self.absent_position.shape[0] >= max(1, self.config.sinks)
         self.length = length
         self._note_run()
 
@@ -293,6 +303,13 @@ class OnlineSequence:
             yield POSITIONS, self._low_place.buffer
         if self.prompt_query is not None:
             yield BUFFERS, self.prompt_query
+
+
+def columns_of(mask_QT: Tensor, place: Tensor, heads: int) -> Tensor:
+    """A mask's columns of tokens at given places, (N,) or (P, N) → (Q, N), or (H, Q, N) where parts differ."""
+    if place.dim() == 1:
+        return mask_QT[:, place]
+    return mask_QT[:, place].transpose(0, 1).repeat_interleave(heads // len(place), dim=0)
 
 
 def _all(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:

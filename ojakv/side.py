@@ -16,7 +16,6 @@ from lowrank.growing import GrowingTensor
 from lowrank.memory import BASES, BUFFERS, FULL_RANK
 from lowrank.moved_basis import moment, turned
 from lowrank.ops.lowrank_attention import Operands
-from lowrank.quantise import companding
 from lowrank.trackers import FixedTracker, FrequentDirections, NewRows, OjaTracker, Tracker
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
@@ -48,11 +47,12 @@ class OnlineSide:
         self.start = start
         quantisation = config.quantisation if start.is_compressed else None
         # Unquantised coefficients are divided by nothing.
-        self.spread_PR = None if quantisation is None else companding(start.energy_PR)
+        self.spread_PR = None if quantisation is None else start.spread_PR
         self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self._operands: Operands | None = None
         self.updates = 0
+        self.refused = 0  # steps that would have lost too much
         self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
         self.rounding = 0.0  # share of their energy that holding the latest coefficients as integers cost
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
@@ -149,14 +149,17 @@ class OnlineSide:
             if kept >= 1 - self.config.max_loss:
                 break
         else:
+            self.refused += 1
+            if is_triggered:
+                self.tracker.defer(new)
             return
         if is_triggered:
             left = _residual(new.rows_PNW, new_PWR)
-            self.regret += _residual(new.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1
+            self.regret += max(0.0, _residual(new.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1)
             if self.regret <= self.config.trigger:
                 self.tracker.defer(new)
                 return
-            self.regret = 0.0
+        self.regret = 0.0
         self.tracker.move_to(new_PWR)
         self.updates += 1
         self.kept_energy *= kept

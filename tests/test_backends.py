@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from methods import METHODS, tiny_model
+from methods import METHODS, calibration_of, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowrank.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig
 
 PICKED = [method for method in METHODS if method.name in ("ojakv-pf", "ojakv-pf-reconstruct", "ojakv-joint", "dynakv")]
 
@@ -36,9 +37,10 @@ def test_eager_runs_where_it_was_asked_for(method, monkeypatch):
     torch.testing.assert_close(logits_on("eager", method), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
-def test_flash_is_told_of_padding_and_nothing_else(method, monkeypatch):
-    """Flash attention needs a GPU; a stand-in with its contract (causal, two-dimensional padding mask) takes its place."""
+@pytest.fixture
+def flash(monkeypatch):
+    """Flash attention needs a GPU; a stand-in with its contract (causal, two-dimensional padding mask) takes its place. Gives
+    a function that puts it there, and the masks it was called with."""
     calls = []
 
     def stand_in(module, query, key, value, attention_mask, **kwargs):
@@ -54,10 +56,31 @@ def test_flash_is_told_of_padding_and_nothing_else(method, monkeypatch):
         scores = (query @ key.mT * kwargs["scaling"]).masked_fill(~mask, torch.finfo(query.dtype).min)
         return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
 
+    return lambda: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", stand_in_for_sdpa(stand_in)), calls
+
+
+@pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
+def test_flash_is_told_of_padding_and_nothing_else(method, flash):
     expected = logits_on("sdpa", method)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", stand_in_for_sdpa(stand_in))
+    put_in_place, calls = flash
+    put_in_place()
     torch.testing.assert_close(logits_on("sdpa", method), expected, atol=1e-4, rtol=0)
     assert any(mask is not None for mask in calls), "the padded prompt must have reached the backend"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [{}, {"layout": "per_head", "rope": "post"}], ids=["joint", "per_head"])
+def test_flash_is_given_what_eviction_left_in_order(layout, flash):
+    """It knows no places, only that what comes later is newer."""
+    ids = torch.randint(1, 97, (1, 100), generator=torch.Generator().manual_seed(5))
+    logits = []
+    for prepare in (lambda: None, flash[0]):
+        model = tiny_model()
+        prepare()
+        config = OjaKVConfig(rate=1.0, prefill="reconstructed", eviction={"keep": 0.5, "window": 8}, **layout)
+        cache = OjaKVCache.from_model(model, config, bases=calibration_of(model))
+        logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([60, 40], dim=1)], 1))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)
 
 
 def stand_in_for_sdpa(flash):

@@ -32,6 +32,7 @@ MAKERS = {
     "dynakv": make_dynakv,
     "ojakv-joint": make_preset("ojakv-joint"),
     "ojakv-joint-rebuilt": make_preset("ojakv-joint", attention="reconstruct"),
+    "ojakv-joint-values-alone": make_preset("ojakv-joint", compress="values"),
     "ojakv-pf": make_preset("ojakv-pf"),
     "per-head-before-rotation": make_preset("ojakv-joint", layout="per_head"),
     "per-head-before-rotation-rebuilt": make_preset("ojakv-joint", layout="per_head", attention="reconstruct"),
@@ -46,10 +47,7 @@ def ids():
 
 def places_of(sequence) -> torch.Tensor:
     """Places of the tokens a sequence still has, (1 or P, N)."""
-    if hasattr(sequence, "places"):
-        return sequence.places()[None]
-    low = torch.atleast_2d(sequence.low_position())
-    return torch.cat([low, sequence.full_position.rows.long().expand(len(low), -1)], dim=1).sort().values
+    return torch.atleast_2d(sequence.places()).sort().values
 
 
 def test_scores_are_the_windows_attention():

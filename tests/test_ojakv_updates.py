@@ -53,6 +53,35 @@ def test_triggered_updates_reach_the_same_residual_with_fewer_steps():
     assert residuals["triggered"] <= 1.01 * residuals["periodic"]
 
 
+def test_what_triggered_steps_were_put_off_for_is_settled_by_a_prompt():
+    rows = turning_stream(2, 320)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
+    side = new_side(start, update="triggered", trigger=1e6)
+    run(side, rows, 32)
+    assert side.regret > 0
+    side.follow(rows[:, :64], is_prompt=True)
+    assert side.regret == 0
+
+
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+def test_a_rate_of_zero_leaves_the_basis(tracker):
+    rows = turning_stream(2, 320)
+    start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
+    side = new_side(start, tracker=tracker, learning_rate=0.0, decode_learning_rate=0.0)
+    run(side, rows, 32)
+    assert side.updates == 0
+    assert torch.equal(side.tracker.vectors_PWR[0], start)
+
+
+def test_refused_steps_are_counted():
+    rows = turning_stream(6, 128)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
+    side = new_side(start, max_loss=0.0)
+    run(side, rows, 32)
+    assert side.updates + side.refused == 24 + 1  # two steps on the prompt
+    assert side.refused > 0
+
+
 def test_no_update_loses_more_stored_energy_than_allowed():
     rows = turning_stream(6, 128)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
