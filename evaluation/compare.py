@@ -76,7 +76,7 @@ class CompareConfig:
             self.byte_rates,
             "given where there is no checkpoint",
         )
-        require(bool(self.texts), "texts", self.texts, "at least one text")
+        check_texts(self.texts)
         require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
         require(0 <= self.prefix < self.block_length, "prefix", self.prefix, "below `block_length`")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
@@ -87,10 +87,15 @@ class CompareConfig:
         require(bool(self.storages), "storages", self.storages, "at least one; `model` holds coefficients as they are")
         unknown = set(self.presets) - set(PRESETS)
         require(not unknown, "presets", sorted(unknown), f"among {', '.join(PRESETS)}")
-        exact = [name for name in self.presets if self.preset(name).prefill == "exact"]
+        self.check_is_read("presets", [name for name in self.presets if self.preset(name).prefill == "exact"])
+        self.check_is_read("baselines", self.baselines)
+        self.check_is_read("checkpoint", self.checkpoint if self.prefill == "exact" else [])
+
+    def check_is_read(self, key: str, exact: list[str]) -> None:
+        """Whatever leaves the prompt's own attention exact would score as the full cache does in one pass."""
         require(
             self.prefix > 0 or not exact,
-            "presets",
+            key,
             exact,
             "without exact prefill where `prefix` is 0: in one pass nothing they compress is ever read",
         )
@@ -124,9 +129,11 @@ def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
     A preset's rate is set, for each text, so that its cache takes the bytes the first checkpoint's took there; further
     rows follow for `byte_rates`.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the comparison's plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'")
+    check_plot()
     settings = [read_config(directory) for directory in config.checkpoint]
+    if config.prefill is None:
+        found = zip(config.checkpoint, settings, strict=True)
+        config.check_is_read("checkpoint", [directory for directory, of in found if of.compressor.prefill == "exact"])
     name = config.model or settings[0].base_model
     model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
@@ -184,6 +191,19 @@ def _measurements(
             makers = [quantised_maker(model, baseline)]
         for maker in makers:
             yield measure(baseline, label, maker)
+
+
+def check_plot() -> None:
+    """Raise :class:`UserError` now rather than when the first rows are written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the comparison's plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'")
+
+
+def check_texts(texts: list[TextConfig]) -> None:
+    """Raise :class:`UserError` unless there are texts, each under a label of its own."""
+    require(bool(texts), "texts", texts, "at least one text")
+    labels = [text.label for text in texts]
+    require(len(set(labels)) == len(labels), "texts", labels, "of different labels")
 
 
 def read_texts(

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.perplexity import cache_bytes
-from lowrank.errors import UserError
+from lowrank.config import require
 from lowrank.hf.geometry import geometry_of
+from lowrank.hf.loading import check_length
 
 # fmt: off
 WORDS = (
@@ -38,18 +39,14 @@ class LookupScore:
     full_bytes: int
 
     @property
-    def accuracy(self) -> float:
-        return self.right / self.asked
-
-    @property
     def rate(self) -> float:
         return self.cache_bytes / self.full_bytes
 
 
 def lookup_prompts(count: int, facts: int, seed: int) -> list[tuple[str, str]]:
     """`count` pairs (prompt, answer); a prompt lists `facts` facts, of which one is asked."""
-    if facts < 1:
-        raise UserError(f"`facts` must be at least 1, got {facts}")
+    require(count >= 1, "prompts", count, "at least 1")
+    require(facts >= 1, "facts", facts, "at least 1")
     generator = random.Random(seed)
     pairs = []
     for _ in range(count):
@@ -77,6 +74,7 @@ def score_lookup(
     right = held = full = 0
     for prompt, answer in tqdm(pairs, desc=description, leave=False):
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
+        check_length(model, ids.shape[1], "facts")
         expected = tokenizer(answer, add_special_tokens=False).input_ids
         cache, given = make_cache(), []
         token = ids

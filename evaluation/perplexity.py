@@ -14,9 +14,11 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from evaluation.baselines import quantised_tensors
+from lowrank.config import require
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.layer import MAX_DECODE_QUERIES
+from lowrank.hf.loading import check_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,12 @@ class Score:
     @property
     def rate(self) -> float:
         return self.cache_bytes / self.full_bytes
+
+
+def check_split(model: PreTrainedModel, tokens: int, prefix: int) -> None:
+    """Raise :class:`UserError` unless a text of `tokens` is a prompt of `prefix` and something after it."""
+    check_length(model, tokens, "prefix + tokens")
+    require(0 < prefix < tokens, "prefix", prefix, f"between 0 and the text's {tokens} tokens")
 
 
 def cache_bytes(cache: Cache, layers: Sequence[int]) -> int:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evaluation.perplexity import check_split
 from lowrank.basis import parts_of, pca_basis
 from lowrank.hf.calibration import KEY, ROTATED_KEY, VALUE, observe
 from lowrank.hf.calibration_store import Calibration
-from lowrank.hf.loading import check_length
 from lowrank.metrics import relative_error, subspace_overlap
 from ojakv import OjaKVConfig, make_plan
 from ojakv.plan import SideBasis
@@ -61,9 +61,9 @@ def measure_shift(
         configs: name of the update → settings; only what concerns bases and steps matters.
 
     Raises:
-        UserError: the text is longer than the model's positions.
+        UserError: no prompt, nothing after it, or more than the model's positions.
     """
-    check_length(model, len(tokens_T), "prefix + tokens")
+    check_split(model, len(tokens_T), prefix)
     states: dict[tuple[int, str], list[Tensor]] = {}
     observe(
         model,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import dynakv
-from evaluation.compare import Row, TextConfig, comparison_row, read_texts, write_comparison
+from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
 from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
 from lowrank.config import option, read_yaml, require, section
@@ -67,7 +67,7 @@ class SweepConfig:
         require(bool(self.targets or self.alphas), "targets", self.targets, "given, or `alphas`")
         require(all(0 < rate <= 1 for rate in self.targets), "targets", self.targets, "numbers in (0, 1]")
         require(all(alpha >= 0 for alpha in self.alphas), "alphas", self.alphas, "zero or positive")
-        require(bool(self.texts), "texts", self.texts, "at least one text")
+        check_texts(self.texts)
         require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
         labels = [variant.label for variant in self.variants]
@@ -113,15 +113,17 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
+    check_plot()
     gradients = starts_from_gradients(config)
-    name = expand(str(read_yaml(config.train).get("model")))
+    recipe = read_yaml(config.train)
+    name = expand(str(recipe.get("model")))
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     model = load_model(name, dtype=config.dtype)
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
     extra = {"gradients": True} if gradients else {}
-    _check_same(output / CALIBRATION, dataclasses.asdict(config.calibration) | extra)
+    _check_same(output / CALIBRATION, {"model": name} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
         calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
@@ -133,7 +135,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
-        _check_same(directory / POINT, {"arguments": arguments, "measured": measured})
+        _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*command, *arguments])
             dynakv.attach(model, checkpoint)
@@ -159,7 +161,10 @@ def starts_from_gradients(config: SweepConfig) -> bool:
     Raises:
         UserError: such a run would have a price and no target.
     """
-    start = (read_yaml(config.train).get("calibration") or {}).get("start", PCA)
+    calibration = read_yaml(config.train).get("calibration") or {}
+    if not isinstance(calibration, dict):
+        raise UserError(f"`calibration` must be a section with keys, got {calibration!r} in {config.train}")
+    start = calibration.get("start", PCA)
     starts = {variant.label: _given(variant.arguments, START, start) for variant in _variants(config)}
     found = [label for label, given in starts.items() if given != PCA]
     if found and config.alphas:
@@ -175,6 +180,8 @@ def _given(arguments: list[str], flag: str, default: str) -> str:
     for place in reversed(range(len(arguments))):
         name, equals, value = arguments[place].partition("=")
         if name == flag:
+            if not equals and place + 1 == len(arguments):
+                raise UserError(f"`arguments` ends with `{flag}`, which needs a value")
             return value if equals else arguments[place + 1]
     return default
 

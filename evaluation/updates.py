@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from evaluation.perplexity import check_split
 from lowrank.hf.layer import MAX_DECODE_QUERIES
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 from ojakv.cache import OjaKVLayer
@@ -52,7 +53,11 @@ def measure_updates(
         calibration: of this model.
         text: the text's name in the rows.
         configs: name of the rule → settings.
+
+    Raises:
+        UserError: no prompt, nothing after it, or more than the model's positions.
     """
+    check_split(model, len(tokens_T), prefix)
     ids = tokens_T[None].to(model.device)
     exact = DynamicCache(config=model.config)
     model(ids, past_key_values=exact, logits_to_keep=1)

@@ -178,12 +178,6 @@ class RaggedStore:
             bucket.keep(stays_N, new_N[stays_N].to(self.index_dtype))
         self.length = len(row_N)
 
-    def trim(self) -> None:
-        """Give back all room to grow."""
-        self.memo = None
-        for bucket in self._buckets.values():
-            bucket.reserve(0)
-
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""
         copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)

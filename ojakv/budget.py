@@ -1,7 +1,9 @@
 """How many bytes a cache will hold, and the rate at which it holds a given share."""
 
 import dataclasses
+import math
 
+from lowrank.config import require
 from lowrank.errors import UserError
 from lowrank.growing import grown
 from lowrank.hf.calibration_store import Calibration
@@ -82,9 +84,14 @@ def plan_for_bytes(
 ) -> Plan:
     """`config` at the highest rate whose cache takes at most `share` of the uncompressed bytes.
 
+    Ranks by energy know no rate; they are then that rate's share of every width.
+
     Raises:
-        UserError: what does not depend on the rate (tokens at full rank) already takes more.
+        UserError: a number out of range, or what does not depend on the rate (tokens at full rank) already takes more.
     """
+    require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
+    require(tokens >= 1, "tokens", tokens, "at least 1")
+    require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
     config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
 
     def planned(rate: float) -> tuple[Plan, float]:

@@ -38,8 +38,8 @@ class SideBasis:
         return self.vectors_PWR.shape[0]
 
     @functools.cached_property
-    def spread_PR(self) -> Tensor:
-        """What coefficients are divided by to be held as integers."""
+    def spread(self) -> Tensor:
+        """What coefficients are divided by to be held as integers, (P, R) fp32."""
         return companding(self.energy_PR)
 
     def to(self, device: torch.device) -> "SideBasis":
@@ -74,9 +74,7 @@ class Plan:
     @property
     def coefficient_rate(self) -> float:
         """Coefficients of a compressed token over the numbers of an uncompressed one."""
-        kept = sum(
-            side.parts * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair
-        )
+        kept = sum(side.parts * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair)
         return kept / (2 * self.geometry.width * len(self.layers))
 
 

@@ -47,7 +47,7 @@ class OnlineSide:
         self.start = start
         quantisation = config.quantisation if start.is_compressed else None
         # Unquantised coefficients are divided by nothing.
-        self.spread_PR = None if quantisation is None else start.spread_PR
+        self.spread_PR = None if quantisation is None else start.spread
         self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self._operands: Operands | None = None

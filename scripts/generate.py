@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
     given = {"storage": arguments.storage, "eviction": None if arguments.evict is None else {"keep": arguments.evict}}
     dynakv.configure(model, **{key: value for key, value in given.items() if value is not None})
     inputs = encode(tokenizer, arguments).to(model.device)
+    if not inputs["input_ids"].numel():
+        raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
     torch.manual_seed(arguments.seed)
     sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}

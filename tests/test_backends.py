@@ -39,8 +39,8 @@ def test_eager_runs_where_it_was_asked_for(method, monkeypatch):
 
 @pytest.fixture
 def flash(monkeypatch):
-    """Flash attention needs a GPU; a stand-in with its contract (causal, two-dimensional padding mask) takes its place. Gives
-    a function that puts it there, and the masks it was called with."""
+    """A function that puts a stand-in with flash attention's contract (causal, two-dimensional padding mask), which itself
+    needs a GPU, in sdpa's place; and the masks the stand-in was called with."""
     calls = []
 
     def stand_in(module, query, key, value, attention_mask, **kwargs):

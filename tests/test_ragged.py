@@ -35,7 +35,6 @@ operations = st.lists(
         st.tuples(st.sampled_from(["append", "append few"]), st.lists(st.integers(0, WIDTH), min_size=1, max_size=9)),
         st.tuples(st.just("crop"), st.integers(0, 12)),
         st.tuples(st.just("clone"), st.just(0)),
-        st.tuples(st.just("trim"), st.just(0)),
     ),
     max_size=40,
 )
@@ -58,10 +57,8 @@ def test_any_sequence_of_operations_matches_a_list(steps):
             length = max(0, len(rows) - argument)
             store.crop(length)
             rows = rows[:length]
-        elif name == "clone":
-            store = store.clone()
         else:
-            store.trim()
+            store = store.clone()
         check_against(store, rows)
 
 

@@ -47,6 +47,9 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     error = mistake("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
     assert "begun with other settings" in error
+    # So is a training run that says something else than when the sweep was begun.
+    four_steps.write_text(yaml.safe_dump({**yaml.safe_load(four_steps.read_text()), "seed": 5}))
+    assert "begun with other settings" in mistake("scripts/sweep.py", "--config", path, "--output", output)
 
 
 def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):

@@ -158,7 +158,10 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
         if tokens_to_remove and self.is_initialized:
-            self.shorten(self.get_seq_length() + tokens_to_remove)
+            held = self.get_seq_length()
+            if held + tokens_to_remove < 0:
+                raise UserError(f"the cache holds {held} tokens and cannot be cropped by {-tokens_to_remove}")
+            self.shorten(held + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowrank.config import require
 from lowrank.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,7 +48,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def check_length(model: PreTrainedModel, length: int, key: str) -> None:
-    """Raise :class:`UserError` when sequences of `length` tokens do not fit the model's positions."""
+    """Raise :class:`UserError` unless sequences of `length` tokens are some, and fit the model's positions."""
+    require(length >= 1, key, length, "at least 1 token")
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise UserError(f"`{key}` is {length} tokens, but this model has {limit} positions; use at most {limit}")

@@ -17,6 +17,7 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
         ({"rate": 1.5}, r"`rate` must be in \(0, 1\]"),
         ({"layout": "joint", "query_key": True}, "`query_key` must be false with layout joint"),
         ({"keep": -0.1}, r"`keep` must be in \[0, 1\]"),
+        ({"keep": 0.1, "compress": "values"}, "`keep` must be 0 with `compress: values`"),
         ({"update_period": 0}, "`update_period` must be at least 1"),
         ({"score_pool": 4}, "`score_pool` must be odd"),
         ({"lerning_rate": 0.1}, "did you mean `learning_rate`"),
@@ -133,6 +134,27 @@ def test_no_rate_meets_impossible_bytes(calibration):
     settings = {"prompt": 50, "tokens": 50, "itemsize": 4}
     with pytest.raises(UserError, match="no rate brings this cache to 0.100 .* at 50 tokens"):
         plan_for_bytes(calibration, dataclasses.replace(OjaKVConfig(), recent=30), 0.1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("share", "settings", "message"),
+    [
+        (float("nan"), {}, "`share` must be positive"),
+        (0.5, {"tokens": 0, "prompt": 0}, "`tokens` must be at least 1"),
+        (0.5, {"prompt": 60}, r"`prompt` must be between 0 and `tokens` \(50\)"),
+    ],
+)
+def test_a_plan_for_impossible_numbers_is_refused(calibration, share, settings, message):
+    with pytest.raises(UserError, match=message):
+        plan_for_bytes(calibration, OjaKVConfig(), share, **{"prompt": 50, "tokens": 50, "itemsize": 4, **settings})
+
+
+@torch.no_grad()
+def test_a_crop_of_more_than_is_held_is_refused(model, calibration, ids):
+    cache = OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration)
+    model(ids, past_key_values=cache)
+    with pytest.raises(UserError, match="holds 150 tokens and cannot be cropped by 151"):
+        cache.crop(-151)
 
 
 @torch.no_grad()
