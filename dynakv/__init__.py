@@ -4,7 +4,7 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 """
 
 from dynakv.attach import add_compressors, configure, detach, open_gates, use_ragged_cache
-from dynakv.cache import DynaKVCache, compressors, token_compressors
+from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
 from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
 from dynakv.start import initialise_from_gradients, initialise_from_moments
@@ -21,6 +21,7 @@ __all__ = [
     "initialise_from_checkpoint",
     "initialise_from_gradients",
     "initialise_from_moments",
+    "is_attached",
     "open_gates",
     "save_compressor",
     "save_full",

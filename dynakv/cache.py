@@ -10,6 +10,11 @@ from lowrank.hf.geometry import attention_modules
 from lowrank.hf.ragged_layer import RaggedLayer
 
 
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether the model has compressors."""
+    return any(TRANSFORM in module._modules for module in attention_modules(model).values())
+
+
 def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
     """Layer index → its compressor. Raises :class:`UserError` when the model has none."""
     found = {

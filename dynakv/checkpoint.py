@@ -22,7 +22,7 @@ from lowrank.config import build, to_dict
 from lowrank.errors import UserError
 from lowrank.hf import full_checkpoint
 from lowrank.hf.attention import TRANSFORM
-from lowrank.hf.geometry import KVGeometry, geometry_of
+from lowrank.hf.geometry import KVGeometry, geometry_of, warn_of_another
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 
@@ -75,15 +75,15 @@ def write_compressor(
 
 
 def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: dict[str, Any] | None = None) -> None:
-    """Write a compressor checkpoint, whole or not at all; an existing `directory` is replaced.
+    """Write a compressor checkpoint, whole or not at all; an earlier one in `directory` is replaced.
 
     Raises:
-        UserError: a projection cannot be inverted; nothing is written.
+        UserError: a projection cannot be inverted, or `directory` holds something else; nothing is written.
     """
     for layer in compressors(model).values():
         layer.key.projection.check_condition()
         layer.value.projection.check_condition()
-    with new_directory(directory) as partial:
+    with new_directory(directory, WEIGHTS) as partial:
         write_compressor(model, partial, compressor_state(model), summary)
 
 
@@ -120,13 +120,15 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
         overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``storage="int8"`` or
             ``threshold=0.2``.
 
+    Warns where it was trained on a model of the same shape but another name.
+
     Raises:
         UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown or out
             of range. The model is then unchanged.
     """
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
-    geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
+    _check_model(model, config, directory)
     state = read_state(Path(directory) / WEIGHTS)
     add_compressors(model, settings)
     load_state(model, state, str(directory))
@@ -143,7 +145,7 @@ def initialise_from_checkpoint(model: PreTrainedModel, directory: str | Path) ->
             `truncation`. The model is then unchanged.
     """
     config, settings = read_config(directory), settings_of(model)
-    geometry_of(model).check_equal(config.geometry, f"the checkpoint `{directory}`")
+    _check_model(model, config, directory)
     for key in WEIGHTS_DEPEND_ON:
         trained, wanted = getattr(config.compressor, key), getattr(settings, key)
         if trained != wanted:
@@ -152,6 +154,12 @@ def initialise_from_checkpoint(model: PreTrainedModel, directory: str | Path) ->
                 f"`compressor.{key}` to that, or start without `initial_checkpoint`"
             )
     load_state(model, read_state(Path(directory) / WEIGHTS), str(directory))
+
+
+def _check_model(model: PreTrainedModel, config: CheckpointConfig, directory: str | Path) -> None:
+    what = f"the checkpoint `{directory}`"
+    geometry_of(model).check_equal(config.geometry, what)
+    warn_of_another(model, config.base_model, what, "attach it to the model it was trained on, or train one for this")
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -61,6 +61,10 @@ def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 
     return task + alpha * (soft_L2 * cost_2 / cost_2.mean()).mean().square()
 
 
+# Of α over where it started: e²⁰ is half a billion.
+_LARGEST_EXPONENT = 20.0
+
+
 class RateController:
     """Holds a target hard retain rate by a dual update of α.
 
@@ -92,11 +96,16 @@ class RateController:
         goal = self.first + (self.target - self.first) * way
         error = hard_rate - goal
         self.sum += error / 40
-        self.alpha = self.start * math.exp(self.gain * (error + self.sum))
+        # A rate that cannot be brought to its goal would go on adding up for ever.
+        exponent = self.gain * (error + self.sum)
+        if abs(exponent) > _LARGEST_EXPONENT:
+            self.sum -= error / 40
+            exponent = math.copysign(_LARGEST_EXPONENT, exponent)
+        self.alpha = self.start * math.exp(exponent)
 
     def state(self) -> dict[str, float | None]:
         """What a resumed run needs to go on exactly."""
-        return {"alpha": self.alpha, "sum": self.sum, "first": self.first}
+        return {"start": self.start, "alpha": self.alpha, "sum": self.sum, "first": self.first}
 
     def load(self, state: dict[str, float | None]) -> None:
-        self.alpha, self.sum, self.first = state["alpha"], state["sum"], state.get("first", 1.0)
+        self.start, self.alpha, self.sum, self.first = (state[key] for key in ("start", "alpha", "sum", "first"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import dynakv
 from dynakv.checkpoint import read_config
 from evaluation.baselines import BASELINES, SNAPKV, quantised_maker, snapkv_maker
 from evaluation.perplexity import Score, full_cache, score
-from lowrank.atomic import write_text
+from lowrank.atomic import write_bytes, write_text
 from lowrank.config import option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
@@ -223,7 +224,9 @@ def write_comparison(directory: str | Path, model: str, rows: list[Row]) -> None
     values = {"model": model, "rows": [dataclasses.asdict(row) for row in rows]}
     write_text(directory / "comparison.json", json.dumps(values, indent=2) + "\n")
     write_text(directory / "comparison.md", markdown(model, rows))
-    figure.savefig(directory / "pareto.png", dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_bytes(directory / "pareto.png", picture.getvalue())
 
 
 def markdown(model: str, rows: list[Row]) -> str:

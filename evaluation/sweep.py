@@ -24,7 +24,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
-START, PCA = "--calibration.start", "pca"
+START, PCA, COMPRESSOR = "--calibration.start", "pca", "compressor"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 
@@ -116,6 +116,11 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     check_plot()
     gradients = starts_from_gradients(config)
     recipe = read_yaml(config.train)
+    for variant in _variants(config):
+        trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
+        require(
+            trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
+        )
     name = expand(str(recipe.get("model")))
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
@@ -125,8 +130,9 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     extra = {"gradients": True} if gradients else {}
     _check_same(output / CALIBRATION, {"model": name} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
-        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
-        calibration.save(bases, model=name, text=config.calibration.name, tokens=config.calibration.tokens)
+        blocks_NT = config.calibration.blocks(tokenizer)
+        calibration = Calibration.from_text(model, blocks_NT, gradients=gradients)
+        calibration.save(bases, model=name, text=config.calibration.name, tokens=blocks_NT.numel())
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
@@ -207,8 +213,6 @@ def _train(directory: Path, command: list[str]) -> Path:
             raise UserError(
                 f"training of {directory} ended with status {done.returncode}, see above; start the sweep again to go on"
             )
-        if not checkpoint.exists():
-            raise UserError(f"training left no {checkpoint}; a sweep needs `trainable: compressor`")
     return checkpoint
 
 

@@ -7,14 +7,31 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowrank.errors import UserError
+
+
+def check_replaceable(target: str | Path, known_by: str) -> None:
+    """Raise :class:`UserError` unless `target` is free, an empty directory, or one that holds a file named `known_by`."""
+    target = Path(target)
+    if target.is_symlink() or target.exists() and not target.is_dir():
+        raise UserError(f"`{target}` is a file or a link, and a directory is to be written there; choose another name")
+    if target.is_dir() and any(target.iterdir()) and not (target / known_by).exists():
+        raise UserError(
+            f"`{target}` holds other things and no `{known_by}`, so that replacing it would lose them; choose another name"
+        )
+
 
 @contextlib.contextmanager
-def new_directory(target: str | Path) -> Iterator[Path]:
+def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
     """Yield an empty directory that takes the name `target` only if the block ends without an exception.
 
     An existing `target` is moved aside until the new one has its name, and moved back if that fails; it is deleted last.
+
+    Raises:
+        UserError: see :func:`check_replaceable`; nothing is written.
     """
     target = Path(target)
+    check_replaceable(target, known_by)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
     _make_readable(partial, 0o777)
@@ -37,12 +54,17 @@ def new_directory(target: str | Path) -> Iterator[Path]:
 
 def write_text(target: str | Path, text: str) -> None:
     """Write a whole text file under its final name in one step."""
+    write_bytes(target, text.encode("utf-8"))
+
+
+def write_bytes(target: str | Path, content: bytes) -> None:
+    """Write a whole file under its final name in one step."""
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", delete=False) as file:
         partial = Path(file.name)
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         _make_readable(partial, 0o666)
         os.replace(partial, target)
     finally:

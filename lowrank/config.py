@@ -228,7 +228,10 @@ def _yaml(text: str) -> Any:
 
 def _set(values: dict, path: list[str], value: Any) -> None:
     for name in path[:-1]:
-        values = values.setdefault(name, {})
+        # An empty section of a file is None.
+        if values.get(name) is None:
+            values[name] = {}
+        values = values[name]
         if not isinstance(values, dict):
             raise UserError(f"`{name}` must be a section with keys, got {values!r}")
     values[path[-1]] = value

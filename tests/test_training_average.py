@@ -41,8 +41,8 @@ def test_what_is_settled_and_measured_is_the_mean(training_values, averaged, tmp
     assert mean["heldout"]["text.jsonl"] != last["heldout"]["text.jsonl"]
     config = build(TrainConfig, merged({**training_values, "output": "unused"}, AVERAGED))
     model = dynakv.attach(AutoModelForCausalLM.from_pretrained(training_values["model"]), averaged / "checkpoint")
-    blocks_NT = heldout_blocks(config, AutoTokenizer.from_pretrained(training_values["model"]))["text.jsonl"]
-    assert measure(model.eval(), blocks_NT) == mean["heldout"]["text.jsonl"]
+    batches = heldout_blocks(config, AutoTokenizer.from_pretrained(training_values["model"]))["text.jsonl"]
+    assert measure(model.eval(), batches) == mean["heldout"]["text.jsonl"]
 
 
 def test_a_resumed_run_ends_with_the_same_mean(training_values, averaged, tmp_path):

@@ -10,14 +10,15 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from families import BY_NAME
 from methods import calibration_moments, spread_gates
+from tokenizers import processors
 from torch.utils.data import DataLoader
 
 import dynakv
 from dynakv import DynaKVConfig
 from evaluation.compare import TextConfig, read_texts
 from lowrank.errors import UserError
-from lowrank.text import CalibrationText, blocks, hold_out, load_documents
-from training.data import TrainingBlocks
+from lowrank.text import CalibrationText, blocks, document_blocks, hold_out, load_documents, tokens_of
+from training.data import Batch, TrainingBlocks
 
 LENGTH = 48
 
@@ -43,6 +44,10 @@ def stream_of(texts, *, streaming=False, share=0.0, **options):
     return TrainingBlocks(sources, [1, 2], byte_tokenizer(), LENGTH, seed=3, shuffle_buffer=8, **options)
 
 
+def first_ids(stream, count):
+    return torch.cat([batch.ids_BT for batch in stream.first(count)])
+
+
 def take(stream, count):
     return list(itertools.islice(stream, count))
 
@@ -50,7 +55,7 @@ def take(stream, count):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_order_is_the_same_under_any_processes_and_workers(texts, streaming, workers):
-    whole = stream_of(texts, streaming=streaming).first(48)
+    whole = first_ids(stream_of(texts, streaming=streaming), 48)
     # Starting workers takes seconds.
     for world in (1, 2, 3) if not workers else (2,):
         parts = [stream_of(texts, streaming=streaming).part(batch=2, rank=rank, world=world) for rank in range(world)]
@@ -82,7 +87,7 @@ def test_a_cursor_goes_on_where_its_batch_ended(texts, streaming):
 
 
 def test_mixtures_follow_their_weights(texts):
-    text = [byte_tokenizer().decode(ids) for ids in stream_of(texts).first(300)]
+    text = [byte_tokenizer().decode(ids) for ids in first_ids(stream_of(texts), 300)]
     of_b = sum("b" in block for block in text) / len(text)
     assert of_b == pytest.approx(2 / 3, abs=0.08)
 
@@ -129,6 +134,33 @@ def test_a_document_in_a_packed_block_is_a_document_alone(name, backend):
         assert (leaking - together).abs().max() > 1e-2, "without positions the documents would mix"
 
 
+def test_held_out_blocks_keep_documents_apart_as_training_does(texts):
+    tokenizer = byte_tokenizer()
+    ids_NT, starts_NT = document_blocks(load(texts / "a.jsonl"), tokenizer, LENGTH, 8)
+    batch = Batch.of(ids_NT, starts_NT)
+    for ids, positions in zip(ids_NT, batch.position_BT, strict=True):
+        starts = [0] + [t + 1 for t in range(LENGTH - 1) if ids[t] == tokenizer.eos_token_id]
+        assert positions.tolist() == [t - max(s for s in starts if s <= t) for t in range(LENGTH)]
+    assert torch.equal(Batch.of(ids_NT, None).position_BT, torch.arange(LENGTH).expand(len(ids_NT), -1))
+
+
+def test_documents_begin_as_prompts_do():
+    """With the tokenizer's first token where it adds one (Llama, Gemma, Mistral), and one end."""
+    tokenizer = byte_tokenizer()
+    plain = tokens_of("ab", tokenizer)
+    assert plain[-1] == tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    begin = tokenizer.bos_token_id
+    special = [("<begin>", begin)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<begin> $A", special_tokens=special)
+    assert tokens_of("ab", tokenizer) == [begin, *plain]
+    special.append(("<end>", tokenizer.eos_token_id))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<begin> $A <end>", special_tokens=special
+    )
+    assert tokens_of("ab", tokenizer) == [begin, *plain]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_is_held_out_is_never_trained_on(texts, streaming):
     tokenizer = byte_tokenizer()
@@ -137,7 +169,8 @@ def test_what_is_held_out_is_never_trained_on(texts, streaming):
     assert kept | held == {f"a{i:02d}" for i in range(24)}
     assert not kept & held
     assert 2 <= len(held) <= 13
-    seen = "".join(tokenizer.decode(ids) for ids in stream_of(texts, streaming=streaming, share=0.3).first(120))
+    stream = stream_of(texts, streaming=streaming, share=0.3)
+    seen = "".join(tokenizer.decode(ids) for ids in first_ids(stream, 120))
     assert all(word in seen for word in kept)
     assert not any(word in seen for word in held)
 

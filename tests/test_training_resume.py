@@ -206,6 +206,23 @@ def test_workers_may_change_and_the_global_batch_may_not(training_values, whole,
     same_as(whole, output)
 
 
+def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
+    """Training on from a checkpoint begins with that run's α, and a resumed run needs neither it nor the checkpoint."""
+    changes = {"checkpoint_every": 4, "rate": {"target_retain_rate": 0.4}}
+    once = tmp_path / "once"
+    train_here(training_values, once, initial_checkpoint=str(whole / "checkpoint"), **changes)
+    again = tmp_path / "again"
+    shutil.copytree(once, again)
+    shutil.rmtree(again / "checkpoint")
+    shutil.rmtree(again / "states/step-000008")
+    train_here(training_values, again, resume=True, **changes)
+    same_as(once, again)
+    prices = [json.loads(line)["alpha"] for line in (again / "metrics.jsonl").read_text().splitlines()]
+    assert prices[0] != training_values.get("rate", {}).get("alpha", 4.0)
+    with pytest.raises(UserError, match="--resume cannot change `rate`: .*'alpha': .*'alpha': 8.0"):
+        train_here(training_values, again, resume=True, **merged(changes, {"rate": {"alpha": 8.0}}))
+
+
 def test_a_share_of_the_documents_is_held_out_and_measured(whole):
     measured = json.loads((whole / "checkpoint/config.json").read_text())["summary"]["heldout"]
     assert measured.keys() == {"text.jsonl", "text.jsonl (held-out share)"}

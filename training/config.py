@@ -230,7 +230,7 @@ class TrainConfig:
         "paper's continued pre-training)",
         choices=TRAINABLE,
     )
-    seed: int = option(0, help="of data order and mixture")
+    seed: int = option(0, help="of data order, mixture, LoRA's start, dropout and drawn ranks")
     threads: int | None = option(
         None,
         help="of a process on a CPU; by default what OMP_NUM_THREADS says above 1, else its share of the machine's cores",
@@ -267,6 +267,7 @@ class TrainConfig:
     def __post_init__(self):
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
         self._check_average()
+        require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2³¹")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or null")
         for key in ("checkpoint_every", "heldout_blocks"):
@@ -294,6 +295,9 @@ class TrainConfig:
                 None,
                 "given where `compressor.truncation` is nested: it says what the ranks are allocated to",
             )
+            for key, unused in (("key_cost", 1.0), ("layer_floor", 0.0)):
+                value = getattr(self.rate, key)
+                require(value == unused, f"rate.{key}", value, f"{unused:g} with nested ranks, which have no price")
         if self.trainable == FULL:
             require(
                 not self.loss.distillation,

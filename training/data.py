@@ -26,12 +26,21 @@ class Batch:
         ids_BT: token ids, int64.
         position_BT: place of each token in its document within the block, int64. It starts at 0 with every document, and
             that is how transformers knows where one ends; without boundaries it runs through the block.
-        cursor_S3: (epoch, document, token) that each data set goes on from after the batch, int64.
+        cursor_S3: (epoch, document, token) that each data set goes on from after the batch, int64; None of text that is
+            only measured.
     """
 
     ids_BT: Tensor
     position_BT: Tensor
-    cursor_S3: Tensor
+    cursor_S3: Tensor | None = None
+
+    @classmethod
+    def of(cls, ids_BT: Tensor, starts_BT: Tensor | None) -> "Batch":
+        """Blocks of token ids and where in them documents start, bool; None for no boundaries."""
+        place_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+        if starts_BT is None:
+            return cls(ids_BT, place_BT)
+        return cls(ids_BT, place_BT - (place_BT * starts_BT).cummax(dim=1).values)
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.cursor_S3)
@@ -94,9 +103,9 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         twin.batch, twin.rank, twin.world, twin.start, twin.cursor_S3 = batch, rank, world, start, cursor_S3
         return twin
 
-    def first(self, count: int) -> Tensor:
-        """The first `count` blocks, (count, T) int64."""
-        return torch.cat([batch.ids_BT for batch in itertools.islice(self, count)])
+    def first(self, count: int) -> list[Batch]:
+        """The first `count` batches."""
+        return list(itertools.islice(self, count))
 
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()

@@ -1,32 +1,31 @@
-"""What a trained compressor does on text it was not trained on.
-
-Shapes: N blocks, T tokens of a block.
-"""
+"""What a trained compressor does on text it was not trained on."""
 
 import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.objective import retain_rates
+from training.data import Batch
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, blocks_NT: Tensor) -> dict[str, float]:
-    """Hard retain rate and perplexity over blocks, through the uncached hard mask.
+def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
+    """Hard retain rate and perplexity over text, through the uncached hard mask.
 
     Returns:
-        ``hard_rate`` and ``perplexity``, averaged over all tokens of all blocks.
+        ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted.
     """
     was_training = model.training
     model.eval()
-    losses, rates = [], []
-    for block_T in blocks_NT:
-        ids = block_T[None].to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        losses.append(float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])))
+    loss, predicted, rates = 0.0, 0, []
+    for batch in batches:
+        batch = batch.to(model.device)
+        logits = model(**batch.inputs, use_cache=False).logits
+        targets = batch.targets.flatten()
+        loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
+        predicted += int((targets >= 0).sum())
         rates.append(retain_rates(model).hard)
     model.train(was_training)
-    return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(sum(losses) / len(losses))}
+    return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}

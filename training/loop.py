@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import broadcast
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from lowrank.errors import UserError
 from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from training.average import load_mean
 from training.config import COMPRESSOR, TrainConfig
-from training.data import TrainingBlocks
+from training.data import Batch, TrainingBlocks
 from training.engine import Engine
 from training.heldout import measure
 from training.inspection import SENTENCE, inspect, inspection_due
@@ -50,11 +49,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     """
     output, settings = Path(config.output), config.optimizer
     if not resume and (saved_states(output / STATES) or (output / CHECKPOINT).exists() or (output / WHOLE).exists()):
+        go_on = "pass --resume to continue it, " if saved_states(output / STATES) else ""
         raise UserError(
-            f"`output` is {output}, which holds an earlier run; pass --resume to continue it, choose another `output`, or "
-            f"remove it"
+            f"`output` is {output}, which holds an earlier run; {go_on}choose another `output`, or remove it"
         )
-    price = starting_price(config)
+    # A resumed run has its own from the state.
+    price = config.rate.alpha if resume else starting_price(config)
     engine = Engine(config)
     state, progress = newest_state(output / STATES, main=engine.main) if resume else (None, None)
     if progress is not None:
@@ -62,6 +62,11 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, dtype=engine.loading_dtype, device=engine.device)
     check_length(model, config.dataset.sequence_length, "dataset.sequence_length")
+    if dynakv.is_attached(model):
+        raise UserError(
+            f"`model` is {config.model}, a full checkpoint that has a compressor already; name the uncompressed model, and "
+            f"a compressor checkpoint to train on from as `initial_checkpoint`"
+        )
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
 
     dynakv.add_compressors(model, config.compressor)
@@ -133,7 +138,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         }
         reporter.step(step + 1, values, result.rates)
         if inspection_due(step + 1, settings.steps, config.report.inspect_every):
-            with engine.gathered(engine.compressor_parameters()):
+            with engine.gathered(engine.compressor_parameters()), engine.computing():
                 found = inspect(engine.model, torch.tensor(sentence))
             reporter.inspection(step + 1, found, tokenizer.batch_decode([[token] for token in sentence]))
         due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
@@ -163,7 +168,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
     unseen = stream.part(start=settings.steps * blocks_per_step, cursor_S3=cursor_S3)
     engine.wrapped.eval()
-    summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)
+    with engine.computing():
+        summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)
     reporter.close()
     final = _save(engine, tokenizer, output, summary)
     engine.accelerator.wait_for_everyone()
@@ -203,7 +209,11 @@ def _schedule(engine: Engine, step: int) -> None:
 
 
 def _settle_and_measure(
-    model: PreTrainedModel, config: TrainConfig, unseen: TrainingBlocks, heldout: dict[str, Tensor], reporter: Reporter
+    model: PreTrainedModel,
+    config: TrainConfig,
+    unseen: TrainingBlocks,
+    heldout: dict[str, list[Batch]],
+    reporter: Reporter,
 ) -> dict[str, Any]:
     """Settle τ on training text that was not trained on, then measure every held-out text."""
     summary = {"heldout": {}}
@@ -211,8 +221,8 @@ def _settle_and_measure(
     if target is not None and (config.rate.settle or config.compressor.truncation == "nested"):
         summary["settled"] = _settle(model, config, unseen, target)
         reporter.note("settled", summary["settled"], config.optimizer.steps)
-    for name, blocks_NT in heldout.items():
-        summary["heldout"][name] = measure(model, blocks_NT)
+    for name, batches in heldout.items():
+        summary["heldout"][name] = measure(model, batches)
         reporter.note(f"held out, {name}", summary["heldout"][name], config.optimizer.steps)
     return summary
 

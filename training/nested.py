@@ -36,6 +36,7 @@ def allocate_ranks(model: PreTrainedModel, rate: float) -> float:
     """
     sides = dynakv.token_compressors(model)
     energies = [side.gate.energies().cpu() for side in sides]
-    for side, rank in zip(sides, waterfill_ranks([e / e.sum() for e in energies], rate), strict=True):
+    multiple = sides[0].config.granularity  # no other rank was drawn in training
+    for side, rank in zip(sides, waterfill_ranks([e / e.sum() for e in energies], rate, multiple), strict=True):
         side.gate.rank.fill_(rank)
     return sum(int(side.gate.rank) for side in sides) / sum(side.width for side in sides)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedTokenizerBase
 
 import dynakv
@@ -15,9 +15,9 @@ from lowrank.errors import UserError
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.sensitivity import gradient_moments
-from lowrank.text import Documents, blocks, hold_out, load_documents
+from lowrank.text import Documents, document_blocks, hold_out, load_documents
 from training.config import GRADIENT, DatasetConfig, TrainConfig
-from training.data import TrainingBlocks
+from training.data import Batch, TrainingBlocks
 from training.distillation import uncompressed
 from training.engine import Engine
 
@@ -39,8 +39,8 @@ def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
     )
 
 
-def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    """Name of each held-out text → blocks of it, (N, T) int64.
+def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Batch]]:
+    """Name of each held-out text → blocks of it, documents apart as in training.
 
     Those are the data sets of `dataset.heldout` and, with `dataset.heldout_share`, what is held out of each training one.
     """
@@ -59,7 +59,22 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
         for index, label in enumerate(_labels(dataset.name)):
             rows = _training_documents(dataset, index)
             documents[f"{label} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
-    return {name: blocks(rows, tokenizer, dataset.sequence_length, count) for name, rows in documents.items()}
+    return {name: _heldout_batches(name, rows, tokenizer, dataset, count) for name, rows in documents.items()}
+
+
+def _heldout_batches(
+    name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
+) -> list[Batch]:
+    try:
+        ids_NT, starts_NT = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+    except UserError as error:
+        raise UserError(
+            f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
+        ) from error
+    return [
+        Batch.of(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
+        for ids_T, starts_T in zip(ids_NT, starts_NT, strict=True)
+    ]
 
 
 def _labels(names: list[str]) -> list[str]:
@@ -85,7 +100,8 @@ def _of(values: list[str] | None, index: int) -> str | None:
 
 
 def starting_price(config: TrainConfig) -> float:
-    """α to begin with: where a run trains on from another and has a target, the other's last, which held its rate.
+    """α to begin with: where a run trains on from another and has a target, the other's last, which held its rate (unless it
+    had no price: from zero no factor leads to one).
 
     Raises:
         UserError: `initial_checkpoint` is no checkpoint.
@@ -93,7 +109,7 @@ def starting_price(config: TrainConfig) -> float:
     if config.initial_checkpoint is None:
         return config.rate.alpha
     last = read_config(config.initial_checkpoint).summary.get("alpha")
-    return config.rate.alpha if last is None or config.rate.target_retain_rate is None else last
+    return config.rate.alpha if not last or config.rate.target_retain_rate is None else last
 
 
 def initialise(engine: Engine, stream: TrainingBlocks) -> None:
@@ -135,7 +151,7 @@ def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tupl
         )
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
-    blocks_NT = stream.first(count)[:, :length]
+    blocks_NT = torch.cat([batch.ids_BT for batch in stream.first(count)])[:, :length]
     with uncompressed(model):
         moments = calibrate(model, blocks_NT, progress=engine.main)
         return moments, gradient_moments(model, blocks_NT, progress=engine.main) if gradients else None

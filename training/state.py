@@ -62,7 +62,7 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
     if engine.main:
         for leftover in root.glob(".step-*"):
             shutil.rmtree(leftover)  # of a process that was killed while it wrote
-        with new_directory(step_directory(root, step)) as partial:
+        with new_directory(step_directory(root, step), PROGRESS) as partial:
             write_compressor(engine.model, partial, weights)
             save_file(moments, partial / OPTIMIZER)
             if backbone:
@@ -142,8 +142,12 @@ def drop_later_states(root: Path, step: int, engine: Engine) -> None:
 
 
 # What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
-_SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor")
-_MAY_DIFFER = {"dataset": ("workers", "heldout", "heldout_subset", "heldout_split", "heldout_text_field")}
+_SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor", "rate")
+_MAY_DIFFER = {
+    "dataset": ("workers", "heldout", "heldout_subset", "heldout_split", "heldout_text_field"),
+    # α goes on from where it was.
+    "rate": ("target_retain_rate", "gain", "layer_floor", "key_cost", "ramp", "settle", "settle_tokens"),
+}
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, C joint width, S compressed sides (keys and values of
 """
 
 import dataclasses
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,17 @@ from transformers import PreTrainedModel
 
 import dynakv
 from lowrank.ranks import rounded
+from training.data import Batch
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5
 _STEP = 0.001
+FAR_OFF = 0.01
 
 
 @torch.no_grad()
 def settle_threshold(
-    model: PreTrainedModel, blocks_NT: Tensor, target: float, *, floor: float = 0.0
+    model: PreTrainedModel, batches: list[Batch], target: float, *, floor: float = 0.0
 ) -> dict[str, float]:
     """Set the τ of all compressors to the least one whose mean hard rate over the blocks is at most `target`.
 
@@ -32,18 +35,18 @@ def settle_threshold(
 
     Args:
         model: attached; its uncached hard-mask path is run.
-        blocks_NT: token ids of the training distribution that were not trained on.
+        batches: text of the training distribution that was not trained on.
         target: hard retain rate.
         floor: τ goes no further than to where the keys or values of a layer fall below this hard rate.
 
     Returns:
-        ``threshold`` and the ``hard_rate`` it gives on the blocks; at a bound of the search, or held up by the floor, that
-        is not the target.
+        ``threshold`` and the ``hard_rate`` it gives on the text. At a bound of the search, or held up by the floor, that
+        is not the target, and a warning says so.
     """
     sides = dynakv.token_compressors(model)
     threshold_K = torch.arange(LOWEST, HIGHEST + _STEP / 2, _STEP)
     for _ in range(2):
-        rate_SK = _rates(model, blocks_NT, threshold_K)
+        rate_SK = _rates(model, batches, threshold_K)
         over_K = rate_SK.mean(dim=0) > target
         # A higher threshold keeps less: the first one that keeps no more than the target, or the last.
         index = min(int(over_K.sum()), len(threshold_K) - 1)
@@ -55,10 +58,17 @@ def settle_threshold(
         threshold = round(float(threshold_K[index]), 4)
         for side in sides:
             side.config = dataclasses.replace(side.config, threshold=threshold)
-    return {"threshold": threshold, "hard_rate": float(rate_SK.mean(dim=0)[index])}
+    rate = float(rate_SK.mean(dim=0)[index])
+    if abs(rate - target) > FAR_OFF:
+        warnings.warn(
+            f"settling left the hard rate at {rate:.3f}, for a target of {target:g}: no threshold in [{LOWEST}, {HIGHEST}]"
+            f"{' above the floor' if floor else ''} brings it nearer; train for longer, or from another `rate.alpha`",
+            stacklevel=2,
+        )
+    return {"threshold": threshold, "hard_rate": rate}
 
 
-def _rates(model: PreTrainedModel, blocks_NT: Tensor, threshold_K: Tensor) -> Tensor:
+def _rates(model: PreTrainedModel, batches: list[Batch], threshold_K: Tensor) -> Tensor:
     """Mean hard rate of every side at every threshold, (S, K) fp64, from one pass at the present one."""
     sides = dynakv.token_compressors(model)
     granularity, width = sides[0].config.granularity, sides[0].width
@@ -73,10 +83,10 @@ def _rates(model: PreTrainedModel, blocks_NT: Tensor, threshold_K: Tensor) -> Te
     was_training = model.training
     model.eval()
     try:
-        for block_T in blocks_NT:
-            model.base_model(input_ids=block_T[None].to(model.device), use_cache=False)
+        for batch in batches:
+            model.base_model(**batch.to(model.device).inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
         model.train(was_training)
-    return torch.stack(list(kept.values())) / (blocks_NT.numel() * width)
+    return torch.stack(list(kept.values())) / (sum(batch.ids_BT.numel() for batch in batches) * width)

@@ -9,7 +9,6 @@ Shapes: C = G·D joint width.
 import dataclasses
 import hashlib
 import json
-import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from lowrank.atomic import new_directory
 from lowrank.errors import UserError
 from lowrank.hf.calibration import KEY, SIDES, VALUE, calibrate
-from lowrank.hf.geometry import KVGeometry, geometry_of
+from lowrank.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank.hf.sensitivity import gradient_moments
 from lowrank.moments import SecondMoment
 
@@ -65,10 +64,13 @@ class Calibration:
         return cls(geometry=geometry_of(model), moments=moments)
 
     def save(self, directory: str | Path, *, model: str, text: list[str], tokens: int) -> str:
-        """Write the directory, whole or not at all, and return the hash; an existing `directory` is replaced.
+        """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
 
         Args:
             model, text, tokens: the model's name, the names of the texts and how much of them was read, for the record.
+
+        Raises:
+            UserError: `directory` holds something else.
         """
         flat = {
             f"layers.{i}.{side}": moment.cpu().contiguous()
@@ -84,7 +86,7 @@ class Calibration:
             "tokens": tokens,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
-        with new_directory(directory) as partial:
+        with new_directory(directory, MOMENTS) as partial:
             (partial / MOMENTS).write_bytes(data)
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return config["sha256"]
@@ -151,11 +153,5 @@ class Calibration:
             UserError: the shapes differ.
         """
         geometry_of(model).check_equal(self.geometry, self.origin)
-        made_on, name = (Path(each or "").name for each in (self.model, model.config._name_or_path))
-        if made_on and name and made_on != name:
-            warnings.warn(
-                f"{self.origin} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the "
-                f"other, make one on this model with python scripts/calibrate.py",
-                stacklevel=2,
-            )
+        warn_of_another(model, self.model, self.origin, "make one on this model with python scripts/calibrate.py")
         return self

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowrank.atomic import new_directory
@@ -77,7 +78,7 @@ def save_full(
             "the base model is quantised, and a checkpoint can name only one method; save the compressor alone and "
             "attach it to the quantised model instead"
         )
-    with new_directory(directory) as partial:
+    with new_directory(directory, CONFIG_NAME) as partial:
         model.config.quantization_config = {"quant_method": method, "settings": settings}
         try:
             model.save_pretrained(partial, state_dict=state)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -47,6 +49,20 @@ class KVGeometry:
 
     def describe(self) -> str:
         return f"{len(self.layers)} compressed layers of {self.num_kv_heads} KV heads × {self.head_dim} dims"
+
+
+def warn_of_another(model: PreTrainedModel, made_on: str | None, what: str, remedy: str) -> None:
+    """Warn where `what` was made on a model of the same shape but another name, whose states may be quite different.
+
+    Names are compared by their last part: a directory may hold a copy of what the hub has.
+    """
+    made_on, name = (Path(each or "").name for each in (made_on, model.config._name_or_path))
+    if made_on and name and made_on != name:
+        warnings.warn(
+            f"{what} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the other, "
+            f"{remedy}",
+            stacklevel=3,
+        )
 
 
 def geometry_of(model: PreTrainedModel) -> KVGeometry:
