@@ -130,9 +130,8 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     extra = {"gradients": True} if gradients else {}
     _check_same(output / CALIBRATION, {"model": name} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
-        blocks_NT = config.calibration.blocks(tokenizer)
-        calibration = Calibration.from_text(model, blocks_NT, gradients=gradients)
-        calibration.save(bases, model=name, text=config.calibration.name, tokens=blocks_NT.numel())
+        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
+        calibration.save(bases, model=name, text=config.calibration.name)
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}

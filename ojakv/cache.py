@@ -160,7 +160,7 @@ class OjaKVLayer(SequenceLayer):
 
 
 def _present(mask: Tensor, b: int, start: int, end: int) -> Tensor:
-    """False for what no query of a sequence may see, which is padding, (end − start,)."""
+    """False for what no query of a sequence may see, which is padding, (end − start,); a later call cannot bring it back."""
     return mask[b if mask.shape[0] > 1 else 0, 0, :, start:end].any(dim=0)
 
 

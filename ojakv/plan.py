@@ -5,12 +5,14 @@ Shapes: C = G·D joint width, G KV heads, D head dim, P parts, W width of a part
 
 import dataclasses
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from lowrank.allocation import energy_rank, uniform_ranks, waterfill_ranks
 from lowrank.basis import parts_of, pca_basis
+from lowrank.errors import UserError
 from lowrank.hf.calibration import KEY, QUERY, ROTATED_KEY, VALUE
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import KVGeometry
@@ -97,8 +99,17 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     Args:
         calibration: of the model the cache will serve (:meth:`Calibration.for_model` checks it).
         config: the cache's settings.
+
+    Raises:
+        UserError: coefficients are to be held as integers, and the calibration read too little to know their spread.
     """
     geometry = calibration.geometry
+    widest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    if config.quantisation is not None and (calibration.tokens or math.inf) < 2 * widest:
+        raise UserError(
+            f"{calibration.origin} is of {calibration.tokens} tokens, too few to know how {widest} directions spread, which "
+            f"`storage: {config.storage}` divides by; calibrate on at least {2 * widest}, better on ten times as many"
+        )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
     is_compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))

@@ -43,7 +43,6 @@ def main(argv: list[str]) -> None:
         # A directory is a place on this machine; its last part names the model.
         model=Path(config.model).name if Path(config.model).is_dir() else config.model,
         text=[Path(name).name if Path(name).exists() else name for name in config.name],
-        tokens=blocks_NT.numel(),
     )
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
 

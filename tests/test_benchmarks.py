@@ -22,7 +22,7 @@ def caches(tmp_path_factory):
     directory = tmp_path_factory.mktemp("benchmarked")
     model = tiny_model()
     model.save_pretrained(directory / "model")
-    calibration_of(model).save(directory / "bases", model="model", text=["random tokens"], tokens=64)
+    calibration_of(model).save(directory / "bases", model="model", text=["random tokens"])
     dynakv_model(model, 0.4)
     dynakv.save_compressor(model, directory / "checkpoint")
     return [

@@ -190,7 +190,7 @@ def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
     model = load_model(training_values["model"], dtype="float32")
     for name, gradients in (("with", True), ("without", False)):
         calibration = Calibration.from_text(model, ids(4, 32), gradients=gradients, progress=False)
-        calibration.save(tmp_path / name, model=training_values["model"], text=["random"], tokens=128)
+        calibration.save(tmp_path / name, model=training_values["model"], text=["random"])
     loaded = Calibration.load(tmp_path / "with").gradients()
     expected = gradient_moments(model, ids(4, 32), progress=False)
     torch.testing.assert_close(loaded[1]["key"].mean(), expected[1]["key"].mean(), rtol=1e-5, atol=1e-9)
@@ -221,7 +221,7 @@ def test_what_cannot_start_from_gradients(training_values, tmp_path, changes, me
 
 
 def test_a_sharded_model_needs_bases(training_values):
-    calibration = types.SimpleNamespace(start="gradient", bases=None, tokens=64)
+    calibration = types.SimpleNamespace(start="gradient", bases=None)
     config = types.SimpleNamespace(initial_checkpoint=None, calibration=calibration)
     engine = types.SimpleNamespace(config=config, model=None, stage=3)
     with pytest.raises(UserError, match="ZeRO-3.*--gradients true.*calibration.bases"):

@@ -7,6 +7,7 @@ import lzma
 
 import pytest
 import torch
+import zstandard
 from byte_tokenizer import byte_tokenizer
 from families import BY_NAME
 from methods import calibration_moments, spread_gates
@@ -193,10 +194,11 @@ def test_files_of_every_kind_are_read(tmp_path):
         file.write(lines)
     with lzma.open(tmp_path / "packed.json.xz", "wt") as file:
         file.write(lines)
+    (tmp_path / "packed.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     load(tmp_path / "plain.jsonl", text_field="body").rename_column("text", "body").to_parquet(
         tmp_path / "rows.parquet"
     )
-    for name in ("plain.jsonl", "packed.jsonl.gz", "packed.json.xz", "rows.parquet"):
+    for name in ("plain.jsonl", "packed.jsonl.gz", "packed.json.xz", "packed.jsonl.zst", "rows.parquet"):
         for streaming in (False, True):
             assert [row["text"] for row in load(tmp_path / name, text_field="body", streaming=streaming)] == [
                 "one",

@@ -38,12 +38,14 @@ class Calibration:
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
         origin: where it came from, for errors.
         model: name of the model it was made on, where that is known.
+        tokens: how many were read, where that is known.
     """
 
     geometry: KVGeometry
     moments: dict[int, dict[str, Tensor]]
     origin: str = "the calibration"
     model: str | None = None
+    tokens: int | None = None
 
     @classmethod
     def from_text(
@@ -61,13 +63,13 @@ class Calibration:
             for index, sides in gradient_moments(model, blocks_NT, progress=progress).items():
                 found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
         moments = {i: {side: m.mean().float() for side, m in sides.items()} for i, sides in found.items()}
-        return cls(geometry=geometry_of(model), moments=moments)
+        return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
 
-    def save(self, directory: str | Path, *, model: str, text: list[str], tokens: int) -> str:
+    def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
         """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
 
         Args:
-            model, text, tokens: the model's name, the names of the texts and how much of them was read, for the record.
+            model, text: the model's name and the names of the texts, for the record.
 
         Raises:
             UserError: `directory` holds something else.
@@ -83,7 +85,7 @@ class Calibration:
             "model": model,
             "geometry": dataclasses.asdict(self.geometry),
             "text": text,
-            "tokens": tokens,
+            "tokens": self.tokens,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         with new_directory(directory, MOMENTS) as partial:
@@ -122,7 +124,8 @@ class Calibration:
         geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
         sides = [side for side in (*SIDES, *GRADIENTS.values()) if f"layers.{geometry.layers[0]}.{side}" in flat]
         moments = {i: {side: flat[f"layers.{i}.{side}"] for side in sides} for i in geometry.layers}
-        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`", model=config["model"])
+        known = {"model": config["model"], "tokens": config.get("tokens")}
+        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`", **known)
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
         """The moments as :func:`lowrank.hf.calibration.calibrate` returns them, each as if of one row."""

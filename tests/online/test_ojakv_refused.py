@@ -8,7 +8,7 @@ import torch
 from methods import tiny_model
 
 from lowrank.errors import UserError
-from ojakv import Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_bases_of_another_model_are_refused(calibration):
 
 @torch.no_grad()
 def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_path):
-    digest = calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
+    digest = calibration.save(tmp_path / "bases", model="tiny", text=["random"])
     assert json.loads((tmp_path / "bases/config.json").read_text())["sha256"] == digest
     logits = []
     for bases in (calibration, tmp_path / "bases"):
@@ -94,7 +94,7 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
     ids=["missing", "foreign", "truncated", "incomplete"],
 )
 def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, message):
-    calibration.save(tmp_path / "bases", model="tiny", text=["random"], tokens=128)
+    calibration.save(tmp_path / "bases", model="tiny", text=["random"])
     damage(tmp_path / "bases")
     with pytest.raises(UserError, match=message):
         OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
@@ -102,7 +102,7 @@ def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, 
 
 def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_path, recwarn):
     model = tiny_model()
-    calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"], tokens=128)
+    calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"])
     for name in ("", "/elsewhere/tiny-llama"):
         model.config._name_or_path = name
         OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
@@ -128,6 +128,14 @@ def test_a_learning_rate_that_breaks_the_basis_names_layer_and_rate(model, calib
     cache = OjaKVCache.from_model(model, config, bases=calibration)
     with pytest.raises(UserError, match=r"layer 0 keys: an Oja step of rate 1e\+38 left no orthonormal basis"):
         model(ids, past_key_values=cache)
+
+
+def test_integers_need_a_calibration_that_knows_every_direction(model):
+    bases = Calibration.from_text(model, torch.randint(1, 97, (2, 31)), progress=False)
+    make_plan(bases, OjaKVConfig())
+    make_plan(bases, OjaKVConfig(storage="int4", layout="per_head"))
+    with pytest.raises(UserError, match="62 tokens, too few to know how 32 directions spread.*at least 64"):
+        make_plan(bases, OjaKVConfig(storage="int4"))
 
 
 def test_no_rate_meets_impossible_bytes(calibration):
