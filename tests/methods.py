@@ -51,8 +51,8 @@ def calibration_moments(model: PreTrainedModel):
     return calibrate(model, ids, sides=(KEY, VALUE), progress=False)
 
 
-def calibration_of(model: PreTrainedModel) -> Calibration:
-    ids = torch.randint(1, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+def calibration_of(model: PreTrainedModel, blocks: int = 4) -> Calibration:
+    ids = torch.randint(1, model.config.vocab_size, (blocks, 32), generator=torch.Generator().manual_seed(1))
     return Calibration.from_text(model, ids, progress=False)
 
 

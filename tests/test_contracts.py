@@ -173,7 +173,8 @@ def found_tensors(cache) -> set[int]:
     shared = {
         tensor.untyped_storage().data_ptr()
         for layer in cache.compressed_layers()
-        for side in getattr(layer, "bases", ())
+        if hasattr(layer, "plan")
+        for side in layer.plan.pair(layer.index, layer.device)
         for tensor in (side.vectors_PWR, side.energy_PR)
     }
     for layer in cache.compressed_layers():

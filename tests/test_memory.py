@@ -26,7 +26,7 @@ def make_dynakv(model, storage):
 def make_online(preset):
     def make(model, storage):
         config = OjaKVConfig.preset(preset, rate=0.4, storage=storage)
-        plan = make_plan(calibration_of(model), config)
+        plan = make_plan(calibration_of(model, blocks=16), config)
         return lambda: OjaKVCache(model, plan)
 
     return make
