@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -148,13 +146,6 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def token_stream(rows: Documents, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, bool]]:
-    """The tokens of all documents in turn, and whether each starts a document."""
-    for row in rows:
-        for place, token in enumerate(tokens_of(row["text"], tokenizer)):
-            yield token, place == 0
-
-
 def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
     """The token ids of :func:`document_blocks` alone."""
     return document_blocks(rows, tokenizer, length, count)[0]
@@ -168,16 +159,23 @@ def document_blocks(
     They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
     its documents; of documents that are streamed they are the first.
     """
-    stream = token_stream(rows, tokenizer)
-    if isinstance(rows, datasets.IterableDataset):
-        stream = itertools.islice(stream, count * length)
-    tokens_N2 = torch.tensor(list(stream)).view(-1, 2)
-    usable = len(tokens_N2) // length
+    limit = count * length if isinstance(rows, datasets.IterableDataset) else None
+    ids: list[int] = []
+    starts: list[int] = []
+    for row in rows:
+        starts.append(len(ids))
+        ids += tokens_of(row["text"], tokenizer)
+        if limit is not None and len(ids) >= limit:
+            ids = ids[:limit]
+            break
+    usable = len(ids) // length
     if not usable:
-        raise UserError(f"the text has {len(tokens_N2)} tokens, too few for one block of {length}; use a shorter block")
+        raise UserError(f"the text has {len(ids)} tokens, too few for one block of {length}; use a shorter block")
+    # One place more, for a last document without a token.
+    is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
+    is_start[starts] = True
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
-    picked_NT2 = tokens_N2[: usable * length].view(usable, length, 2)[picked]
-    return picked_NT2[..., 0].contiguous(), picked_NT2[..., 1].bool()
+    return tuple(of[: usable * length].view(usable, length)[picked] for of in (torch.tensor(ids), is_start))
 
 
 def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:

@@ -17,7 +17,7 @@ from training.data import Batch
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5
 _STEP = 0.001
-FAR_OFF = 0.01
+_FAR_OFF = 0.01
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def settle_threshold(
         for side in sides:
             side.config = dataclasses.replace(side.config, threshold=threshold)
     rate = float(rate_SK.mean(dim=0)[index])
-    if abs(rate - target) > FAR_OFF:
+    if abs(rate - target) > _FAR_OFF:
         warnings.warn(
             f"settling left the hard rate at {rate:.3f}, for a target of {target:g}: no threshold in [{LOWEST}, {HIGHEST}]"
             f"{' above the floor' if floor else ''} brings it nearer; train for longer, or from another `rate.alpha`",
