@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dynakv
 from benchmarks import made_up
-from benchmarks.harness import check_close, count
+from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.made_up import random_ids
 from dynakv.checkpoint import read_config
 from lowrank.config import require
@@ -72,6 +72,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         length: the most tokens a cache will hold.
     """
     name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
+    use_device(arguments.device)
     load = made_up.load_model if arguments.made_up else load_model
     plain = load(name, dtype=arguments.dtype, device=arguments.device)
     check_length(plain, length, "the context")
@@ -93,6 +94,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
             plan = make_plan(calibration.for_model(online), OjaKVConfig.preset(preset, rate=arguments.rate))
             found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
             _check_online(plain, online, calibration, preset)
+    forget_tuning(plain.device)  # it was for a few tokens
     return found
 
 

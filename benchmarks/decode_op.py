@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.ceilings import copy_bandwidth, matrix_rate
 from benchmarks.decode_shapes import Shape, Step, concatenated, one_rank, preallocated, ragged
-from benchmarks.harness import count, interleaved_ms, write_results
+from benchmarks.harness import count, forget_tuning, interleaved_ms, use_device, write_results
 from lowrank import cli
 from lowrank.config import require
 from lowrank.errors import UserError
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     require(arguments.granule <= width, "--granule", arguments.granule, f"at most the joint width, {width}")
 
     torch.manual_seed(0)
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    device, dtype = use_device(arguments.device), getattr(torch, arguments.dtype)
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device, dtype)
     print(f"copy {bandwidth / 1e9:.0f} GB/s, matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = []
@@ -110,9 +110,11 @@ def measured(
 ) -> list[dict]:
     """One row for each step, checked first."""
     layers = {name: [make(shape) for _ in range(arguments.layers)] for name, make in makers.items()}
+    calls = {}
     for name, found in layers.items():
+        forget_tuning(shape.device)  # methods and batches share what kernels are tuned by
         check(name, found[0], shape.dtype)  # of what is timed, so at its very lengths and tuning
-    calls = {name: repeated([step.attend for step in found], shape.device) for name, found in layers.items()}
+        calls[name] = repeated([step.attend for step in found], shape.device)
     ms = interleaved_ms(calls, repeats=arguments.repeats, warmup=3)
     rows = []
     for name, found in layers.items():

@@ -50,6 +50,22 @@ def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0, msg=lambda found: f"{name}: {found}")
 
 
+def use_device(name: str) -> torch.device:
+    """The device of a benchmark, which is waited for and launched on from here on."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def forget_tuning(device: torch.device) -> None:
+    """Let GPU kernels be tuned anew, for what is timed next and not for what was checked before."""
+    if device.type == "cuda":
+        from lowrank.ops import triton_launch  # only here: a CPU needs no Triton
+
+        triton_launch.forget_tuning()
+
+
 def environment(device: str) -> dict[str, Any]:
     """Hardware and versions, for the JSON beside every figure."""
     return {

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import dynakv
-from benchmarks.harness import count, interleaved_ms, write_results
+from benchmarks.harness import count, interleaved_ms, use_device, write_results
 from dynakv.objective import objective, retain_rates
 from lowrank import cli
 from lowrank.hf.calibration import calibrate
@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     name = os.path.expanduser(arguments.model)
+    use_device(arguments.device)
     plain = load_model(name, dtype=arguments.dtype, device=arguments.device).requires_grad_(False)
     check_length(plain, arguments.length, "--length")
     shape = (arguments.batch, arguments.length)

@@ -10,7 +10,7 @@ from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.paged_layer import PagedLayer
 from lowrank.hf.paged_memory import PagedMemory
-from lowrank.ops.triton_launch import INTERPRETED
+from lowrank.ops.gpu import has_kernels
 
 
 class PagedDynaKVCache(DynaKVCache):
@@ -26,13 +26,20 @@ class PagedDynaKVCache(DynaKVCache):
             rate: share of all coefficients that there is to be room for; the compressor's retain rate and some more.
 
         Raises:
-            UserError: no compressors, no CUDA device, a granularity that fits no pages, or something that only an ordinary
-                compressed cache serves: eviction, nested truncation, odd head dims, a rotation other than that of halves.
+            UserError: no compressors, no NVIDIA GPU or several, a granularity that fits no pages, or something that only an
+                ordinary compressed cache serves: eviction, nested truncation, odd head dims, a rotation other than that of
+                halves.
         """
         codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         settings = next(iter(compressors(model).values())).key.config
+        weights = (tensor for layer in compressors(model).values() for tensor in layer.parameters())
+        devices = {str(model.device), *(str(tensor.device) for tensor in weights)}
         refused = [
-            (model.device.type != "cuda" and not INTERPRETED, f"a model on `{model.device}` (it needs CUDA)"),
+            (not has_kernels(model.device), f"a model on `{model.device}` (it needs an NVIDIA GPU and Triton)"),
+            (
+                len(devices) > 1,
+                f"a model spread over {', '.join(sorted(devices))} (all layers share one device's pages)",
+            ),
             (settings.eviction.is_on, f"`eviction.keep` {settings.eviction.keep} (1 keeps all tokens)"),
             (geometry_of(model).head_dim % 2 == 1, f"heads of {geometry_of(model).head_dim} dims, an odd number"),
             (settings.truncation == "nested", "`truncation: nested`, whose ranks are not whole granules"),

@@ -175,6 +175,11 @@ class PagedStore:
         for store in stores:
             store._longest += 1
 
+    def expect_one(self) -> None:
+        """A kernel will append one row to every sequence; whoever calls has made sure of its pages (:meth:`reserve_one`)."""
+        self._reserve_rows(1)
+        self._longest += 1
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def dense(self) -> Tensor:

@@ -81,6 +81,11 @@ class LowRankCache(Cache):
     # -- state shared by the layers -------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
+        # A chunk that a layer has refused is in the layers before it.
+        least = min(layer.get_seq_length() for layer in self.compressed_layers())
+        for layer in self.layers:
+            if layer.get_seq_length() > least:
+                layer.crop(least - layer.get_seq_length())
         super().crop(tokens_to_remove)
         if self.history is not None and tokens_to_remove:
             self.history.crop(self.get_seq_length(self.geometry.layers[0]))

@@ -19,8 +19,13 @@ from lowrank.hf.paged_memory import PagedMemory
 from lowrank.hf.rope import Rope
 from lowrank.ops.gated_append.triton import gated_append
 from lowrank.ops.gated_append.weights import append_weights
+from lowrank.ops.gpu import launching_on
 from lowrank.ops.paged_attention.triton import paged_attention
+from lowrank.ops.triton_launch import rows_together
 from lowrank.paged import PagedStore
+
+# Of a KV head: the kernel that rebuilds keys holds the scores of a tile's tokens with all of them.
+MAX_QUERY_ROWS = 128
 
 
 class PagedLayer(CodecLayer):
@@ -74,15 +79,20 @@ class PagedLayer(CodecLayer):
             super().take(key_BGQD, value_BGQD, rope)
             return
         unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
-        stores = (self.key, self.value)
-        PagedStore.reserve_one(*stores)
-        for store, states, arguments in zip(stores, (unrotated, value_BGQD), self.appends, strict=True):
-            gated_append(join_heads(states)[:, 0], store=store, **arguments)
+        self.memory.reserve_one(self.key, self.value, length)
+        sides = zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True)
+        with launching_on(self.device):
+            for store, states, arguments in sides:
+                gated_append(join_heads(states)[:, 0], store=store, **arguments)
         self.length += 1
 
     def store(self, key: Encoded, value: Encoded) -> None:
         self.key.append(*key)
-        self.value.append(*value)
+        try:
+            self.value.append(*value)
+        except UserError:
+            self.key.crop(self.length)  # a key without its value would put all later ones beside the wrong values
+            raise
         self.length += key[0].shape[1]
 
     # -- attention ------------------------------------------------------------------------------------------------
@@ -95,18 +105,23 @@ class PagedLayer(CodecLayer):
         if not self.is_decoding(query):
             return inner(module, query, *self._rebuild(), mask, **kwargs)
         key_decoder, value_decoder = self._decoder_pair
-        output_BHQD = paged_attention(
-            query,
-            self.key,
-            self.value,
-            key_decoder,
-            value_decoder,
-            scaling=kwargs["scaling"],
-            rotation=None if self.history is None else self.history.table(),
-            softcap=inner.softcap(kwargs),
-            mask_BQT=None if mask is None else mask[:, 0],
-        )
+        with launching_on(self.device):
+            output_BHQD = paged_attention(
+                query,
+                self.key,
+                self.value,
+                key_decoder,
+                value_decoder,
+                scaling=kwargs["scaling"],
+                rotation=None if self.history is None else self.history.table(),
+                softcap=inner.softcap(kwargs),
+                mask_BQT=None if mask is None else rows_together(mask[:, 0]),
+            )
         return output_BHQD.transpose(1, 2).contiguous(), None
+
+    def is_decoding(self, query: Tensor) -> bool:
+        groups = self.codec.key.width // self.head_dim
+        return super().is_decoding(query) and query.shape[1] * query.shape[2] <= MAX_QUERY_ROWS * groups
 
     def dense(self) -> tuple[Tensor, Tensor]:
         return self.key.dense(), self.value.dense()
@@ -117,6 +132,7 @@ class PagedLayer(CodecLayer):
         return self.length
 
     def shorten(self, length: int) -> None:
+        self.memory.forget_granted()
         self.key.crop(length)
         self.value.crop(length)
         self.length = length

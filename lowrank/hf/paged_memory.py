@@ -62,6 +62,7 @@ class PagedMemory:
             )
         self.granule = granule
         self.pool: PagePool | None = None
+        self._granted = 0  # length of the text whose last tokens there are pages for
 
     def store(self, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
         """An empty store in the pages."""
@@ -82,9 +83,27 @@ class PagedMemory:
             )
         return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
 
+    def reserve_one(self, key: PagedStore, value: PagedStore, length: int) -> None:
+        """Make sure that there are pages for the token that makes a text so long, in these stores and in all others: a
+        token that does not fit is refused before the first layer has taken it.
+
+        Raises:
+            UserError: too few pages are free.
+        """
+        if self._granted != length:
+            self.pool.reserve(self.stores * key.batch * key.granules)
+            self._granted = length
+        for store in (key, value):
+            store.expect_one()
+
+    def forget_granted(self) -> None:
+        """Tokens are gone, and others will come in their places."""
+        self._granted = 0
+
     def release(self) -> None:
         """Give up the pages; stores made before hold nothing any more."""
         self.pool = None
+        self.forget_granted()
 
     def free_nbytes(self) -> int:
         """Bytes of the pages that hold nothing; waits for the device."""

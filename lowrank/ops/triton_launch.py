@@ -1,6 +1,8 @@
 """What all Triton kernels of the package agree on."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +26,24 @@ def computing_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if INTERPRETED and dtype == torch.bfloat16 else _TYPES[dtype]
 
 
-def configs(*choices: triton.Config) -> list[triton.Config]:
-    """The choices to time on a GPU; the interpreter, where time means nothing, takes the first."""
-    return list(choices[:1] if INTERPRETED else choices)
+_TUNED = []  # kernels that are tuned when they first run
+
+
+def tuned(*choices: triton.Config, key: list[str]) -> Callable:
+    """Decorator of a kernel of which a GPU times the choices, once for each value of the arguments in `key`. The
+    interpreter, where time means nothing, takes the first."""
+
+    def decorate(kernel: Any) -> Any:
+        _TUNED.append(triton.autotune(list(choices[:1] if INTERPRETED else choices), key=key)(kernel))
+        return _TUNED[-1]
+
+    return decorate
+
+
+def forget_tuning() -> None:
+    """Let kernels be tuned anew: what a nearly empty cache was best served by may not be best for a full one."""
+    for tuner in _TUNED:
+        tuner.cache.clear()
 
 
 def block(size: int) -> int:
@@ -42,6 +59,11 @@ def splits_of(blocks: int, beside: int, device: torch.device) -> int:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // beside)
     return max(1, min(blocks, wanted, MAX_SPLITS))
+
+
+def rows_together(mask: Tensor) -> Tensor:
+    """The same with its last dim contiguous, as kernels read a mask; a copy only where it is not."""
+    return mask if mask.stride(-1) == 1 else mask.contiguous()
 
 
 def sequence_stride(tensor: Tensor) -> int:

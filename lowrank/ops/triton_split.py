@@ -13,22 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, configs, sequence_stride, softened
+from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, sequence_stride, softened, tuned
 
 
-@triton.autotune(
-    configs(
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
-        triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=4),
-        # Where wide heads leave no shared memory for more; the tuner passes over what does not fit.
-        triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=1),
-    ),
+@tuned(
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
+    triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=4),
+    # Where wide heads leave no shared memory for more; the tuner passes over what does not fit.
+    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=1),
     # By blocks, not widths: ranks differ from layer to layer.
     key=["BLOCK_R", "BLOCK_W", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room_class"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
 def _attend_split(
     query_ptr,
     key_ptr,
@@ -74,7 +72,7 @@ def _attend_split(
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    split, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    split, group, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     length = tl.load(length_ptr + b)
     each = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     start, end = split * each, tl.minimum(split * each + each, length)

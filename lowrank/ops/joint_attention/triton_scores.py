@@ -15,21 +15,19 @@ from torch import Tensor
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_keys import pairs, scores_of_halves, store_scores
-from lowrank.ops.triton_launch import block, computing_type, configs, sequence_stride
+from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tuned
 
 
-@triton.autotune(
-    configs(
-        triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    ),
+@tuned(
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
     # Not for every rank: water-filling gives each layer its own.
     key=["GROUPS", "HALF", "BLOCK_M", "BITS", "room_class"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
 def _joint_scores(
     query_ptr,
     basis_ptr,

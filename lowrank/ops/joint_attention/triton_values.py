@@ -12,19 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank.ops.latent_attention.operands import LatentRows
-from lowrank.ops.triton_launch import block, computing_type, configs, sequence_stride, softened
+from lowrank.ops.triton_launch import block, computing_type, sequence_stride, softened, tuned
 
 _MAX_BLOCK_ROWS = 64
 
 
-@triton.autotune(
-    configs(
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
-        triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
-    ),
-    key=["P", "BLOCK_W", "BITS", "room_class"],
+@tuned(
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+    triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
+    key=["BLOCK_P", "BLOCK_W", "BITS", "room_class"],
 )
 @triton.jit
 def _weighted_rows(

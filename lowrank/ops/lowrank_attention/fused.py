@@ -4,23 +4,18 @@ taken after rotation, or all of them joint ones taken before it.
 Shapes: as in :mod:`lowrank.ops.lowrank_attention.dense`.
 """
 
-import contextlib
-import functools
-import importlib.util
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowrank.ops.full_tokens import FullTokens
+from lowrank.ops.gpu import has_kernels, launching_on
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Places, Rotation
 
-# Set to 0 to do without these kernels.
-SWITCH = "ADAPTIVE_KV_TRITON"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a KV head: each has a sum in a program's registers.
 _MAX_QUERY_NUMBERS = 64 * 256
@@ -40,7 +35,7 @@ def serves(
     groups, dtype = keys.full_GFD.shape[0], query_HQD.dtype
     quantisation = keys.coef.quantisation
     return (
-        _has_kernels(query_HQD.device)  # first: on a CPU nothing else need be asked, at every token of every layer
+        has_kernels(query_HQD.device)  # first: on a CPU nothing else need be asked, at every token of every layer
         and (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation))
         and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
         and not (isinstance(places, Tensor) and places.dim() == 2)
@@ -67,9 +62,10 @@ def lowrank_attention(
     # Only here: without a GPU there need be no Triton.
     from lowrank.ops.joint_attention.triton import joint_attention
     from lowrank.ops.latent_attention.triton import latent_attention
+    from lowrank.ops.triton_launch import rows_together
 
     device, low, full = query_HQD.device, keys.coef.length, keys.full_GFD.shape[1]
-    mask_1QT = None if mask_QT is None else mask_QT[None]
+    mask_1QT = None if mask_QT is None else rows_together(mask_QT)[None]
     whole = None
     if full:
         whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
@@ -78,8 +74,7 @@ def lowrank_attention(
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention
         options = _turned(rotation, places)
-    # Kernels run on the current device, a layer of a model that is spread over several need not.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with launching_on(device):
         return operation(
             query_HQD[None],
             _latent_rows(keys),
@@ -110,16 +105,6 @@ def _turned(rotation: Rotation, places: Places) -> dict[str, Any]:
     if isinstance(places, slice):
         return {"rotation": RotaryTable(table.cos_BTF[:, places], table.sin_BTF[:, places])}
     return {"rotation": table, "place_BN": places.to(torch.int32)[None]}
-
-
-@functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device: on a GPU since Ampere, or where they are interpreted."""
-    if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
-        return False
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _latent_rows(operands: Operands) -> LatentRows:

@@ -15,20 +15,18 @@ from torch import Tensor
 from lowrank.ops.paged_attention.triton_pages import load_codes
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_keys import pairs, scores_of_halves, store_scores
-from lowrank.ops.triton_launch import block, computing_type, configs, sequence_stride
+from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tuned
 from lowrank.paged import PagedStore
 
 
-@triton.autotune(
-    configs(
-        triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-        triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=2),
-        triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
-        triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
-    ),
-    key=["slots", "TOKENS", "PAGE_WIDTH", "GROUPS", "HALF", "BLOCK_M", "BITS"],
+@tuned(
+    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=2),
+    triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
+    key=["room_class", "TOKENS", "PAGE_WIDTH", "GROUPS", "HALF", "BLOCK_M", "BITS"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
 def _rebuilt_scores(
     query_ptr,
     decoder_ptr,
@@ -43,6 +41,7 @@ def _rebuilt_scores(
     place_ptr,
     mask_ptr,
     score_ptr,
+    room_class,
     slots,
     capacity,
     table_stride_b,
@@ -108,7 +107,7 @@ def _rebuilt_scores(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
 def _latent_scores(
     query_ptr,
     page_ptr,
@@ -217,6 +216,7 @@ def paged_scores(
         place_BT,
         mask_BQT,
         score_BTP,
+        triton.next_power_of_2(keys.slots),  # not tuned for anew at every capacity
         keys.slots,
         keys.capacity,
         sequence_stride(rotation.cos_BTF),

@@ -13,20 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank.ops.paged_attention.triton_pages import load_codes
-from lowrank.ops.triton_launch import block, computing_type, configs, softened
+from lowrank.ops.triton_launch import block, computing_type, softened, tuned
 from lowrank.paged import PagedStore
 
 _MAX_BLOCK_ROWS = 64
 
 
-@triton.autotune(
-    configs(
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
-        triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
-        triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
-    ),
-    key=["slots", "TOKENS", "P", "PAGE_WIDTH", "BITS"],
+@tuned(
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+    triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
+    key=["room_class", "TOKENS", "BLOCK_P", "ROW_BLOCKS", "PAGE_WIDTH", "BITS"],
 )
 @triton.jit
 def _weighted_latents(
@@ -41,6 +39,7 @@ def _weighted_latents(
     partial_ptr,
     max_ptr,
     sum_ptr,
+    room_class,
     slots,
     capacity,
     splits,
@@ -142,6 +141,7 @@ def weighted_latents(
         partial_BPSC,
         max_BPXK,
         sum_BPX,
+        triton.next_power_of_2(values.slots),
         values.slots,
         values.capacity,
         splits,

@@ -9,6 +9,7 @@ from methods import calibration_of, tiny_model
 
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
+from lowrank.ops import gpu
 from lowrank.ops.lowrank_attention import Operands, fused, lowrank_attention
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
 from lowrank.ops.rotary_table import RotaryTable
@@ -160,12 +161,12 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
     there = on(device, held)
     query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
     assert fused.serves(query, there, there, None, None, None)
-    monkeypatch.setenv(fused.SWITCH, "0")
-    fused._has_kernels.cache_clear()
+    monkeypatch.setenv(gpu.SWITCH, "0")
+    gpu.has_kernels.cache_clear()
     try:
         assert not fused.serves(query, there, there, None, None, None)
     finally:
-        fused._has_kernels.cache_clear()
+        gpu.has_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(

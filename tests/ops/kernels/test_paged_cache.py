@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from methods import dynakv_model, spread_gates, tiny_model
 import dynakv
 from dynakv.paged import PagedDynaKVCache
 from lowrank.errors import UserError
+from lowrank.hf import paged_layer
 
 SETTINGS = {"granularity": 16}
 
@@ -136,26 +138,93 @@ def test_what_does_not_fit_is_refused(model):
             PagedDynaKVCache.from_model(model, max_length=96)
 
 
-@torch.no_grad()
-def test_a_token_there_are_no_pages_for_is_refused_before_anything_is_written(model):
-    """Its key would have pages, its value not."""
-    ids = token_ids(model, 1, 60)
+def nearly_full(model) -> tuple[PagedDynaKVCache, torch.Tensor]:
+    """A cache with 48 tokens, so few pages that each layer's keys of another have some and its values not, and tokens."""
+    ids = token_ids(model, 1, 80)
     for layer in dynakv.compressors(model).values():
         for side, rank in ((layer.key, 64), (layer.value, 48)):
             side.gate.initialise_at(side.energies(), rank, side.config.threshold)
     cache = PagedDynaKVCache.from_model(model, max_length=96, rate=0.09)
     model(ids[:, :48], past_key_values=cache)
-    store, pool = cache.layers[0].key, cache.memory_pages.pool
-    before = [tensor.clone() for tensor in (pool.page_PNY, pool.free_count, store.length_B, store.tile_page_BSK)]
+    return cache, ids
+
+
+@pytest.mark.layers(2)
+@torch.no_grad()
+def test_a_token_there_are_no_pages_for_is_refused_before_anything_is_written(model):
+    """No layer has it, nor its key without its value."""
+    cache, ids = nearly_full(model)
+    stores, pool = [store for layer in cache.layers for store in (layer.key, layer.value)], cache.memory_pages.pool
+
+    def state() -> list[torch.Tensor]:
+        tables = [table for store in stores for table in (store.length_B, store.tile_page_BSK)]
+        return [tensor.clone() for tensor in (pool.page_PNY, pool.free_count, *tables)]
+
+    before = state()
     for _ in range(2):
         with pytest.raises(UserError, match=r"`rate`\) must be larger .* of \d+ are free"):
             model(ids[:, 48:49], past_key_values=cache)
-    after = (pool.page_PNY, pool.free_count, store.length_B, store.tile_page_BSK)
-    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, before, state()))
     # Cropped, there is room again.
     cache.crop(-40)
     model(ids[:, 8:9], past_key_values=cache)
     assert cache.get_seq_length() == 9
+
+
+@pytest.mark.layers(2)
+@torch.no_grad()
+def test_a_chunk_there_are_no_pages_for_leaves_no_key_without_its_value(model):
+    cache, ids = nearly_full(model)
+    with pytest.raises(UserError, match=r"`rate`\) must be larger"):
+        model(ids[:, 48:], past_key_values=cache)
+    for layer in cache.layers:
+        assert torch.equal(layer.key.length_B, layer.value.length_B)
+    # Layers before the one that refused have the chunk; a crop leaves all alike.
+    cache.crop(-40)
+    assert {layer.get_seq_length() for layer in cache.layers} == {8}
+    ordinary = dynakv.DynaKVCache.from_model(model)
+    model(ids[:, :8], past_key_values=ordinary)
+    found, expected = (model(ids[:, 8:9], past_key_values=each).logits for each in (cache, ordinary))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_more_queries_than_the_kernels_hold_are_rebuilt_for(model, monkeypatch):
+    monkeypatch.setattr(paged_layer, "MAX_QUERY_ROWS", 1)
+    ids = token_ids(model, 1, 15)
+    ordinary, paged = caches(model)
+    with mock.patch.object(paged_layer, "paged_attention", side_effect=AssertionError("too many rows")):
+        for step in ids.split((12, 3), dim=1):
+            expected, found = (model(step, past_key_values=cache).logits for cache in (ordinary, paged))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_mask_may_lie_in_memory_as_it_likes(model):
+    ids = token_ids(model, 2, 13)
+    ordinary, paged = caches(model)
+    seen = torch.ones(2, 1, 1, 13, dtype=torch.bool, device=model.device)
+    seen[1, ..., :5] = False
+    for cache in (ordinary, paged):
+        model(ids[:, :12], past_key_values=cache)
+    expected, found = (
+        model(ids[:, 12:], past_key_values=cache, attention_mask=mask).logits
+        for cache, mask in ((ordinary, seen), (paged, strided(seen)))
+    )
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def strided(mask: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every other one of a wider tensor's."""
+    wide = torch.zeros(*mask.shape[:-1], 2 * mask.shape[-1], dtype=mask.dtype, device=mask.device)
+    wide[..., ::2] = mask
+    return wide[..., ::2]
+
+
+def test_a_model_on_several_devices_is_refused(model):
+    next(iter(dynakv.compressors(model).values())).to("meta")
+    with pytest.raises(UserError, match="a model spread over .*meta .all layers share one device's pages"):
+        PagedDynaKVCache.from_model(model, max_length=96)
 
 
 @pytest.mark.layers(2)

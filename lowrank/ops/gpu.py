@@ -1,0 +1,27 @@
+"""What Triton's kernels ask of a device."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+from contextlib import AbstractContextManager
+
+import torch
+
+# Set to 0 to do without Triton's kernels.
+SWITCH = "ADAPTIVE_KV_TRITON"
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device: on an NVIDIA GPU since Ampere, or where they are interpreted."""
+    if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launching_on(device: torch.device) -> AbstractContextManager:
+    """Within it kernels are launched on the device: Triton takes the current one, which a layer's need not be."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
