@@ -184,6 +184,11 @@ def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) ->
         missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
         raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")
     for name, tensor in targets.items():
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} of the model has no memory: its layer is offloaded to the CPU or to disk; load the model without "
+                f"offloading, e.g. with fewer layers to a GPU and `device_map` over more of them"
+            )
         if tensor.shape != state[name].shape:
             raise UserError(
                 f"`{origin}` does not fit this model: {name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}"

@@ -18,7 +18,7 @@ from evaluation.perplexity import Score, full_cache, score
 from lowrank.atomic import write_bytes, write_text
 from lowrank.config import option, require, section
 from lowrank.errors import UserError
-from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
 from lowrank.text import CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
@@ -51,6 +51,7 @@ class CompareConfig:
     texts: list[TextConfig] = option(help="texts to measure on")
     model: str | None = option(None, help="hub id or directory; by default what the checkpoint was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
+    device: str | None = option(None, help=DEVICE_HELP)
     presets: list[str] = option(
         ["static-pca", "static-pca-h", "static-pca-joint", "ojakv"],
         help=f"OjaKV presets to compare, any of {', '.join(PRESETS)}; those with exact prefill need a `prefix`",
@@ -136,7 +137,7 @@ def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
         found = zip(config.checkpoint, settings, strict=True)
         config.check_is_read("checkpoint", [directory for directory, of in found if of.compressor.prefill == "exact"])
     name = config.model or settings[0].base_model
-    model, tokenizer = load_model(name, dtype=config.dtype), load_tokenizer(name)
+    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     order = {label: i for i, label in enumerate(texts)}

@@ -104,6 +104,7 @@ def _of_layer(
 ) -> dict[str, tuple[float, float]]:
     """Basis → (RER, SO with the oracle), the heads' mean."""
     head_dim, heads = calibration.geometry.head_dim, calibration.geometry.num_kv_heads
+    start = start.to(rows_NC.device)
     side = OnlineSide(start, config, head_dim=head_dim, dtype=torch.float32, name="rows")
     parts_PNW = side.parts(rows_NC.unflatten(1, (heads, head_dim)).transpose(0, 1))
     side.follow(parts_PNW[:, :prefix], is_prompt=True)

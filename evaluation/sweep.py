@@ -5,12 +5,15 @@ processes; its rows are written beside it when it is measured. A sweep that is s
 In a staged sweep each point trains on from the one before it.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from transformers import PreTrainedModel
 
 import dynakv
 from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
@@ -18,7 +21,7 @@ from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
 from lowrank.config import option, read_yaml, require, section
 from lowrank.errors import UserError
-from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, default_device, load_model, load_tokenizer
 from lowrank.paths import expand
 from lowrank.text import CalibrationText
 from ojakv import Calibration
@@ -59,6 +62,7 @@ class SweepConfig:
     )
     texts: list[TextConfig] = option(help="texts to measure on")
     dtype: str = option("float32", help="of the model when measured", choices=DTYPES)
+    device: str | None = option(None, help=f"of the model when measured: {DEVICE_HELP}")
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
     blocks: int = option(4, help="blocks of each text", unit="blocks")
     calibration: CalibrationText = section(CalibrationText)
@@ -124,17 +128,20 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     name = expand(str(recipe.get("model")))
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
-    model = load_model(name, dtype=config.dtype)
+    device = config.device or default_device()
+    model = load_model(name, dtype=config.dtype, device="cpu")  # while it is not in use: training needs the device, too
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
     extra = {"gradients": True} if gradients else {}
     _check_same(output / CALIBRATION, {"model": name} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
-        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
+        with _moved(model, device):
+            calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
         calibration.save(bases, model=name, text=config.calibration.name)
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
-    full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
+    with _moved(model, device):
+        full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
     rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
     name = Path(name).name if Path(name).is_dir() else name
     for point in points(config):
@@ -143,21 +150,32 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
         _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*command, *arguments])
-            dynakv.attach(model, checkpoint)
-            found = [
-                comparison_row(
-                    point.variant,
-                    label,
-                    score(model, of, lambda: dynakv.DynaKVCache.from_model(model), description=point.name),
-                    full[label],
-                )
-                for label, of in texts.items()
-            ]
-            dynakv.detach(model)
+            with _moved(model, device):
+                dynakv.attach(model, checkpoint)
+                found = [
+                    comparison_row(
+                        point.variant,
+                        label,
+                        score(model, of, lambda: dynakv.DynaKVCache.from_model(model), description=point.name),
+                        full[label],
+                    )
+                    for label, of in texts.items()
+                ]
+                dynakv.detach(model)
             write_text(directory / ROWS, json.dumps([dataclasses.asdict(row) for row in found], indent=2) + "\n")
         rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
         write_comparison(output, name, rows)
     return name, rows
+
+
+@contextlib.contextmanager
+def _moved(model: PreTrainedModel, device: str) -> Iterator[None]:
+    """Have a model on a device for a while; it is on the CPU before and after."""
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to("cpu")
 
 
 def starts_from_gradients(config: SweepConfig) -> bool:

@@ -54,21 +54,23 @@ def waterfill_ranks(energies_C: list[Tensor], rate: float, multiple: int = 1) ->
     widths = [len(energy_C) for energy_C in energies_C]
     _check_multiple(widths, rate, multiple)
     share, size, owner, first = [], [], [], []
+    device = energies_C[0].device
     for i, (energy_C, width) in enumerate(zip(energies_C, widths, strict=True)):
         runs = -(-width // multiple)
-        size_K = torch.full((runs,), multiple)
+        size_K = torch.full((runs,), multiple, device=device)
         size_K[-1] = width - (runs - 1) * multiple
         padded = torch.nn.functional.pad(energy_C.double(), (0, runs * multiple - width))
         share.append(padded.view(runs, multiple).sum(dim=1) / size_K)
         size.append(size_K)
-        owner.append(torch.full((runs,), i))
-        first.append(torch.arange(runs) == 0)
+        owner.append(torch.full((runs,), i, device=device))
+        first.append(torch.arange(runs, device=device) == 0)
     share, size, owner, first = (torch.cat(each) for each in (share, size, owner, first))
     # The first coefficients of each are given first, so that no layer is left without any.
     order = torch.argsort(share.masked_fill(first, torch.inf), descending=True)
     is_within = size[order].cumsum(0) <= round(rate * sum(widths)) + multiple // 2
     chosen = order[is_within | first[order]]
-    return torch.zeros(len(widths), dtype=torch.long).index_add_(0, owner[chosen], size[chosen]).tolist()
+    nothing = torch.zeros(len(widths), dtype=torch.long, device=device)
+    return nothing.index_add_(0, owner[chosen], size[chosen]).tolist()
 
 
 def falling_means(worth_C: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class Coefficients:
             yield slice(first, last), self.rows(first, last)
 
     def dot(self, query_MR: Tensor) -> Tensor:
-        """Products of queries (…, M, R) with all rows, (…, M, N)."""
-        products = [query_MR @ tile_NR.mT for _, tile_NR in self.tiles()]
+        """Products of queries (…, M, R) with all rows, (…, M, N), in the queries' dtype."""
+        products = [query_MR @ tile_NR.mT.to(query_MR.dtype) for _, tile_NR in self.tiles()]
         if len(products) == 1:
             return products[0]
         return torch.cat([query_MR.new_empty(*query_MR.shape[:-1], 0), *products], dim=-1)

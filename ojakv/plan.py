@@ -178,7 +178,7 @@ def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
 def _whole(geometry: KVGeometry) -> SideBasis:
     heads, head_dim = geometry.num_kv_heads, geometry.head_dim
     return SideBasis(
-        vectors_PWR=by_columns(torch.eye(head_dim).repeat(heads, 1, 1)),
-        energy_PR=torch.ones(heads, head_dim),
+        vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32, device="cpu").repeat(heads, 1, 1)),
+        energy_PR=torch.ones(heads, head_dim, dtype=torch.float32, device="cpu"),
         is_compressed=False,
     )

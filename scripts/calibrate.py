@@ -14,7 +14,7 @@ from lowrank import cli
 from lowrank.atomic import check_replaceable
 from lowrank.config import option, parse_config
 from lowrank.hf.calibration_store import MOMENTS, Calibration
-from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank.text import CalibrationText
 
 
@@ -25,7 +25,7 @@ class CalibrateConfig(CalibrationText):
     model: str = option(help="hub id or directory")
     output: str = option(help="directory for the calibration; an earlier one there is replaced")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
-    device: str = option("cpu", help="to run on")
+    device: str | None = option(None, help=DEVICE_HELP)
     gradients: bool = option(
         False, help="also take the loss's gradients, for training with `calibration.start: gradient`"
     )

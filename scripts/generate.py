@@ -15,7 +15,7 @@ import dynakv
 from dynakv.checkpoint import WEIGHTS, read_config
 from lowrank import cli
 from lowrank.errors import UserError
-from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
 
 
@@ -34,9 +34,7 @@ def main(argv: list[str]) -> None:
         "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the checkpoint's]"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[default %(default)s]"
-    )
+    parser.add_argument("--device", help=DEVICE_HELP)
     arguments = parser.parse_args(argv)
 
     if arguments.max_new_tokens < 1:

@@ -15,7 +15,7 @@ from evaluation.lookup import LookupScore, lookup_prompts, score_lookup
 from evaluation.perplexity import full_cache
 from lowrank import cli
 from lowrank.atomic import write_text
-from lowrank.hf.loading import DTYPES, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
 
 
@@ -53,12 +53,13 @@ def main(argv: list[str]) -> None:
         help="of the gate; a lower one keeps more [default: the checkpoint's]",
     )
     parser.add_argument("--prefill", choices=["exact", "reconstructed"], default="exact", help="[default %(default)s]")
+    parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
     name = os.path.expanduser(arguments.model) if arguments.model else read_config(arguments.checkpoint).base_model
     thresholds = arguments.thresholds or [read_config(arguments.checkpoint).compressor.threshold]
-    model, tokenizer = load_model(name, dtype=arguments.dtype), load_tokenizer(name)
+    model, tokenizer = load_model(name, dtype=arguments.dtype, device=arguments.device), load_tokenizer(name)
     pairs = lookup_prompts(arguments.prompts, arguments.facts, arguments.seed)
     full = score_lookup(model, tokenizer, pairs, lambda: full_cache(model), description="full")
     rows = [row("full", None, 1.0, full, full)]

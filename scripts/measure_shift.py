@@ -14,7 +14,7 @@ from evaluation.shift import measure_shift
 from lowrank import cli
 from lowrank.atomic import write_text
 from lowrank.hf.calibration_store import Calibration
-from lowrank.hf.loading import load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, load_model, load_tokenizer
 from lowrank.text import labelled_block
 from ojakv import OjaKVConfig
 
@@ -27,10 +27,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--prefix", type=int, default=1024, help="tokens adapted to [default %(default)s]")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens measured after them [default %(default)s]")
     parser.add_argument("--rate", type=float, default=0.4, help="rank over width [default %(default)s]")
+    parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
-    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)
     calibration = Calibration.load(arguments.bases).for_model(model)
     plain = {"preconditioned": False, "learning_rate": 0.1, "prompt_steps": 1}
     common = {"rate": arguments.rate, "ranks": "fraction"}

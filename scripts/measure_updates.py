@@ -11,7 +11,7 @@ from evaluation.updates import measure_updates
 from lowrank import cli
 from lowrank.atomic import write_text
 from lowrank.hf.calibration_store import Calibration
-from lowrank.hf.loading import load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, load_model, load_tokenizer
 from lowrank.text import labelled_block
 from ojakv import OjaKVConfig
 
@@ -28,10 +28,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--triggers", type=float, nargs="*", default=[0.2, 0.5, 1.0], help="thresholds [default %(default)s]"
     )
+    parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
-    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)
     calibration = Calibration.load(arguments.bases).for_model(model)
 
     def config(**settings) -> OjaKVConfig:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers.modeling_flash_attention_utils as utils
 from methods import METHODS, calibration_of, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowrank.errors import UserError
+from lowrank.hf import backends
 from ojakv import OjaKVCache, OjaKVConfig
 
 PICKED = [method for method in METHODS if method.name in ("ojakv-pf", "ojakv-pf-reconstruct", "ojakv-joint", "dynakv")]
@@ -37,26 +39,52 @@ def test_eager_runs_where_it_was_asked_for(method, monkeypatch):
     torch.testing.assert_close(logits_on("eager", method), expected, atol=1e-4, rtol=0)
 
 
+def causal_attention(query_QHD, key_TGD, value_TGD, softmax_scale):
+    """The last query aligned with the last key, as flash attention has it."""
+    queries, tokens, repeats = len(query_QHD), len(key_TGD), query_QHD.shape[1] // key_TGD.shape[1]
+    key_HTD, value_HTD = (states.repeat_interleave(repeats, dim=1).transpose(0, 1) for states in (key_TGD, value_TGD))
+    is_seen = torch.arange(tokens) <= torch.arange(tokens - queries, tokens)[:, None]
+    scores = (query_QHD.transpose(0, 1) @ key_HTD.mT * softmax_scale).masked_fill(~is_seen, float("-inf"))
+    return (scores.softmax(dim=-1) @ value_HTD).transpose(0, 1)
+
+
 @pytest.fixture
 def flash(monkeypatch):
-    """A function that puts a stand-in with flash attention's contract (causal, two-dimensional padding mask), which itself
-    needs a GPU, in sdpa's place; and the masks the stand-in was called with."""
+    """A function that sends sdpa's calls through the adapter (transformers refuses to load a model for a backend it lacks)
+    and transformers' own flash attention, down to the two functions of the flash-attn package, which need a GPU; and
+    which of them were called."""
     calls = []
 
-    def stand_in(module, query, key, value, attention_mask, **kwargs):
-        calls.append(attention_mask)
-        assert attention_mask is None or attention_mask.shape == (query.shape[0], key.shape[2])
-        queries, tokens = query.shape[2], key.shape[2]
-        mask = torch.arange(tokens) <= torch.arange(tokens - queries, tokens)[:, None]
-        mask = mask[None, None].expand(query.shape[0], 1, -1, -1)
-        if attention_mask is not None:
-            mask = mask & attention_mask[:, None, None, :]
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        scores = (query @ key.mT * kwargs["scaling"]).masked_fill(~mask, torch.finfo(query.dtype).min)
-        return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
+    def flash_attn_func(query, key, value, softmax_scale, causal, softcap=0.0, dropout_p=0.0, window_size=(-1, -1)):
+        assert causal
+        calls.append("plain")
+        rows = zip(query, key, value, strict=True)
+        return torch.stack([causal_attention(*row, softmax_scale) for row in rows])
 
-    return lambda: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", stand_in_for_sdpa(stand_in)), calls
+    def flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    ):
+        assert causal or max_seqlen_q == 1
+        calls.append("padded")
+        rows = [
+            states.tensor_split(ends[1:-1].tolist()) for states, ends in ((query, cu_seqlens_q), (key, cu_seqlens_k))
+        ]
+        rows.append(value.tensor_split(cu_seqlens_k[1:-1].tolist()))
+        return torch.cat([causal_attention(*row, softmax_scale) for row in zip(*rows, strict=True)])
+
+    def lazy_imports(implementation, *args, **kwargs):
+        assert implementation == "flash_attention_2"
+        return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    def call(module, query, key, value, mask, **kwargs):
+        return backends.backend("flash_attention_2")(module, query, key, value, mask, **kwargs)
+
+    def put_in_place():
+        monkeypatch.setattr(utils, "_lazy_imports", lazy_imports)
+        monkeypatch.setattr(utils, "_loaded_implementation", None)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", call)
+
+    return put_in_place, calls
 
 
 @pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
@@ -65,7 +93,7 @@ def test_flash_is_told_of_padding_and_nothing_else(method, flash):
     put_in_place, calls = flash
     put_in_place()
     torch.testing.assert_close(logits_on("sdpa", method), expected, atol=1e-4, rtol=0)
-    assert any(mask is not None for mask in calls), "the padded prompt must have reached the backend"
+    assert set(calls) == {"plain", "padded"}, "the padded prompt must have reached the backend, and what is not padded"
 
 
 @torch.no_grad()
@@ -81,21 +109,6 @@ def test_flash_is_given_what_eviction_left_in_order(layout, flash):
         cache = OjaKVCache.from_model(model, config, bases=calibration_of(model))
         logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([60, 40], dim=1)], 1))
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)
-
-
-def stand_in_for_sdpa(flash):
-    """Send sdpa's calls through the flash adapter, since transformers refuses to load a model for a backend it lacks."""
-    from lowrank.hf.backends import _flash
-
-    def call(module, query, key, value, mask, **kwargs):
-        saved = ALL_ATTENTION_FUNCTIONS._global_mapping.get("flash_attention_2")
-        ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
-        try:
-            return _flash(module, query, key, value, mask, **kwargs)
-        finally:
-            ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = saved
-
-    return call
 
 
 def test_another_attention_is_refused():

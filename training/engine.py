@@ -5,6 +5,7 @@ that are spread over processes are read and written as whole tensors.
 """
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterable, Iterator
 
@@ -38,12 +39,14 @@ class Engine:
     def __init__(self, config: TrainConfig):
         self.config = config
         self.deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        handlers = []
+        # A process may write for long while the others wait: a model of 8 B parameters, to slow storage.
+        process_group = {"timeout": datetime.timedelta(hours=2)}
         if self.deepspeed and not torch.cuda.is_available():
-            handlers.append(InitProcessGroupKwargs(backend="gloo"))
+            process_group["backend"] = "gloo"
             _never_build_shared_memory()
         self.accelerator = Accelerator(
-            gradient_accumulation_steps=config.optimizer.accumulate, kwargs_handlers=handlers
+            gradient_accumulation_steps=config.optimizer.accumulate,
+            kwargs_handlers=[InitProcessGroupKwargs(**process_group)],
         )
         kind = self.accelerator.distributed_type
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.DEEPSPEED)

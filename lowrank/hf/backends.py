@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowrank.errors import UserError
 
-BACKENDS = ("sdpa", "eager", "flash_attention_2")
+_FLASH = "flash_attention_2"
+BACKENDS = ("sdpa", "eager", _FLASH)
 
 
 def check_backend(name: str) -> None:
@@ -83,11 +84,23 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
     if mask is not None:
         seen_BT = mask[:, 0].any(dim=1)
         seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
-    return ALL_ATTENTION_FUNCTIONS["flash_attention_2"](module, query, key, value, seen_BT, **kwargs)
+    # transformers looks up which flash attention is meant under the name of the attention that the model has now.
+    as_loaded = _Replaced(module, config=_Replaced(module.config, _attn_implementation=_FLASH))
+    return ALL_ATTENTION_FUNCTIONS[_FLASH](as_loaded, query, key, value, seen_BT, **kwargs)
+
+
+class _Replaced:
+    """An object as it is but for some attributes."""
+
+    def __init__(self, of: Any, **attributes: Any):
+        self.__dict__.update(attributes, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
 
 
 _BACKENDS = {
     "sdpa": Backend(_sdpa, caps_scores=False),
     "eager": Backend(_eager, caps_scores=True),
-    "flash_attention_2": Backend(_flash, caps_scores=True),
+    _FLASH: Backend(_flash, caps_scores=True),
 }

@@ -62,7 +62,8 @@ class Calibration:
         if gradients:
             for index, sides in gradient_moments(model, blocks_NT, progress=progress).items():
                 found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
-        moments = {i: {side: m.mean().float() for side, m in sides.items()} for i, sides in found.items()}
+        # On the CPU, whatever the model is on: bases and ranks are worked out over all layers.
+        moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
         return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:

@@ -11,6 +11,12 @@ from lowrank.config import require
 from lowrank.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICE_HELP = "where to run, e.g. cuda or cpu; by default a GPU where there is one"
+
+
+def default_device() -> str:
+    """Where models run when nothing else is asked for."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:
@@ -19,12 +25,12 @@ def load_model(name: str, *, dtype: str = "float32", device: str | torch.device 
     Args:
         name: hub id or local directory.
         dtype: one of :data:`DTYPES`.
-        device: where to put it; None leaves it on the CPU.
+        device: where to put it; None takes :func:`default_device`.
     """
     if dtype not in DTYPES:
         raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
     model = _pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
-    return model.to(device).eval() if device is not None else model.eval()
+    return model.to(device or default_device()).eval()
 
 
 def shard_while_loading(deepspeed: dict[str, Any], *, dtype: str) -> object:

@@ -117,7 +117,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 sequence.value.append(value[0][b], value[1][b], is_prompt=True)
                 sequence.note(count)
             return
-        key_ranks, value_ranks = key[1].tolist(), value[1].tolist()
+        key_ranks, value_ranks = torch.stack([key[1], value[1]]).tolist()  # one copy for which the host waits, not two
         for b, sequence in enumerate(self.sequences):
             append_few(sequence.key, key[0][b], key_ranks[b])
             append_few(sequence.value, value[0][b], value_ranks[b])

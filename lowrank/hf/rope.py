@@ -237,10 +237,11 @@ def _rotates_halves(apply: Callable) -> bool:
     :func:`_rotated_halves` then does the same in two passes over the keys instead of five, which is much of the time of
     decoding on a CPU. Families that rotate otherwise keep their own function.
     """
-    generator = torch.Generator().manual_seed(0)
-    key = torch.randn(1, 2, 3, 8, generator=generator)
+    # Said outright: defaults of device and dtype are the user's.
+    plain = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    key = torch.randn(1, 2, 3, 8, **plain)
     for rotary in (8, 4):
-        cos, sin = torch.randn(2, 1, 3, rotary, generator=generator)
+        cos, sin = torch.randn(2, 1, 3, rotary, **plain)
         try:
             theirs = apply(key[:, :0], key, cos, sin)[1]
         except RuntimeError:

@@ -40,9 +40,10 @@ def gradient_moments(
         raise UserError(
             "blocks of one token predict nothing that gradients could be taken of; calibrate on longer ones"
         )
-    geometry = geometry_of(model)
+    geometry, modules = geometry_of(model), attention_modules(model)
+    devices = {index: next(modules[index].parameters()).device for index in geometry.layers}
     moments = {
-        index: {side: SecondMoment(geometry.width, device=model.device) for side in (KEY, VALUE)}
+        index: {side: SecondMoment(geometry.width, device=devices[index]) for side in (KEY, VALUE)}
         for index in geometry.layers
     }
     with (

@@ -43,11 +43,12 @@ def rebuilt_scores(
         places: of the pieces' tokens in their sequence, one after another.
 
     Returns:
-        (G, M, T), not yet scaled.
+        (G, M, T) in fp32 at least, not yet scaled.
     """
     groups, rows, head_dim = query_GMD.shape
     total = sum(piece.length for piece in pieces)
     query_GMD, decoder_RC, turn = rotation.prepare(query_GMD, decoder_RC)
+    query_GMD = precise(query_GMD)  # keys are rebuilt in the model's dtype, scores are not rounded to it
     score_GMT = query_GMD.new_empty(groups, rows, total)
     is_joint = groups * rows <= MAX_JOINT_ROWS and query_GMD.device.type == "cpu"
     query_CP = _block_diagonal(query_GMD) if is_joint else None
@@ -61,6 +62,7 @@ def rebuilt_scores(
             torch.mm(coef_NR, decoder_RC[: coef_NR.shape[1]], out=rebuilt_NC[count:end])
             count = end
         key_GND = turn(rebuilt_NC[:count].view(-1, groups, head_dim), between(places, start, start + count))
+        key_GND = key_GND.to(query_GMD.dtype)
         tile_GMN = score_GMT[:, :, start : start + count]
         if is_joint:
             tile_GMN.copy_((key_GND.transpose(0, 1).reshape(count, -1) @ query_CP).T.view(groups, rows, count))
@@ -68,6 +70,11 @@ def rebuilt_scores(
             tile_GMN.copy_(query_GMD @ key_GND.mT)
         start += count
     return score_GMT
+
+
+def precise(states: Tensor) -> Tensor:
+    """The same in fp32, unless it is in fp64: products are summed, and softmax taken, of these."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
 def _block_diagonal(query_GMD: Tensor) -> Tensor:

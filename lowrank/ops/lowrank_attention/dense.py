@@ -16,7 +16,7 @@ from torch import Tensor
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops.capped import capped
-from lowrank.ops.rebuilt import rebuilt_scores
+from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Places, Rotation, of_part
 
 
@@ -72,9 +72,9 @@ def lowrank_attention(
     heads, queries, head_dim = query_HQD.shape
     groups, low = keys.full_GFD.shape[0], keys.coef.length
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
+    exact_GMD = precise(query_GMD)
     score_GMT = torch.cat(
-        [_scores(query_GMD, keys, rotation, places), query_GMD @ keys.full_GFD.mT],
-        dim=2,
+        [_scores(query_GMD, keys, rotation, places), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
     )
     score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
     if mask_QT is not None:
@@ -89,11 +89,12 @@ def lowrank_attention(
 
 
 def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Places | None) -> Tensor:
-    """Scores of the low-rank tokens, (G, M, N)."""
+    """Scores of the low-rank tokens, (G, M, N), in fp32 at least."""
     groups, rows, _ = query_GMD.shape
     parts, _, rank = keys.basis_PWR.shape
     if rotation is None:
-        latent_GMR = query_GMD @ keys.head_basis()
+        exact_GMD = precise(query_GMD)
+        latent_GMR = exact_GMD @ keys.head_basis().to(exact_GMD.dtype)
         return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
         rebuilt_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))

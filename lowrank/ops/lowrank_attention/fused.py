@@ -69,7 +69,8 @@ def lowrank_attention(
     whole = None
     if full:
         whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
-        whole = FullTokens(keys.full_GFD[None], values.full_GFD[None], _length(full, device), whole_mask)
+        # With their room to grow: kernels are tuned by it, and it changes less often than what it holds.
+        whole = FullTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), whole_mask)
     operation, options = latent_attention, {}
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention

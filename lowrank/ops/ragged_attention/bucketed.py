@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.capped import capped
-from lowrank.ops.rebuilt import rebuilt_scores
+from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
@@ -68,7 +68,8 @@ def _scores_rebuilt(
 def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -> Tensor:
     groups, rows, head_dim = query_GMD.shape
     decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
-    latent_PC = (query_GMD @ decoder_GDC).view(groups * rows, -1)
+    exact_GMD = precise(query_GMD)
+    latent_PC = (exact_GMD @ decoder_GDC.to(exact_GMD.dtype)).view(groups * rows, -1)
     score_PT = latent_PC.new_empty(groups * rows, keys.length)
     in_order_PT = [coef.dot(latent_PC[:, : coef.rank]) for coef in keys.buckets()]
     score_PT[:, keys.order()] = torch.cat(in_order_PT, dim=1)

@@ -1,5 +1,6 @@
 """OjaKV's caches, whose decoding goes through the kernels by itself, against plain torch."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -41,16 +42,25 @@ def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joi
             tensor[:, low:] = torch.nan if tensor.is_floating_point() else 255
     whole = GrowingTensor(torch.randn(groups, full, HEAD_DIM, generator=generator).to(dtype), dim=1)
     whole.reserve(full + 3)
+    whole.buffer[:, full:] = torch.nan
     basis = torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank]
     return Operands(coef, basis.to(dtype), whole)
 
 
 def on(device, held: Operands) -> Operands:
     """The same tensors on a device, room to grow included."""
-    for tensor in held.coef._tensors():
-        tensor.buffer = tensor.buffer.to(device)
-    assert held.coef.buffers()[0].shape[1] > held.coef.length
-    return Operands(held.coef, held.basis_PWR.to(device), GrowingTensor(held.full_GFD.to(device), dim=1))
+
+    def moved(tensor: GrowingTensor | None) -> GrowingTensor | None:
+        if tensor is None:
+            return None
+        twin = GrowingTensor(tensor.buffer.to(device), dim=tensor.dim)
+        twin.crop(tensor.length)
+        return twin
+
+    coef = copy.copy(held.coef)
+    coef._values, coef._scales = moved(coef._values), moved(coef._scales)
+    assert coef.buffers()[0].shape[1] > coef.length
+    return Operands(coef, held.basis_PWR.to(device), moved(held.full))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
