@@ -157,26 +157,19 @@ class PagedStore:
         self.open_BK.fill_(NO_TILE)
         self._longest = 0
 
-    @staticmethod
-    def reserve_one(*stores: "PagedStore") -> None:
-        """Make sure that every sequence of stores with one pool has room for one more row of any rank, for kernels that
-        append it to each of them.
-
-        Together, since the pool learns what is free from the device, which knows nothing of pages that a kernel has been
-        promised and has not taken yet. If one store has no room, none is changed.
-
-        Raises:
-            UserError: a sequence is at its `capacity`, or too few pages are free.
-        """
-        [pool] = {id(store.pool): store.pool for store in stores}.values()
-        for store in stores:
-            store._reserve_rows(1)
-        pool.reserve(sum(store.batch * store.granules for store in stores))
-        for store in stores:
-            store._longest += 1
+    @property
+    def pages_of_one(self) -> int:
+        """The most pages that one more row of every sequence can take, whatever its rank."""
+        return self.batch * self.granules
 
     def expect_one(self) -> None:
-        """A kernel will append one row to every sequence; whoever calls has made sure of its pages (:meth:`reserve_one`)."""
+        """A kernel will append one row to every sequence. The caller has reserved :attr:`pages_of_one` pages, for all stores
+        of the pool that are to have a row at once: the pool learns what is free from the device, which knows nothing of pages
+        that a kernel has been promised and has not taken yet.
+
+        Raises:
+            UserError: a sequence is at its `capacity`.
+        """
         self._reserve_rows(1)
         self._longest += 1
 

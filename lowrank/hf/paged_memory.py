@@ -91,7 +91,7 @@ class PagedMemory:
             UserError: too few pages are free.
         """
         if self._granted != length:
-            self.pool.reserve(self.stores * key.batch * key.granules)
+            self.pool.reserve(self.stores * key.pages_of_one)
             self._granted = length
         for store in (key, value):
             store.expect_one()

@@ -170,7 +170,7 @@ def gated_append(
 ) -> None:
     """One token of each sequence into the store at its own rank (DynaKV, section 3.2), without a word from the host.
 
-    The caller has made room with ``PagedStore.reserve_one``, which a CUDA graph cannot hold; the launch itself it can.
+    The caller has made room (``PagedStore.expect_one``), which a CUDA graph cannot hold; the launch itself it can.
 
     Args:
         state_BC: joint keys before rotation, or values, in the dtype coefficients are rounded to.

@@ -21,6 +21,11 @@ def new_store(batch, *, device, dtype=torch.float16, bits=None) -> PagedStore:
     return PagedStore(batch, WIDTH, capacity=80, pool=pool)
 
 
+def expect_one(store: PagedStore) -> None:
+    store.pool.reserve(store.pages_of_one)
+    store.expect_one()
+
+
 def weights(generator, dtype):
     basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator)).Q
     gate = torch.randn(WIDTH, WIDTH, generator=generator)
@@ -54,7 +59,7 @@ def test_equals_the_reference(device, generator, dtype, bits):
         store.append(prompt.to(device), torch.full((batch, 13), GRANULE, device=device))
     for _ in range(STEPS):
         state = torch.randn(batch, WIDTH, generator=generator).to(dtype)
-        PagedStore.reserve_one(ours)
+        expect_one(ours)
         gated_append(state.to(device), weight.to(device), bias.to(device), ours, **options)
         reference(state.to(device), weight.to(device), bias.to(device), plain, **options)
     assert ours.length_B.tolist() == [13 + STEPS] * batch
@@ -77,7 +82,7 @@ def test_pages_are_each_taken_once_by_many_sequences(device, generator):
     weight, bias = weights(generator, torch.float16)
     store = new_store(batch, device=device)
     for _ in range(2):
-        PagedStore.reserve_one(store)
+        expect_one(store)
         state = torch.randn(batch, WIDTH, generator=generator).half()
         gated_append(state.to(device), weight.to(device), bias.to(device), store, threshold=0.3, granularity=GRANULE)
     granule = torch.arange(store.granules, device=device)
