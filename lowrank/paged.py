@@ -163,9 +163,9 @@ class PagedStore:
         return self.batch * self.granules
 
     def expect_one(self) -> None:
-        """A kernel will append one row to every sequence. The caller has reserved :attr:`pages_of_one` pages, for all stores
-        of the pool that are to have a row at once: the pool learns what is free from the device, which knows nothing of pages
-        that a kernel has been promised and has not taken yet.
+        """A kernel will append one row to every sequence. The caller has reserved :attr:`pages_of_one` pages, for all
+        stores of the pool that are to have a row at once: the pool learns what is free from the device, which knows
+        nothing of pages that a kernel has been promised and has not taken yet.
 
         Raises:
             UserError: a sequence is at its `capacity`.
