@@ -82,8 +82,9 @@ class LowRankCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         # A chunk that a layer has refused is in the layers before it.
-        least = min(layer.get_seq_length() for layer in self.compressed_layers())
-        for layer in self.layers:
+        begun = [layer for layer in self.layers if layer.is_initialized]
+        least = min((layer.get_seq_length() for layer in begun), default=0)
+        for layer in begun:
             if layer.get_seq_length() > least:
                 layer.crop(least - layer.get_seq_length())
         super().crop(tokens_to_remove)
