@@ -34,12 +34,7 @@ def calibrate(
         sides: which of ``key`` (before rotation), ``rotated_key``, ``value`` and ``query`` (rotated; the queries of a KV
             head's group are its rows, so that only the head's own D×D block means anything).
     """
-    geometry = geometry_of(model)
-    modules = attention_modules(model)
-    moments = {
-        index: {side: SecondMoment(geometry.width, device=next(modules[index].parameters()).device) for side in sides}
-        for index in geometry.layers
-    }
+    moments = empty_moments(model, sides)
 
     def fold(index: int, side: str, rows_NC: Tensor) -> None:
         try:
@@ -49,6 +44,16 @@ def calibrate(
 
     observe(model, blocks_NT, fold, sides=sides, progress=progress)
     return moments
+
+
+def empty_moments(model: PreTrainedModel, sides: Sequence[str]) -> dict[int, dict[str, SecondMoment]]:
+    """Layer index → side → a moment of no rows, on the layer's device."""
+    geometry, modules = geometry_of(model), attention_modules(model)
+    devices = {index: next(modules[index].parameters()).device for index in geometry.layers}
+    return {
+        index: {side: SecondMoment(geometry.width, device=device) for side in sides}
+        for index, device in devices.items()
+    }
 
 
 def observe(

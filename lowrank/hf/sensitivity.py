@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM, prepare
-from lowrank.hf.calibration import KEY, VALUE
+from lowrank.hf.calibration import KEY, VALUE, empty_moments
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.rope import Rope
@@ -40,12 +40,7 @@ def gradient_moments(
         raise UserError(
             "blocks of one token predict nothing that gradients could be taken of; calibrate on longer ones"
         )
-    geometry, modules = geometry_of(model), attention_modules(model)
-    devices = {index: next(modules[index].parameters()).device for index in geometry.layers}
-    moments = {
-        index: {side: SecondMoment(geometry.width, device=devices[index]) for side in (KEY, VALUE)}
-        for index in geometry.layers
-    }
+    moments = empty_moments(model, (KEY, VALUE))
     with (
         _probes(model) as probes,
         torch.enable_grad(),
