@@ -1,5 +1,6 @@
 """Where a compressor's training starts: from the states alone, as in the paper, or from what the loss answers to as well."""
 
+import torch
 from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
@@ -24,7 +25,7 @@ def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
 
 def initialise_from_gradients(
     model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float, *, key_cost: float = 1.0
-) -> None:
+) -> float:
     """Start every layer from the PCA of its moments weighted by the loss's gradients, and every gate at a rank of its own.
 
     Beyond the paper, whose training begins by closing gates that are nearly open: here the ranks are spread over layers,
@@ -39,6 +40,10 @@ def initialise_from_gradients(
         key_cost: how much more loss a coefficient of keys must save than one of values to be kept, as in
             :func:`dynakv.objective.objective`.
 
+    Returns:
+        the price α at which the objective would neither open these gates nor close them, were the estimate right: one more
+        coefficient would add as much to α R² as it took from the loss.
+
     Raises:
         UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA.
     """
@@ -46,9 +51,16 @@ def initialise_from_gradients(
     next(iter(sides.values())).config.check_gradient_start()
     bases = [weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides]
     costs = [key_cost if side == "key" else 1.0 for _, side in sides]
-    ranks = waterfill_ranks([basis.loss_C / cost for basis, cost in zip(bases, costs, strict=True)], rate)
+    losses_C = [basis.loss_C / cost for basis, cost in zip(bases, costs, strict=True)]
+    ranks = waterfill_ranks(losses_C, rate)
     for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
         compressor.initialise_at(basis, rank)
+    # R = Σ cost · rank / Σ cost · C: one more coefficient adds 2 α R · cost / Σ cost · C, and at best saves cost · level.
+    falling = torch.cat(losses_C).sort(descending=True).values
+    level = float(falling[int(rate * (len(falling) - 1))])
+    whole = sum(cost * len(loss_C) for cost, loss_C in zip(costs, losses_C, strict=True))
+    weighed_rate = sum(cost * rank for cost, rank in zip(costs, ranks, strict=True)) / whole
+    return level * whole / (2 * weighed_rate)
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from families import FAMILIES
 from methods import calibration_of, dynakv_model, tiny_model
 from torch import nn
-from training_runs import rows, train_here
+from training_runs import merged, rows, train_here
 
 import dynakv
 from dynakv.gate import Gate
@@ -20,7 +20,7 @@ from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.sensitivity import gradient_moments
 from lowrank.weighted_basis import weighted_basis
-from training.setup import initialise
+from training.setup import DEFAULT_PRICE, initialise
 
 SIDES = ("key", "value")
 GRADIENT = {"calibration": {"start": "gradient"}, "rate": {"target_retain_rate": 0.5, "settle_tokens": 128}}
@@ -184,6 +184,17 @@ def test_a_run_starts_at_its_target(training_values, tmp_path):
     assert found[0]["hard_rate_keys"] != found[0]["hard_rate_values"]
 
 
+def test_a_run_begins_with_the_estimated_price(training_values, tmp_path):
+    def first_price(name: str, **rate: float) -> float:
+        train_here(training_values, tmp_path / name, **merged(GRADIENT, {"optimizer": {"steps": 1}, "rate": rate}))
+        return rows(tmp_path / name)[0]["alpha"]
+
+    half, quarter = first_price("half"), first_price("quarter", target_retain_rate=0.25)
+    assert 0 < half < quarter  # the fewer are kept, the more would one of them save
+    assert DEFAULT_PRICE not in (half, quarter)
+    assert first_price("asked for", alpha=0.5) == 0.5
+
+
 def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
     from lowrank.hf.loading import load_model
 
@@ -267,3 +278,36 @@ def test_dear_keys_begin_with_fewer_coefficients():
     assert fewer < keys - 0.02
     assert more > values + 0.02
     assert fewer + more == pytest.approx(keys + values, abs=0.05)
+
+
+@pytest.mark.parametrize("key_cost", [1.0, 5.0])
+@pytest.mark.parametrize("rate", [0.25, 0.5])
+def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_cost):
+    """α R² grows from just below the rate to just above it as much as the estimated loss falls."""
+    gradients = gradient_moments(tiny_model(), ids(), progress=False)
+    moments = calibration_of(tiny_model()).second_moments()
+    bases = {
+        (index, side): weighted_basis(moments[index][side].mean(), gradients[index][side].mean())
+        for index in moments
+        for side in SIDES
+    }
+
+    def started_at(rate: float) -> tuple[float, float, float]:
+        """The price, and the R and the estimated loss of the ranks that gates start at."""
+        model = tiny_model()
+        dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+        price = dynakv.initialise_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
+        dynakv.use_ragged_cache(model)
+        model(input_ids=ids(), use_cache=False)
+        weighed = whole = lost = 0.0
+        for (index, side), basis in bases.items():
+            rank = round(float(getattr(dynakv.compressors(model)[index], side).rate.hard) * len(basis.loss_C))
+            cost = key_cost if side == "key" else 1.0
+            weighed, whole = weighed + cost * rank, whole + cost * len(basis.loss_C)
+            lost += float(basis.loss_C[rank:].sum())
+        return price, weighed / whole, lost
+
+    price, _, _ = started_at(rate)
+    _, rate_below, lost_below = started_at(rate - 0.04)
+    _, rate_above, lost_above = started_at(rate + 0.04)
+    assert price * (rate_above**2 - rate_below**2) == pytest.approx(lost_below - lost_above, rel=0.15)

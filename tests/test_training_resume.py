@@ -12,6 +12,7 @@ import yaml
 from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from lowrank.errors import UserError
+from training.setup import DEFAULT_PRICE
 from training.state import saved_states, step_directory
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
@@ -218,7 +219,7 @@ def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
     train_here(training_values, again, resume=True, **changes)
     same_as(once, again)
     prices = [json.loads(line)["alpha"] for line in (again / "metrics.jsonl").read_text().splitlines()]
-    assert prices[0] != training_values.get("rate", {}).get("alpha", 4.0)
+    assert prices[0] != DEFAULT_PRICE
     with pytest.raises(UserError, match="--resume cannot change `rate`: .*'alpha': .*'alpha': 8.0"):
         train_here(training_values, again, resume=True, **merged(changes, {"rate": {"alpha": 8.0}}))
 

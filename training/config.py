@@ -90,8 +90,10 @@ class CalibrationConfig:
 class RateConfig:
     """How the retain rate is priced."""
 
-    alpha: float = option(
-        4.0, help="α of L = CE + α R²; with a target, where α starts (with `initial_checkpoint` where that run's ended)"
+    alpha: float | None = option(
+        None,
+        help="α of L = CE + α R²; with a target, where α starts: by default where the run of `initial_checkpoint` ended, at "
+        "an estimate from the calibration where that starts from gradients, and at 4 otherwise",
     )
     target_retain_rate: float | None = option(
         None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
@@ -113,11 +115,11 @@ class RateConfig:
     settle_tokens: int = option(16384, help="unseen training text that is settled on", unit="tokens")
 
     def __post_init__(self):
-        require(self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
+        require(self.alpha is None or self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
         require(0 <= self.gain <= 100, "rate.gain", self.gain, "between 0 and 100")
         if self.target_retain_rate is not None:
             require(0 < self.target_retain_rate <= 1, "rate.target_retain_rate", self.target_retain_rate, "in (0, 1]")
-            require(self.alpha > 0, "rate.alpha", self.alpha, "positive when there is a target")
+            require(self.alpha != 0, "rate.alpha", self.alpha, "positive when there is a target")
             require(
                 self.layer_floor < self.target_retain_rate,
                 "rate.layer_floor",

@@ -190,6 +190,10 @@ class Engine:
                     for tensor in module.state_dict().values():
                         broadcast(tensor, from_process=0)
 
+    def of_first(self, value: float) -> float:
+        """The first process's, for the same reason."""
+        return float(broadcast(torch.tensor(value, dtype=torch.float32, device=self.device), from_process=0))
+
     def compressor_parameters(self) -> list[torch.nn.Parameter]:
         layers = [module for module in self.model.modules() if isinstance(module, LayerCompressor)]
         return [parameter for layer in layers for parameter in layer.parameters()]

@@ -26,7 +26,7 @@ from training.inspection import SENTENCE, inspect, inspection_due
 from training.nested import allocate_ranks
 from training.reporting import Reporter, Workload
 from training.schedule import learning_rate_factor
-from training.setup import heldout_blocks, initialise, starting_price, training_stream
+from training.setup import DEFAULT_PRICE, given_price, heldout_blocks, initialise, training_stream
 from training.state import check_same_run, drop_later_states, load_into, newest_state, save_state, saved_states
 from training.step import optimizer_step
 from training.threshold import settle_threshold
@@ -53,8 +53,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         raise UserError(
             f"`output` is {output}, which holds an earlier run; {go_on}choose another `output`, or remove it"
         )
-    # A resumed run has its own from the state.
-    price = config.rate.alpha if resume else starting_price(config)
+    # A resumed run has its price from the state.
+    price = None if resume else given_price(config)
     engine = Engine(config)
     state, progress = newest_state(output / STATES, main=engine.main) if resume else (None, None)
     if progress is not None:
@@ -74,13 +74,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config))
-    controller = _controller(config, price)
     gradients = GradientWatch(engine.parameters, engine.device)
     watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, output / STATES)
     blocks_per_step = settings.batch_size * settings.accumulate * engine.world
     start, cursor_S3 = 0, None
     if progress is None:
-        initialise(engine, stream)
+        estimate = initialise(engine, stream)
+        controller = _controller(config, price if price is not None else estimate or DEFAULT_PRICE)
     else:
         if progress["blocks_per_step"] != blocks_per_step:
             raise UserError(
@@ -94,6 +94,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             )
         load_into(engine, state, progress["step"])
         drop_later_states(output / STATES, progress["step"], engine)
+        controller = _controller(config, DEFAULT_PRICE)
         controller.load(progress["controller"])
         watch.load(progress["watch"])
         start, cursor_S3 = progress["step"], torch.tensor(progress["cursor"])

@@ -21,6 +21,9 @@ from training.data import Batch, TrainingBlocks
 from training.distillation import uncompressed
 from training.engine import Engine
 
+# α to begin with where nothing better is known; over a PCA the goal begins at what the open gates keep, and α follows it.
+DEFAULT_PRICE = 4.0
+
 
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:
     """The global stream of training blocks, without the documents that are held out."""
@@ -99,24 +102,28 @@ def _of(values: list[str] | None, index: int) -> str | None:
     return None if values is None else values[index if len(values) > 1 else 0]
 
 
-def starting_price(config: TrainConfig) -> float:
-    """α to begin with: where a run trains on from another and has a target, the other's last, which held its rate (unless it
-    had no price: from zero no factor leads to one).
+def given_price(config: TrainConfig) -> float | None:
+    """α to begin with where it is known before the start: as it was asked for, or, where a run trains on from another and
+    has a target, the other's last, which held its rate (unless it had no price: from zero no factor leads to one).
 
     Raises:
         UserError: `initial_checkpoint` is no checkpoint.
     """
-    if config.initial_checkpoint is None:
+    if config.rate.alpha is not None or config.initial_checkpoint is None:
         return config.rate.alpha
     last = read_config(config.initial_checkpoint).summary.get("alpha")
-    return config.rate.alpha if not last or config.rate.target_retain_rate is None else last
+    return last if last and config.rate.target_retain_rate is not None else None
 
 
-def initialise(engine: Engine, stream: TrainingBlocks) -> None:
+def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
     """Start a prepared engine's compressors from the leading training blocks or a calibration made before, or from an
-    earlier run's, those of the first process on all."""
+    earlier run's, those of the first process on all.
+
+    Returns:
+        α as a start from gradients estimates it; None of the others.
+    """
     config, model = engine.config, engine.model
-    start: Callable[[], None]
+    start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
         start = functools.partial(dynakv.initialise_from_checkpoint, model, config.initial_checkpoint)
     elif config.calibration.start == GRADIENT:
@@ -134,8 +141,9 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> None:
         moments, _ = _moments(engine, stream, gradients=False)
         start = functools.partial(dynakv.initialise_from_moments, model, moments)
     with engine.gathered(engine.compressor_parameters(), write=True):
-        start()
+        price = start()
         engine.share_compressors()
+    return None if price is None else engine.of_first(price)
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:
