@@ -185,14 +185,15 @@ def test_a_run_starts_at_its_target(training_values, tmp_path):
 
 
 def test_a_run_begins_with_the_estimated_price(training_values, tmp_path):
-    def first_price(name: str, **rate: float) -> float:
-        train_here(training_values, tmp_path / name, **merged(GRADIENT, {"optimizer": {"steps": 1}, "rate": rate}))
+    def first_price(name: str, **changes: dict[str, float]) -> float:
+        train_here(training_values, tmp_path / name, **merged(GRADIENT, {"optimizer": {"steps": 1}, **changes}))
         return rows(tmp_path / name)[0]["alpha"]
 
-    half, quarter = first_price("half"), first_price("quarter", target_retain_rate=0.25)
+    half, quarter = first_price("half"), first_price("quarter", rate={"target_retain_rate": 0.25})
     assert 0 < half < quarter  # the fewer are kept, the more would one of them save
     assert DEFAULT_PRICE not in (half, quarter)
-    assert first_price("asked for", alpha=0.5) == 0.5
+    assert first_price("weighed", loss={"cross_entropy": 2.0, "distillation": 1.0}) == pytest.approx(3 * half)
+    assert first_price("asked for", rate={"alpha": 0.5}) == 0.5
 
 
 def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):

@@ -143,7 +143,10 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
     with engine.gathered(engine.compressor_parameters(), write=True):
         price = start()
         engine.share_compressors()
-    return None if price is None else engine.of_first(price)
+    if price is None:
+        return None
+    # Near the uncompressed model the KL to it grows as the cross-entropy does (both by the Fisher information).
+    return engine.of_first(price * (config.loss.cross_entropy + config.loss.distillation))
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:
