@@ -1,10 +1,13 @@
 """Where a compressor's training starts: from the states alone, as in the paper, or from what the loss answers to as well."""
 
+import math
+
 import torch
 from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
 from dynakv.compressor import TokenCompressor
+from dynakv.gate import cumulative
 from lowrank.allocation import waterfill_ranks
 from lowrank.basis import pca_basis
 from lowrank.moments import SecondMoment
@@ -24,7 +27,13 @@ def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
 
 
 def initialise_from_gradients(
-    model: PreTrainedModel, moments: Moments, gradients: Moments, rate: float, *, key_cost: float = 1.0
+    model: PreTrainedModel,
+    moments: Moments,
+    gradients: Moments,
+    rate: float,
+    *,
+    key_cost: float = 1.0,
+    floor: float = 0.0,
 ) -> float:
     """Start every layer from the PCA of its moments weighted by the loss's gradients, and every gate at a rank of its own.
 
@@ -39,6 +48,7 @@ def initialise_from_gradients(
         rate: hard retain rate to start at.
         key_cost: how much more loss a coefficient of keys must save than one of values to be kept, as in
             :func:`dynakv.objective.objective`.
+        floor: share of every layer's keys and of its values that is kept whatever the estimate says, below `rate`.
 
     Returns:
         the price α at which the objective would neither open these gates nor close them, were the estimate right: one more
@@ -51,16 +61,20 @@ def initialise_from_gradients(
     next(iter(sides.values())).config.check_gradient_start()
     bases = [weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides]
     costs = [key_cost if side == "key" else 1.0 for _, side in sides]
-    losses_C = [basis.loss_C / cost for basis, cost in zip(bases, costs, strict=True)]
-    ranks = waterfill_ranks(losses_C, rate)
-    for compressor, basis, rank in zip(sides.values(), bases, ranks, strict=True):
+    losses_C = [basis.loss_C.double() / cost for basis, cost in zip(bases, costs, strict=True)]
+    for loss_C in losses_C:
+        loss_C[: math.ceil(floor * len(loss_C))] = torch.inf
+    soft = 0.0
+    for compressor, basis, rank, cost in zip(
+        sides.values(), bases, waterfill_ranks(losses_C, rate), costs, strict=True
+    ):
         compressor.initialise_at(basis, rank)
-    # R = Σ cost · rank / Σ cost · C: one more coefficient adds 2 α R · cost / Σ cost · C, and at best saves cost · level.
+        soft += cost * float(cumulative(compressor.gate.bias.detach()).sum())
     falling = torch.cat(losses_C).sort(descending=True).values
-    level = float(falling[int(rate * (len(falling) - 1))])
-    whole = sum(cost * len(loss_C) for cost, loss_C in zip(costs, losses_C, strict=True))
-    weighed_rate = sum(cost * rank for cost, rank in zip(costs, ranks, strict=True)) / whole
-    return level * whole / (2 * weighed_rate)
+    kept = max(round(rate * len(falling)), int(falling.isinf().sum()))
+    level = float(falling[min(kept, len(falling) - 1)])
+    # R = Σ cost · (soft rank) / Σ cost · C: one coefficient more adds 2 α R · cost / Σ cost · C, and saves cost · level.
+    return level * sum(cost * len(loss_C) for cost, loss_C in zip(costs, losses_C, strict=True)) ** 2 / (2 * soft)
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

@@ -12,6 +12,7 @@ from training_runs import merged, rows, train_here
 
 import dynakv
 from dynakv.gate import Gate
+from dynakv.objective import retain_rates
 from lowrank.basis import pca_basis
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM, prepare
@@ -260,6 +261,26 @@ def test_attaching_spreads_ranks_by_the_estimated_loss():
     assert rates[2, "key"] <= 3 / 32
 
 
+def test_no_layer_begins_below_its_floor():
+    gradients = gradient_moments(tiny_model(), ids(), progress=False)
+    moments = calibration_of(tiny_model()).second_moments()
+
+    def started(floor: float) -> tuple[float, float, float]:
+        """The price, the lowest rate of a layer's keys or values, and the mean of all."""
+        model = tiny_model()
+        dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+        price = dynakv.initialise_from_gradients(model, moments, gradients, 0.3, floor=floor)
+        dynakv.use_ragged_cache(model)
+        model.train()(input_ids=ids(), use_cache=False)
+        rates = retain_rates(model)
+        return price, float(rates.hard_L2.min()), rates.hard
+
+    (_, least, mean), (price, floored, same) = started(0.0), started(0.25)
+    assert least < 0.2 < 0.25 - 1 / 32 <= floored
+    assert same == pytest.approx(mean, abs=0.03)
+    assert 0 < price < started(0.29)[0] < float("inf")  # what is left to spread is dearer
+
+
 def test_dear_keys_begin_with_fewer_coefficients():
     gradients, moments = (
         gradient_moments(tiny_model(), ids(), progress=False),
@@ -281,7 +302,7 @@ def test_dear_keys_begin_with_fewer_coefficients():
     assert fewer + more == pytest.approx(keys + values, abs=0.05)
 
 
-@pytest.mark.parametrize("key_cost", [1.0, 5.0])
+@pytest.mark.parametrize("key_cost", [1.0, 2.0])
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_cost):
     """α R² grows from just below the rate to just above it as much as the estimated loss falls."""
@@ -294,19 +315,19 @@ def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_c
     }
 
     def started_at(rate: float) -> tuple[float, float, float]:
-        """The price, and the R and the estimated loss of the ranks that gates start at."""
+        """The price, and the R that training would see and the estimated loss of the ranks that gates start at."""
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         price = dynakv.initialise_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
         dynakv.use_ragged_cache(model)
-        model(input_ids=ids(), use_cache=False)
-        weighed = whole = lost = 0.0
+        model.train()(input_ids=ids(), use_cache=False)
+        rates = retain_rates(model)
+        lost = 0.0
         for (index, side), basis in bases.items():
-            rank = round(float(getattr(dynakv.compressors(model)[index], side).rate.hard) * len(basis.loss_C))
-            cost = key_cost if side == "key" else 1.0
-            weighed, whole = weighed + cost * rank, whole + cost * len(basis.loss_C)
+            rank = round(float(rates.hard_L2[index, SIDES.index(side)]) * len(basis.loss_C))
             lost += float(basis.loss_C[rank:].sum())
-        return price, weighed / whole, lost
+        weighed = rates.soft_L2.detach() * torch.tensor([key_cost, 1.0]) / (key_cost + 1)
+        return price, 2 * float(weighed.mean()), lost
 
     price, _, _ = started_at(rate)
     _, rate_below, lost_below = started_at(rate - 0.04)

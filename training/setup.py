@@ -136,6 +136,7 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
             gradients,
             rate.target_retain_rate,
             key_cost=rate.key_cost,
+            floor=rate.layer_floor,
         )
     else:
         moments, _ = _moments(engine, stream, gradients=False)
