@@ -36,6 +36,15 @@ class UpdateRow:
     rate: float
 
 
+def continued(model: PreTrainedModel, prompt_T: Tensor, tokens: int, *, seed: int = 0) -> Tensor:
+    """A prompt and `tokens` that the uncompressed model samples after it, at temperature 1 and without an end."""
+    torch.manual_seed(seed)
+    ids = prompt_T[None].to(model.device)
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, **settings)[0].cpu()
+
+
 @torch.no_grad()
 def measure_updates(
     model: PreTrainedModel,

@@ -32,6 +32,7 @@ class OjaKVLayer(SequenceLayer):
         super().__init__()
         self.plan, self.config, self.index = plan, plan.config, index
         self.record_past = False
+        self.prompt_end = 0  # where the prompt of the last `generate()` ended
         self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
 
     @property
@@ -51,9 +52,13 @@ class OjaKVLayer(SequenceLayer):
             )
         self.record_past = True
 
+    def expect_prompt(self, length: int) -> None:
+        # Drafts of an earlier `generate()` say nothing of this one, which records the past when it drafts.
+        self.prompt_end, self.record_past = length, False
+
     def clear(self) -> None:
         super().clear()
-        self.record_past = False
+        self.expect_prompt(0)
 
     def new_sequence(self) -> OnlineSequence:
         bases = self.plan.pair(self.index, self.device)
@@ -72,8 +77,8 @@ class OjaKVLayer(SequenceLayer):
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
         self._append(key, value, mask, past)
         is_exact = self.config.prefill == "exact"
-        # Few tokens after others may be drafts, whoever drives the cache.
-        may_be_cropped = self.record_past or bool(past and is_few)
+        # Few tokens after others, and after the prompt, may be drafts, whoever drives the cache.
+        may_be_cropped = self.record_past or bool(past and is_few and past >= self.prompt_end)
         if not is_exact:
             self._settle(query, scaling, may_be_cropped)
         if past and is_few and self.config.attention == "low_rank":
@@ -125,7 +130,9 @@ class OjaKVLayer(SequenceLayer):
     def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
         for b, sequence in enumerate(self.sequences):
             rotation, unrotate = self._rotation(b), self._unrotate(b)
-            sequence.settle(query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped)
+            sequence.settle(
+                query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped, prompt_end=self.prompt_end
+            )
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         outputs = []
@@ -202,18 +209,26 @@ class OjaKVCache(LowRankCache):
 
     @property
     def refused_updates(self) -> int:
-        """Steps left out because even a small share of them would have lost more than ``max_loss``; coefficients held as
-        integers are rounded anew by every step, which alone may cost that much in int4."""
+        """Steps left out because even a small share of them would have lost more than ``max_loss``, or moved what is stored
+        further than ``max_drift``. Coefficients held as integers are rounded anew by every step, which may cost that much in
+        int4."""
         return sum(side.refused for side in self._sides())
 
     @property
     def kept_energy(self) -> float:
         """Mean share of stored coefficients' energy that survived all updates; 1.0 when nothing was lost.
 
-        Each update loses at most ``max_loss`` of it.
+        Each update loses at most ``max_loss`` of it. Energy says how much is left of the rows, not whether they still point
+        where they did: that is :attr:`drift`.
         """
         kept = [side.kept_energy for side in self._sides()]
         return sum(kept) / len(kept) if kept else 1.0
+
+    @property
+    def drift(self) -> float:
+        """A bound on how far updates have moved what is stored, ‖now − when stored‖ / ‖now‖ over the rows of one layer's
+        keys or values of one sequence, of those that moved furthest; 0.0 when nothing has moved. At most ``max_drift``."""
+        return max((side.drift() for side in self._sides()), default=0.0)
 
     def _sides(self) -> list:
         return [

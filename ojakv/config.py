@@ -83,6 +83,11 @@ class OjaKVConfig:
     max_loss: float = option(
         0.01, help="most energy of stored coefficients one update may lose; the step is halved until it does not"
     )
+    max_drift: float | None = option(
+        None,
+        help="most that all updates together may move what is stored, as a bound on ‖now − when stored‖ / ‖now‖ of all rows "
+        "of a layer's keys or values; steps that would exceed it are halved or left out; null has no bound",
+    )
 
     # which tokens stay whole
     sinks: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
@@ -90,7 +95,7 @@ class OjaKVConfig:
     keep: float = option(
         0.0,
         help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
-        "(v2 of the paper); while drafting, of the first prompt alone",
+        "(v2 of the paper)",
     )
     observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
@@ -122,6 +127,7 @@ class OjaKVConfig:
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
         for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger", "max_loss"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(self.max_drift is None or self.max_drift >= 0, "max_drift", self.max_drift, "zero or positive, or null")
         require(self.memory is None or self.memory >= 1, "memory", self.memory, "at least 1, or null for all")
         for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")

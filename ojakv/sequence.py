@@ -46,8 +46,11 @@ class OnlineSequence:
         self.full_position = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
-        self.held_prompt = False  # whether the first tokens are a prompt that was held when it came
-        self.prompt_query: Tensor | None = None  # (H, Q, D) of a held prompt, where they choose what stays whole
+        self.held_prompt: int | None = None  # place of the first token of a prompt that was held when it came
+        self.prompt_query: Tensor | None = (
+            None  # (H, Q, D) of the end of a held prompt, where they choose what stays whole
+        )
+        self.prompt_query_end = 0  # place after the last of them
         self._arrived = 0  # tokens the running call stored
         self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
         self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
@@ -86,41 +89,50 @@ class OnlineSequence:
         unrotate: Rotate | None,
         *,
         may_be_cropped: bool = False,
+        prompt_end: int = 0,
     ) -> None:
         """Compress every token whose time has come.
 
-        The first call's tokens are a prompt, and so are those of every later call of more than :data:`MAX_DECODE_QUERIES`
-        that are no drafts, a further chunk of it or another turn's: bases follow them at the prompt's rate, and they are
-        what `keep` chooses from, or what `keep_prompt_full_rank` keeps.
+        The tokens of a call that begins before `prompt_end` are a prompt. Where no `generate()` says where that is, the
+        first call's are, and those of every later call of more than :data:`MAX_DECODE_QUERIES` that are no drafts, a further
+        chunk or another turn's: bases follow them at the prompt's rate, and they are what `keep` chooses from, or what
+        `keep_prompt_full_rank` keeps.
 
         Args:
             query_HQD: the call's queries, which weigh the residuals of a prompt.
             scaling: the model's score scale.
             rotation, unrotate: of keys at given places; used where keys are compressed before rotation.
             may_be_cropped: whether the call's tokens may be taken back: they are held.
+            prompt_end: the place where the prompt of the running `generate()` ends.
         """
         config = self.config
-        first = self.length - query_HQD.shape[1]  # place of the call's first token
+        first = start = self.length - query_HQD.shape[1]  # places of the call's, and of the prompt's, first token
         is_held = may_be_cropped and not config.compresses_tokens_alone
-        if is_held and not first:
+        is_prompt = first < max(prompt_end, 1)
+        if is_held and is_prompt:
+            if self.held_prompt is None:
+                self.held_prompt = first
             # A copy, since the call's queries of all sequences share one tensor.
-            self.held_prompt, self.prompt_query = True, query_HQD.detach().clone() if config.keep else None
+            self.prompt_query = query_HQD.detach().clone() if config.keep else None
+            self.prompt_query_end = self.length
             return
-        is_chunk = not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES
-        is_prompt = not first or self.held_prompt or is_chunk
-        if first and self.prompt_query is not None:
-            query_HQD, first = self.prompt_query, 0
+        if self.held_prompt is not None:
+            is_prompt, start = True, self.held_prompt
+        elif not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES:
+            is_prompt = True
+        if self.prompt_query is not None:
+            query_HQD, first = self.prompt_query, self.prompt_query_end - self.prompt_query.shape[1]
         elif is_held:
             # The call's first token is no draft.
             query_HQD = query_HQD[:, :1]
-        was_held, self.held_prompt, self.prompt_query = self.held_prompt, False, None
+        self.held_prompt = self.prompt_query = None
         held = self._arrived if is_held else 0
         present = self.full_position.length - held
         is_short = self.length - self.absent_position.shape[0] - held < config.min_length
         if is_prompt and config.keep_prompt_full_rank:
             self.has_settled = True
             # Tokens of earlier turns that still waited when this prompt came are no part of it.
-            earlier = 0 if was_held else int((self.full_position.rows[self.staying :] < first).sum())
+            earlier = int((self.full_position.rows[self.staying :] < start).sum())
             if earlier and not is_short:
                 self._compress(earlier, None, unrotate=unrotate, is_prompt=False)
             self._compress(self.full_position.length - held - self.staying, _all, unrotate=unrotate, is_prompt=True)
@@ -279,8 +291,12 @@ class OnlineSequence:
         if not bool(stays_F.all()):
             self._keep_full(stays_F)
         self.absent_position = self.absent_position[self.absent_position < length]
-        if self.prompt_query is not None:
-            self.prompt_query = self.prompt_query[:, :length].clone()
+        if self.held_prompt is not None and length <= self.held_prompt:
+            self.held_prompt = self.prompt_query = None
+        if self.prompt_query is not None and length < self.prompt_query_end:
+            left = self.prompt_query.shape[1] - (self.prompt_query_end - length)
+            self.prompt_query = self.prompt_query[:, :left].clone() if left > 0 else None
+            self.prompt_query_end = length
         # Where the first tokens are gone, those that come next are the first.
         self.has_settled = self.has_settled and length - self.absent_position.shape[0] >= max(1, self.config.sinks)
         self.length = length

@@ -56,6 +56,7 @@ class OnlineSide:
         self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
         self.rounding = 0.0  # share of their energy that holding the latest coefficients as integers cost
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
+        self._path = 0.0  # sum over updates of how far they moved the stored rows, ‖·‖
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -98,6 +99,16 @@ class OnlineSide:
         """What they are of is about to be replaced, and they would keep it alive."""
         self._operands = None
 
+    def drift(self) -> float:
+        """At most so far are the stored rows, ‖now − when they were stored‖ / ‖now‖ over all of them.
+
+        An update takes rows to their projection on the new basis, at right angles to what it drops: they move by the root
+        of the energy they lose (and by the rounding of integers). Moves in turning directions may add up to more than what
+        is lost of the energy in the end, so that their lengths are added.
+        """
+        energy = float(moment(self.coef, self.spread_PR).diagonal(dim1=1, dim2=2).sum()) if self._path else 0.0
+        return self._path / math.sqrt(energy) if energy else 0.0
+
     # -- writing --------------------------------------------------------------------------------------------------
 
     def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
@@ -126,17 +137,18 @@ class OnlineSide:
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
     def _step(self, new: NewRows, rate: float, *, is_triggered: bool = False) -> None:
-        """Move the basis, by a share of the step that leaves what is stored at least ``1 − max_loss`` of its energy.
+        """Move the basis, by a share of the step that leaves what is stored at least ``1 − max_loss`` of its energy and
+        within ``max_drift`` of where it was.
 
         A triggered step waits until it is worth its price: until the residuals of the rows since the last one exceed
         what a step would have left of them by `trigger` in sum. It then sees all of those rows.
         """
-        old_PWR = self.tracker.vectors_PWR
+        config, old_PWR = self.config, self.tracker.vectors_PWR
         # Before anything is stored, the calibration stands for so many tokens.
-        known_PRR = stored_PRR = (self.start.energy_PR * self.config.prior_tokens).diag_embed()
+        known_PRR = stored_PRR = (self.start.energy_PR * config.prior_tokens).diag_embed()
         if self.coef.length:
             # New rows are weighed against the latest stored ones; what a step may lose is told by all.
-            remembered = 0 if self.config.memory is None else max(0, self.coef.length - self.config.memory)
+            remembered = 0 if config.memory is None else max(0, self.coef.length - config.memory)
             known_PRR = moment(self.coef, self.spread_PR, start=remembered)
             stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
         for halving in range(MAX_HALVINGS + 1):
@@ -146,7 +158,9 @@ class OnlineSide:
             turn_PRR = old_PWR.mT @ new_PWR
             # Turned coefficients are rounded anew where they are held as integers.
             kept = _kept_energy(stored_PRR, turn_PRR) - self.rounding if self.coef.length else 1.0
-            if kept >= 1 - self.config.max_loss:
+            energy = float(stored_PRR.diagonal(dim1=1, dim2=2).sum()) if self.coef.length else 0.0
+            path = self._path + math.sqrt(max(0.0, 1 - kept) * energy)
+            if kept >= 1 - config.max_loss and self._is_within_drift(path, kept * energy):
                 break
         else:
             self.refused += 1
@@ -156,17 +170,22 @@ class OnlineSide:
         if is_triggered:
             left = _residual(new.rows_PNW, new_PWR)
             self.regret += max(0.0, _residual(new.rows_PNW, old_PWR) / max(left, SMALLEST_RESIDUAL) - 1)
-            if self.regret <= self.config.trigger:
+            if self.regret <= config.trigger:
                 self.tracker.defer(new)
                 return
         self.regret = 0.0
         self.tracker.move_to(new_PWR)
         self.updates += 1
         self.kept_energy *= kept
+        self._path = path
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            room = self.coef.length + new.rows_PNW.shape[1] * self.config.pool
+            room = self.coef.length + new.rows_PNW.shape[1] * config.pool
             self.coef = turned(self.coef, turn_PRR, room, self.spread_PR)
+
+    def _is_within_drift(self, path: float, energy: float) -> bool:
+        limit = self.config.max_drift
+        return limit is None or path <= limit * math.sqrt(max(0.0, energy))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 

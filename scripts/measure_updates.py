@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import json
 
-from evaluation.updates import measure_updates
+from evaluation.updates import continued, measure_updates
 from lowrank import cli
 from lowrank.atomic import write_text
 from lowrank.hf.calibration_store import Calibration
@@ -25,6 +25,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rate", type=float, default=0.4, help="of the preset [default %(default)s]")
     parser.add_argument("--prefix", type=int, default=256, help="tokens of the prompt [default %(default)s]")
     parser.add_argument("--tokens", type=int, default=1792, help="tokens after it [default %(default)s]")
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="those tokens are what the uncompressed model samples, not the text's own",
+    )
     parser.add_argument(
         "--triggers", type=float, nargs="*", default=[0.2, 0.5, 1.0], help="thresholds [default %(default)s]"
     )
@@ -46,6 +51,8 @@ def main(argv: list[str]) -> None:
     rows = []
     for argument in arguments.text:
         label, tokens_T = labelled_block(argument, tokenizer, arguments.prefix + arguments.tokens)
+        if arguments.generate:
+            label, tokens_T = f"{label}, generated", continued(model, tokens_T[: arguments.prefix], arguments.tokens)
         rows += measure_updates(model, calibration, label, tokens_T, prefix=arguments.prefix, configs=configs)
     print("| text | updates | number | error of the cache | perplexity | byte rate |")
     print("|---|---|--:|--:|--:|--:|")

@@ -99,6 +99,7 @@ METHODS = [
     _preset("ojakv-joint", prefill="reconstructed"),
     _preset("ojakv-pf", keep=0.1, sinks=2, recent=3),
     _preset("ojakv-pf", attention="reconstruct"),
+    _preset("ojakv", preconditioned=False, learning_rate=0.1, decode_learning_rate=0.1, pool=4),  # the paper's own rule
     Method("dynakv", dynakv_model),
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, gap="soft_prefix")),

@@ -76,17 +76,32 @@ def test_chunked_prefill_equals_one_pass(method):
     torch.testing.assert_close(torch.cat(chunks, dim=1), whole, **TOLERANCE)
 
 
+def left_padded(ids, lengths):
+    """The last so many ids of each row behind padding, and the mask."""
+    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [9, 23])
+def test_left_padding_at_full_rank_equals_the_dense_model(method, ids, prompt):
+    model = tiny_model()
+    padded, mask = left_padded(ids, [24, 17, 5])
+    dense = model(padded, attention_mask=mask, use_cache=False).logits
+    cache, seen, logits = method.build(model, 1.0)(), 0, []
+    for part in (padded[:, :prompt], *padded[:, prompt:].split(1, dim=1)):
+        seen += part.shape[1]
+        logits.append(model(part, attention_mask=mask[:, :seen], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1)[mask.bool()], dense[mask.bool()], **TOLERANCE)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rate", [0.4, 1.0])
 def test_left_padding_changes_nothing(method, ids, rate):
     model = tiny_model()
     make_cache = method.build(model, rate)
     lengths = [24, 17, 5]
-    padded = ids.clone()
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        padded[row, : 24 - length] = 0
-        mask[row, : 24 - length] = 0
+    padded, mask = left_padded(ids, lengths)
     batch = model.generate(
         padded, attention_mask=mask, max_new_tokens=10, do_sample=False, past_key_values=make_cache(), pad_token_id=0
     )
@@ -104,10 +119,11 @@ def test_left_padding_changes_nothing(method, ids, rate):
 @torch.no_grad()
 def test_beams_at_full_rank_equal_the_dense_model(method, ids):
     model = tiny_model()
-    beams = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    dense = model.generate(ids, **beams)
     make_cache = method.build(model, 1.0)
-    assert torch.equal(model.generate(ids, past_key_values=make_cache(), **beams), dense)
+    beams = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for rows, mask in ((ids, torch.ones_like(ids)), left_padded(ids, [24, 17, 5])):
+        dense = model.generate(rows, attention_mask=mask, **beams)
+        assert torch.equal(model.generate(rows, attention_mask=mask, past_key_values=make_cache(), **beams), dense)
 
 
 @torch.no_grad()

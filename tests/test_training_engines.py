@@ -4,8 +4,12 @@ import os
 import shutil
 
 import pytest
+import torch
 from accelerate.commands.config import load_config_from_file
-from training_runs import ROOT, assert_is_mean, launch, losses, rows, summary, train_here
+from training_runs import ROOT, assert_is_mean, launch, losses, merged, rows, summary, train_here
+
+from lowrank.hf.calibration_store import Calibration
+from lowrank.hf.loading import load_model
 
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
@@ -98,6 +102,27 @@ def test_zero_3_recomputes_activations(training_values, sharded, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(sharded), rel=1e-5)
     launch("zero3", 2, training_values, tmp_path / "bf16", gradient_checkpointing=True, dtype="bfloat16", **HALF)
     assert losses(tmp_path / "bf16") == pytest.approx(losses(sharded), rel=0.05)
+
+
+@pytest.mark.parametrize(("engine", "tolerance"), [("ddp", 1e-5), ("zero3", 3e-4)])
+def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine, tolerance):
+    """All processes begin at the first one's compressors and price, and the price answers to the rate of all of them."""
+    calibration = {"start": "gradient"}
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
+        model = load_model(training_values["model"], dtype="float32")
+        blocks = torch.randint(1, 97, (4, 32), generator=torch.Generator().manual_seed(5))
+        found = Calibration.from_text(model, blocks, gradients=True, progress=False)
+        found.save(tmp_path / "bases", model=training_values["model"], text=["random"])
+        calibration["bases"] = str(tmp_path / "bases")
+    started = {"calibration": calibration, "rate": {"gain": 20.0, "target_retain_rate": 0.42}}
+    train_here(training_values, tmp_path / "alone", **merged(SHORT, started))
+    launch(engine, 2, training_values, tmp_path / "run", **merged(HALF, started))
+    pairs = list(zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True))
+    for found, expected in pairs:
+        for name in ("loss", "hard_rate", "alpha"):
+            assert found[name] == pytest.approx(expected[name], rel=tolerance * (20 if name == "alpha" else 1))
+    assert len({expected["alpha"] for _, expected in pairs}) == 4
 
 
 def test_zero_3_ends_with_the_mean_of_its_states(sharded):

@@ -60,6 +60,11 @@ class LowRankCache(Cache):
     def compressed_layers(self) -> list[CompressedLayer]:
         return [self.layers[index] for index in self.geometry.layers]
 
+    def expect_prompt(self, length: int) -> None:
+        """A `generate()` begins, whose prompt ends at place `length`, in whatever chunks it comes."""
+        for layer in self.compressed_layers():
+            layer.expect_prompt(length)
+
     @property
     def nbytes(self) -> int:
         """Bytes held for the tokens seen, room to grow included; :meth:`memory` says of what."""

@@ -104,6 +104,9 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all state held between steps, each byte once; kinds as in :mod:`lowrank.memory`."""
 
+    def expect_prompt(self, length: int) -> None:
+        """A `generate()` begins, whose prompt ends at place `length`; most layers treat all tokens alike."""
+
     # -- what the attention function calls ------------------------------------------------------------------------
 
     def arm(self, rope: Rope | None) -> None:

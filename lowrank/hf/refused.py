@@ -40,8 +40,12 @@ def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
     # A prepared model generates uncompressed, in whatever cache it is told to, until it is given a compressed one.
-    if hasattr(model_kwargs.get("past_key_values"), "compressed_layers"):
+    cache = model_kwargs.get("past_key_values")
+    if hasattr(cache, "compressed_layers"):
         check_implementation(generation_config.cache_implementation)
+        mask = model_kwargs.get("attention_mask")
+        # A mask without padding is dropped before this, and its length noted.
+        cache.expect_prompt(getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -111,6 +111,47 @@ def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibra
         assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 120))
 
 
+@pytest.mark.parametrize("chunk", [None, 8, 17, 25, 59])
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_a_prompt_of_generate_stays_whole_in_whatever_chunks_it_comes(model, calibration, ids, chunk, drafts):
+    """A second row is padded, its first chunks altogether where they are short; drafts come to one row alone."""
+    prompts, mask = ids[:2, :60].clone(), torch.ones(2, 60, dtype=torch.long)
+    prompts[1, :26], mask[1, :26] = 0, 0
+    if drafts:
+        prompts, mask = prompts[:1], mask[:1]
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=4, update_period=4)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    model.generate(
+        prompts,
+        attention_mask=mask,
+        max_new_tokens=24,
+        min_new_tokens=24,
+        do_sample=False,
+        pad_token_id=0,
+        past_key_values=cache,
+        prefill_chunk_size=chunk,
+        prompt_lookup_num_tokens=drafts,
+    )
+    for sequence, begin in zip(cache.layers[0].sequences, (0, 26), strict=False):
+        whole = sequence.full_position.rows.tolist()
+        assert whole[: 60 - begin] == list(range(begin, 60))
+        low = sequence.low_position().tolist()
+        assert len(low) >= 12
+        assert low == list(range(60, 60 + len(low)))
+
+
+def test_drafts_of_one_turn_say_nothing_of_the_next(model, calibration, ids):
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    common = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
+    first = model.generate(ids[:1, :40], max_new_tokens=12, min_new_tokens=12, prompt_lookup_num_tokens=3, **common)
+    both = torch.cat([first, ids[:1, 40:80]], dim=1)
+    model.generate(both, max_new_tokens=12, min_new_tokens=12, **common)
+    whole = set(whole_positions(cache))
+    assert set(range(40)) <= whole
+    assert set(range(52, 92)) <= whole
+
+
 def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration, ids):
     """A chunk is more than 16 tokens; decoded ones in between are compressed as ever."""
     calls = ids.split([50, 40, *[1] * 20, 40], dim=1)
