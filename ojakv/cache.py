@@ -40,7 +40,8 @@ class OjaKVLayer(SequenceLayer):
         return self.config.rotates
 
     def activate_past_recording(self) -> None:
-        """From now on the tokens of any call may be cropped right after it, a prompt's too: `generate()` with drafts.
+        """Until the next `generate()` the tokens of any call may be cropped right after it, a prompt's too; one that drafts
+        says so itself.
 
         Raises:
             UserError: tokens are evicted, which cannot be taken back.
@@ -53,12 +54,18 @@ class OjaKVLayer(SequenceLayer):
         self.record_past = True
 
     def expect_prompt(self, length: int) -> None:
-        # Drafts of an earlier `generate()` say nothing of this one, which records the past when it drafts.
-        self.prompt_end, self.record_past = length, False
+        # A single token after others goes on with what was begun. Drafts of an earlier `generate()` say nothing of this one,
+        # which records the past when it drafts.
+        is_prompt = length > self.get_seq_length() + 1
+        self.prompt_end, self.record_past = length if is_prompt else 0, False
+
+    def shorten(self, length: int) -> None:
+        super().shorten(length)
+        self.prompt_end = min(self.prompt_end, length)
 
     def clear(self) -> None:
         super().clear()
-        self.expect_prompt(0)
+        self.prompt_end, self.record_past = 0, False
 
     def new_sequence(self) -> OnlineSequence:
         bases = self.plan.pair(self.index, self.device)
@@ -227,7 +234,8 @@ class OjaKVCache(LowRankCache):
     @property
     def drift(self) -> float:
         """A bound on how far updates have moved what is stored, ‖now − when stored‖ / ‖now‖ over the rows of one layer's
-        keys or values of one sequence, of those that moved furthest; 0.0 when nothing has moved. At most ``max_drift``."""
+        keys or values of one sequence, of those that moved furthest; 0.0 when nothing has moved. At most ``max_drift``,
+        but for what crops and evictions take of the rows it is a share of."""
         return max((side.drift() for side in self._sides()), default=0.0)
 
     def _sides(self) -> list:

@@ -47,9 +47,8 @@ class OnlineSequence:
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
         self.held_prompt: int | None = None  # place of the first token of a prompt that was held when it came
-        self.prompt_query: Tensor | None = (
-            None  # (H, Q, D) of the end of a held prompt, where they choose what stays whole
-        )
+        self.prompt_query: Tensor | None = None  # (H, Q, D) of its last call, where they choose what stays whole
+        self.held_prompt_end = 0  # place after its last token; drafts may follow
         self.prompt_query_end = 0  # place after the last of them
         self._arrived = 0  # tokens the running call stored
         self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
@@ -109,19 +108,24 @@ class OnlineSequence:
         first = start = self.length - query_HQD.shape[1]  # places of the call's, and of the prompt's, first token
         is_held = may_be_cropped and not config.compresses_tokens_alone
         is_prompt = first < max(prompt_end, 1)
+        end = prompt_end if first < prompt_end else self.length  # of the prompt; drafts may have come with it
         if is_held and is_prompt:
             if self.held_prompt is None:
                 self.held_prompt = first
+            self.held_prompt_end = end
             # A copy, since the call's queries of all sequences share one tensor.
             self.prompt_query = query_HQD.detach().clone() if config.keep else None
             self.prompt_query_end = self.length
             return
-        if self.held_prompt is not None:
-            is_prompt, start = True, self.held_prompt
-        elif not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES:
+        if not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES:
             is_prompt = True
-        if self.prompt_query is not None:
-            query_HQD, first = self.prompt_query, self.prompt_query_end - self.prompt_query.shape[1]
+        if self.held_prompt is not None:
+            start = self.held_prompt
+            if not is_prompt:
+                end = self.held_prompt_end
+                if self.prompt_query is not None:
+                    query_HQD, first = self.prompt_query, self.prompt_query_end - self.prompt_query.shape[1]
+            is_prompt = True
         elif is_held:
             # The call's first token is no draft.
             query_HQD = query_HQD[:, :1]
@@ -135,7 +139,8 @@ class OnlineSequence:
             earlier = int((self.full_position.rows[self.staying :] < start).sum())
             if earlier and not is_short:
                 self._compress(earlier, None, unrotate=unrotate, is_prompt=False)
-            self._compress(self.full_position.length - held - self.staying, _all, unrotate=unrotate, is_prompt=True)
+            due = int((self.full_position.rows[self.staying :] < end).sum())
+            self._compress(due, _all, unrotate=unrotate, is_prompt=True)
             return
         if is_short:
             return
@@ -285,7 +290,7 @@ class OnlineSequence:
         stays_F = self.full_position.rows < length
         self.staying = int(stays_F[: self.staying].sum())
         for side in (self.key, self.value):
-            side.coef.crop(low)
+            side.crop(low)
         if self._low_place is not None:
             self._low_place.crop(low)
         if not bool(stays_F.all()):
@@ -293,6 +298,7 @@ class OnlineSequence:
         self.absent_position = self.absent_position[self.absent_position < length]
         if self.held_prompt is not None and length <= self.held_prompt:
             self.held_prompt = self.prompt_query = None
+        self.held_prompt_end = min(self.held_prompt_end, length)
         if self.prompt_query is not None and length < self.prompt_query_end:
             left = self.prompt_query.shape[1] - (self.prompt_query_end - length)
             self.prompt_query = self.prompt_query[:, :left].clone() if left > 0 else None

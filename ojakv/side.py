@@ -54,7 +54,8 @@ class OnlineSide:
         self.updates = 0
         self.refused = 0  # steps that would have lost too much
         self.regret = 0.0  # what deferring triggered steps has cost the rows since the last one
-        self.rounding = 0.0  # share of their energy that holding the latest coefficients as integers cost
+        # Share of their energy that holding coefficients costs: at most so much as numbers of a dtype; measured as integers.
+        self.rounding = (torch.finfo(dtype).eps / 2) ** 2
         self.kept_energy = 1.0  # product over updates of the share of stored energy that survived
         self._path = 0.0  # sum over updates of how far they moved the stored rows, ‖·‖
 
@@ -136,6 +137,12 @@ class OnlineSide:
             rounded_PNR = self._spread(self.coef.rows(start).float(), 1)
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
+    def crop(self, length: int) -> None:
+        """Forget the coefficients from row `length` on."""
+        self.coef.crop(length)
+        if not length:
+            self._path = 0.0
+
     def _step(self, new: NewRows, rate: float, *, is_triggered: bool = False) -> None:
         """Move the basis, by a share of the step that leaves what is stored at least ``1 − max_loss`` of its energy and
         within ``max_drift`` of where it was.
@@ -151,16 +158,16 @@ class OnlineSide:
             remembered = 0 if config.memory is None else max(0, self.coef.length - config.memory)
             known_PRR = moment(self.coef, self.spread_PR, start=remembered)
             stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
+        energy = float(stored_PRR.diagonal(dim1=1, dim2=2).sum()) if self.coef.length else 0.0
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(new, known_PRR, rate, 0.5**halving)
             if new_PWR is None:
                 return
             turn_PRR = old_PWR.mT @ new_PWR
-            # Turned coefficients are rounded anew where they are held as integers.
-            kept = _kept_energy(stored_PRR, turn_PRR) - self.rounding if self.coef.length else 1.0
-            energy = float(stored_PRR.diagonal(dim1=1, dim2=2).sum()) if self.coef.length else 0.0
-            path = self._path + math.sqrt(max(0.0, 1 - kept) * energy)
-            if kept >= 1 - config.max_loss and self._is_within_drift(path, kept * energy):
+            # Turned coefficients are rounded anew.
+            lost = _lost_energy(stored_PRR, old_PWR, new_PWR, turn_PRR) / energy + self.rounding if energy else 0.0
+            path = self._path + math.sqrt(lost * energy)
+            if lost <= config.max_loss and self._is_within_drift(path, (1 - lost) * energy):
                 break
         else:
             self.refused += 1
@@ -176,7 +183,7 @@ class OnlineSide:
         self.regret = 0.0
         self.tracker.move_to(new_PWR)
         self.updates += 1
-        self.kept_energy *= kept
+        self.kept_energy *= 1 - lost
         self._path = path
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
@@ -185,7 +192,7 @@ class OnlineSide:
 
     def _is_within_drift(self, path: float, energy: float) -> bool:
         limit = self.config.max_drift
-        return limit is None or path <= limit * math.sqrt(max(0.0, energy))
+        return limit is None or not self.coef.length or path <= limit * math.sqrt(max(0.0, energy))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -226,8 +233,8 @@ def _pooled(rows_PNW: Tensor, size: int) -> Tensor:
     return F.avg_pool1d(rows_PNW.mT, size, ceil_mode=True, count_include_pad=False).mT
 
 
-def _kept_energy(stored_PRR: Tensor, turn_PRR: Tensor) -> float:
-    """‖C M‖² / ‖C‖² from S = CᵀC: tr(Mᵀ S M) / tr(S)."""
-    left = (turn_PRR * (stored_PRR @ turn_PRR)).sum()
-    total = stored_PRR.diagonal(dim1=1, dim2=2).sum()
-    return float(left / total) if total > 0 else 1.0
+def _lost_energy(stored_PRR: Tensor, old_PWR: Tensor, new_PWR: Tensor, turn_PRR: Tensor) -> float:
+    """What rows C·Uᵀ lose of their energy when they are projected on a new basis V: tr(D S Dᵀ) with S = CᵀC and D the part
+    of U outside of V. The difference tr(S) − tr(Mᵀ S M) with M = UᵀV is the same, but nothing in fp32 for a small turn."""
+    outside_PWR = old_PWR - new_PWR @ turn_PRR.mT
+    return max(0.0, float((outside_PWR @ stored_PRR * outside_PWR).sum()))

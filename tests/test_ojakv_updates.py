@@ -187,19 +187,20 @@ def slowly_turning_stream(angle: float, length: int) -> torch.Tensor:
 
 def true_drift(side: OnlineSide, stored_PNW: torch.Tensor) -> float:
     """‖now − when stored‖ / ‖now‖ of all rows of a side."""
-    now_PNW = side.coef.rows().float() @ side.tracker.vectors_PWR.mT
+    now_PNW = held_rows(side)
     return float((now_PNW - stored_PNW).norm() / now_PNW.norm())
 
 
-def filled_by(rows: torch.Tensor, **settings) -> tuple[OnlineSide, float]:
+def filled_by(
+    rows: torch.Tensor, *, dtype: torch.dtype = torch.float32, period: int = 32, **settings
+) -> tuple[OnlineSide, float]:
     """A side that has followed the rows, and how far what it stored truly is from what it was."""
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
-    side, stored = new_side(start, **settings), []
-    for i, batch in enumerate(rows.split(32, dim=1)):
+    side, stored = new_side(start, dtype, **settings), []
+    for i, batch in enumerate(rows.split(period, dim=1)):
         side.follow(batch, is_prompt=i == 0)
-        coef = side.projected(batch)
-        stored.append(coef @ side.tracker.vectors_PWR.mT)
-        side.store(coef)
+        side.store(side.projected(batch))
+        stored.append(held_rows(side)[:, -batch.shape[1] :])
     return side, true_drift(side, torch.cat(stored, dim=1))
 
 
@@ -209,6 +210,33 @@ def test_rows_drift_no_further_than_the_bound_says(settings):
     side, drift = filled_by(slowly_turning_stream(1.57, 3200), **settings)
     assert side.kept_energy > 0.9
     assert 0.05 < drift <= side.drift()
+
+
+def test_many_turns_too_small_for_fp32_add_up():
+    rows = slowly_turning_stream(0.3, 8192)
+    side, drift = filled_by(rows, period=8)
+    assert 0.02 < drift <= side.drift()
+    side, drift = filled_by(rows, period=8, max_drift=0.02)
+    assert side.refused
+    assert drift <= side.drift() <= 0.02 * (1 + 1e-4)
+
+
+def test_rounding_to_half_precision_is_drift():
+    """Sketched directions change places within a subspace that stands still, and rows are rounded anew each time."""
+    rows = slowly_turning_stream(0.0, 800)
+    side, drift = filled_by(rows, dtype=torch.bfloat16, period=1, tracker="frequent_directions")
+    assert 0.01 < drift <= side.drift()
+
+
+def test_rows_that_are_gone_have_not_drifted():
+    rows = slowly_turning_stream(1.57, 640)
+    side, _ = filled_by(rows, max_drift=0.5)
+    updates = side.updates
+    assert side.drift() > 0.1
+    side.crop(0)
+    assert side.drift() == 0
+    side.follow(rows[:, -64:], is_prompt=True)
+    assert side.updates == updates + 2
 
 
 def test_drift_is_bounded_where_it_is_asked_to_be():

@@ -140,6 +140,57 @@ def test_a_prompt_of_generate_stays_whole_in_whatever_chunks_it_comes(model, cal
         assert low == list(range(60, 60 + len(low)))
 
 
+def test_accepted_drafts_are_no_prompt(model, calibration, ids):
+    """The first call of prompt lookup reads drafts with the prompt."""
+    [text] = model.generate(ids[:1, :36], max_new_tokens=60, min_new_tokens=60, do_sample=False, pad_token_id=0)
+    prompt = torch.cat([text[30:44], text[:36]])[None]  # what comes next stands in it
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    with_drafts = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    model.generate(
+        prompt,
+        max_new_tokens=16,
+        min_new_tokens=16,
+        do_sample=False,
+        pad_token_id=0,
+        past_key_values=cache,
+        **with_drafts,
+    )
+    sequence = cache.layers[0].sequences[0]
+    assert sequence.staying == 50
+    assert len(sequence.low_position())
+
+
+@pytest.mark.parametrize("settings", [{"keep_prompt_full_rank": True}, {"keep": 0.25}])
+def test_turns_after_drafts_choose_by_their_own_queries(model, calibration, ids, settings):
+    """A prompt that ended with its first token is still held when the next comes."""
+    config = OjaKVConfig(rate=0.5, recent=0, sinks=0, update_period=4, **settings)
+    cache = OjaKVCache.from_model(model, config, bases=calibration)
+    common = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
+    first = model.generate(ids[:1, :40], max_new_tokens=1, prompt_lookup_num_tokens=3, **common)
+    model.generate(torch.cat([first, ids[:1, 40:100]], dim=1), max_new_tokens=2, **common)
+    whole = whole_positions(cache)
+    assert max(whole) >= 60
+    assert len([place for place in whole if place < 101]) == (101 if "keep_prompt_full_rank" in settings else 25)
+
+
+def test_a_prompt_ends_where_it_was_cropped_and_single_tokens_go_on(model, calibration, ids):
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    common = {"do_sample": False, "pad_token_id": 0}
+    cropped, single = (OjaKVCache.from_model(model, config, bases=calibration) for _ in range(2))
+    model.generate(ids[:1, :60], max_new_tokens=1, past_key_values=cropped, **common)
+    cropped.crop(40 - 60)
+    for token in ids[:1, 40:60].split(1, dim=1):
+        model(token, past_key_values=cropped)
+    text = ids[:1, :40]
+    for _ in range(20):
+        text = model.generate(text, max_new_tokens=1, past_key_values=single, **common)
+    for cache in (cropped, single):
+        sequence = cache.layers[0].sequences[0]
+        assert sequence.staying == 40
+        assert len(sequence.low_position()) >= 12
+
+
 def test_drafts_of_one_turn_say_nothing_of_the_next(model, calibration, ids):
     config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
     cache = OjaKVCache.from_model(model, config, bases=calibration)
