@@ -82,6 +82,8 @@ def _preset(name: str, **overrides) -> Method:
     def build(model: PreTrainedModel, rate: float) -> MakeCache:
         # Short periods and few tokens at full rank, so that of a few dozen some are compressed and see updates.
         short = {} if settings.update_period == 1 else {"update_period": 4}
+        if settings.rank_multiple > 4:  # heads have 16 dims here
+            short |= {"rank_multiple": 4}
         if settings.recent:
             short |= {"sinks": 2, "recent": 3}
         config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})

@@ -378,7 +378,8 @@ def test_query_key_bases_weigh_queries(calibration):
 def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, tokens):
     ids = torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
     settings = {"prompt": prompt, "tokens": tokens, "itemsize": 4}
-    plan = plan_for_bytes(calibration, OjaKVConfig.preset(preset), 0.85, **settings)
+    multiple = min(4, OjaKVConfig.preset(preset).rank_multiple)  # heads have 16 dims here
+    plan = plan_for_bytes(calibration, OjaKVConfig.preset(preset, rank_multiple=multiple), 0.85, **settings)
     cache = OjaKVCache(model, plan)
     # The plan is for tokens decoded one by one, of which the last call held one.
     for part in (ids[:, :prompt], *ids[:, prompt:-1].split(16, dim=1), ids[:, max(prompt, tokens - 1) :]):
