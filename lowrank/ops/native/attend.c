@@ -84,6 +84,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
+        fetch_rows(piece, part, first + count, BLOCK);
         const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         if (!task->decoder) {
             score_rows(part_heads, count, piece->rank, query, depth, rows.start, rows.stride, score, lanes);
@@ -137,6 +138,7 @@ static void value_block(const struct task *task, const struct piece *piece, int6
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
+        fetch_rows(piece, part, first + count, BLOCK);
         const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;

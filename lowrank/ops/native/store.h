@@ -93,6 +93,14 @@ static struct rows rows_of(const struct store *store, const struct piece *piece,
     return (struct rows){scratch, padded(piece->rank)};
 }
 
+/* Asks for the rows of up to `count` tokens from `first` on before they are read: a block fills a page or two, and what a
+ * processor fetches ahead by itself ends with the page. */
+static inline void fetch_rows(const struct piece *piece, int64_t part, int64_t first, int64_t count) {
+    const int64_t left = piece->count - first, size = (left < count ? left : count) * piece->row_bytes;
+    const uint8_t *rows = piece->rows + part * piece->part_bytes + first * piece->row_bytes;
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows + i);
+}
+
 /* -- dividing the work ------------------------------------------------------------------------------------------- */
 
 /* Tokens first..end of a piece that a thread serves, when every token of a piece costs rank + overhead. */
