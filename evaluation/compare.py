@@ -20,7 +20,7 @@ from lowrank.config import option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
-from lowrank.text import CalibrationText, Documents, blocks, hold_out, load_documents
+from lowrank.text import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
 
@@ -33,6 +33,7 @@ class TextConfig:
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("test", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")
+    streaming: bool = option(False, help=STREAMING_HELP)
     heldout_share: float = option(
         0.0,
         help="measure only the documents that training with this `dataset.heldout_share` leaves out; 0 measures all",
@@ -271,7 +272,9 @@ def _named(method: str, storage: str) -> str:
 
 
 def _documents(text: TextConfig) -> Documents:
-    rows = load_documents(text.name, subset=text.subset, split=text.split, text_field=text.text_field)
+    rows = load_documents(
+        text.name, subset=text.subset, split=text.split, text_field=text.text_field, streaming=text.streaming
+    )
     if not text.heldout_share:
         return rows
     held = hold_out(rows, text.heldout_share)[1]

@@ -20,6 +20,8 @@ from lowrank.errors import UserError
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
 
+STREAMING_HELP = "read the first documents alone, without a local copy of all, rather than blocks from the whole text"
+
 Documents = datasets.Dataset | datasets.IterableDataset
 
 
@@ -111,6 +113,7 @@ class CalibrationText:
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("train", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")
+    streaming: bool = option(False, help=STREAMING_HELP)
     heldout_share: float = option(
         0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
     )
@@ -129,7 +132,9 @@ class CalibrationText:
         count = max(1, self.tokens // (length * len(self.name)))
 
         def of(name: str) -> Tensor:
-            rows = load_documents(name, subset=self.subset, split=self.split, text_field=self.text_field)
+            rows = load_documents(
+                name, subset=self.subset, split=self.split, text_field=self.text_field, streaming=self.streaming
+            )
             if self.heldout_share:
                 rows = hold_out(rows, self.heldout_share)[0]
             return blocks(rows, tokenizer, length, count)

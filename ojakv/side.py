@@ -107,7 +107,7 @@ class OnlineSide:
         of the energy they lose (and by the rounding of integers). Moves in turning directions may add up to more than what
         is lost of the energy in the end, so that their lengths are added.
         """
-        energy = float(moment(self.coef, self.spread_PR).diagonal(dim1=1, dim2=2).sum()) if self._path else 0.0
+        energy = _energy(moment(self.coef, self.spread_PR)) if self._path else 0.0
         return self._path / math.sqrt(energy) if energy else 0.0
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class OnlineSide:
             remembered = 0 if config.memory is None else max(0, self.coef.length - config.memory)
             known_PRR = moment(self.coef, self.spread_PR, start=remembered)
             stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
-        energy = float(stored_PRR.diagonal(dim1=1, dim2=2).sum()) if self.coef.length else 0.0
+        energy = _energy(stored_PRR) if self.coef.length else 0.0
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(new, known_PRR, rate, 0.5**halving)
             if new_PWR is None:
@@ -192,7 +192,7 @@ class OnlineSide:
 
     def _is_within_drift(self, path: float, energy: float) -> bool:
         limit = self.config.max_drift
-        return limit is None or not self.coef.length or path <= limit * math.sqrt(max(0.0, energy))
+        return limit is None or path <= limit * math.sqrt(max(0.0, energy))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -231,6 +231,11 @@ def _pooled(rows_PNW: Tensor, size: int) -> Tensor:
     if size == 1:
         return rows_PNW
     return F.avg_pool1d(rows_PNW.mT, size, ceil_mode=True, count_include_pad=False).mT
+
+
+def _energy(moment_PRR: Tensor) -> float:
+    """Of the rows that it is the sum of."""
+    return float(moment_PRR.diagonal(dim1=1, dim2=2).sum())
 
 
 def _lost_energy(stored_PRR: Tensor, old_PWR: Tensor, new_PWR: Tensor, turn_PRR: Tensor) -> float:

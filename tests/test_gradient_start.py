@@ -1,7 +1,5 @@
 """Training that starts from what the loss answers to: gradients' moments, weighted bases, gates at the target rate."""
 
-import types
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.sensitivity import gradient_moments
 from lowrank.weighted_basis import weighted_basis
-from training.setup import DEFAULT_PRICE, initialise
+from training.setup import DEFAULT_PRICE
 
 SIDES = ("key", "value")
 GRADIENT = {"calibration": {"start": "gradient"}, "rate": {"target_retain_rate": 0.5, "settle_tokens": 128}}
@@ -231,14 +229,6 @@ def test_what_cannot_start_from_gradients(training_values, tmp_path, changes, me
     with pytest.raises(UserError, match=message):
         train_here(training_values, tmp_path / "run", **{**GRADIENT, **changes})
     assert not (tmp_path / "run").exists()
-
-
-def test_a_sharded_model_needs_bases(training_values):
-    calibration = types.SimpleNamespace(start="gradient", bases=None)
-    config = types.SimpleNamespace(initial_checkpoint=None, calibration=calibration)
-    engine = types.SimpleNamespace(config=config, model=None, stage=3)
-    with pytest.raises(UserError, match="ZeRO-3.*--gradients true.*calibration.bases"):
-        initialise(engine, None)
 
 
 def test_attaching_spreads_ranks_by_the_estimated_loss():

@@ -176,15 +176,27 @@ def test_what_is_held_out_is_never_trained_on(texts, streaming):
     assert not any(word in seen for word in held)
 
 
-def test_what_is_measured_and_what_is_calibrated_on_share_no_document(texts):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_measured_and_what_is_calibrated_on_share_no_document(texts, streaming):
     tokenizer, path = byte_tokenizer(), str(texts / "a.jsonl")
     kept, held = ({row["text"].split()[0] for row in side} for side in hold_out(load(texts / "a.jsonl"), 0.3))
-    calibrated = CalibrationText(name=[path], heldout_share=0.3, tokens=100_000, length=16).blocks(tokenizer)
-    measured = read_texts([TextConfig(label="text", name=path, heldout_share=0.3)], tokenizer, 16, 100_000)["text"]
+    options = {"heldout_share": 0.3, "streaming": streaming}
+    calibrated = CalibrationText(name=[path], tokens=100_000, length=16, **options).blocks(tokenizer)
+    measured = read_texts([TextConfig(label="text", name=path, **options)], tokenizer, 16, 100_000)["text"]
     for blocks_NT, inside, outside in ((calibrated, kept, held), (measured, held, kept)):
         seen = tokenizer.decode(blocks_NT.flatten().tolist())
         assert sum(word in seen for word in inside) >= len(inside) - 1, "all but what the last block's end cuts off"
         assert not any(word in seen for word in outside)
+
+
+def test_streamed_calibration_takes_the_first_blocks(texts):
+    tokenizer, options = byte_tokenizer(), {"name": [str(texts / "a.jsonl")], "tokens": 64, "length": 16}
+    streamed = CalibrationText(**options, streaming=True).blocks(tokenizer)
+    everything = CalibrationText(**options | {"tokens": 100_000}).blocks(tokenizer)
+    assert torch.equal(streamed, everything[:4])
+    assert not torch.equal(CalibrationText(**options).blocks(tokenizer), streamed), (
+        "of the whole text, at even distances"
+    )
 
 
 def test_files_of_every_kind_are_read(tmp_path):

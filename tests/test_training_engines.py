@@ -4,12 +4,9 @@ import os
 import shutil
 
 import pytest
-import torch
+import yaml
 from accelerate.commands.config import load_config_from_file
 from training_runs import ROOT, assert_is_mean, launch, losses, merged, rows, summary, train_here
-
-from lowrank.hf.calibration_store import Calibration
-from lowrank.hf.loading import load_model
 
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
@@ -106,16 +103,11 @@ def test_zero_3_recomputes_activations(training_values, sharded, tmp_path):
 
 @pytest.mark.parametrize(("engine", "tolerance"), [("ddp", 1e-5), ("zero3", 3e-4)])
 def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine, tolerance):
-    """All processes begin at the first one's compressors and price, and the price answers to the rate of all of them."""
-    calibration = {"start": "gradient"}
+    """All processes begin at the first one's compressors and price, and the price answers to the rate of all of them. Under
+    ZeRO-3 none of them has the whole model to take gradients of."""
     if engine == "zero3":
         pytest.importorskip("deepspeed")
-        model = load_model(training_values["model"], dtype="float32")
-        blocks = torch.randint(1, 97, (4, 32), generator=torch.Generator().manual_seed(5))
-        found = Calibration.from_text(model, blocks, gradients=True, progress=False)
-        found.save(tmp_path / "bases", model=training_values["model"], text=["random"])
-        calibration["bases"] = str(tmp_path / "bases")
-    started = {"calibration": calibration, "rate": {"gain": 20.0, "target_retain_rate": 0.42}}
+    started = {"calibration": {"start": "gradient"}, "rate": {"gain": 20.0, "target_retain_rate": 0.42}}
     train_here(training_values, tmp_path / "alone", **merged(SHORT, started))
     launch(engine, 2, training_values, tmp_path / "run", **merged(HALF, started))
     pairs = list(zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True))
@@ -123,6 +115,28 @@ def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine,
         for name in ("loss", "hard_rate", "alpha"):
             assert found[name] == pytest.approx(expected[name], rel=tolerance * (20 if name == "alpha" else 1))
     assert len({expected["alpha"] for _, expected in pairs}) == 4
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-redpajama-zero3", "qwen3-8b-redpajama-zero3"])
+@pytest.mark.slow
+def test_configurations_of_8b_models_on_a_tiny_one(training_values, text_file, tmp_path, name):
+    """All they ask for at once: ZeRO-3, bf16, recomputed activations, text read in a stream by workers, a start from
+    gradients, passes accumulated."""
+    pytest.importorskip("deepspeed")
+    values = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+    smaller = {
+        "model": training_values["model"],
+        "dataset": {"name": str(text_file), "text_field": "text", "heldout_share": 0.1, "sequence_length": 64},
+        "calibration": {"tokens": 256},
+        "optimizer": {"steps": 3},
+        "heldout_blocks": 1,
+        "checkpoint_every": 2,
+    }
+    launch("zero3", 2, merged(values, smaller), tmp_path / "run")
+    plain = {"dtype": "float32", "gradient_checkpointing": False, "threads": 1}
+    plain |= {"dataset": {"workers": 0}, "optimizer": {"batch_size": 2}}
+    train_here(merged(merged(values, smaller), plain), tmp_path / "alone")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
 
 
 def test_zero_3_ends_with_the_mean_of_its_states(sharded):

@@ -55,6 +55,8 @@ def launch(
     if engine == "ddp":
         flags += ["--multi_gpu"]
         environment["ACCELERATE_USE_CPU"] = "true"
+    elif engine == "zero3":
+        flags += ["--use_deepspeed", "--deepspeed_config_file", str(_everything_sharded(output.with_suffix(".json")))]
     elif engine != "plain":
         flags += ["--use_deepspeed", "--zero_stage", engine.removeprefix("zero")]
     command = [
@@ -71,6 +73,19 @@ def launch(
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("checkpoint:") == 1, "not two runs side by side"
     return done
+
+
+def _everything_sharded(file: Path) -> Path:
+    """A configuration of ZeRO-3 that shards small parameters, too: by default all of a tiny model's stay whole."""
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_model_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    filled = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file.write_text(json.dumps({"zero_optimization": zero, **dict.fromkeys(filled, "auto")}))
+    return file
 
 
 def rows(output: Path) -> list[dict]:

@@ -94,7 +94,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             )
         load_into(engine, state, progress["step"])
         drop_later_states(output / STATES, progress["step"], engine)
-        controller = _controller(config, DEFAULT_PRICE)
+        controller = _controller(config, progress["controller"]["start"])
         controller.load(progress["controller"])
         watch.load(progress["watch"])
         start, cursor_S3 = progress["step"], torch.tensor(progress["cursor"])

@@ -156,11 +156,6 @@ def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tupl
     if config.calibration.bases is not None:
         calibration = Calibration.load(config.calibration.bases).for_model(model)
         return calibration.second_moments(), calibration.gradients() if gradients else None
-    if gradients and engine.stage == 3:
-        raise UserError(
-            "`calibration.start` is gradient, and under ZeRO-3 no process has the whole model to take gradients of: make a "
-            "calibration with scripts/calibrate.py --gradients true and give it as `calibration.bases`"
-        )
     length = min(config.dataset.sequence_length, config.calibration.tokens)
     count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
     blocks_NT = torch.cat([batch.ids_BT for batch in stream.first(count)])[:, :length]
