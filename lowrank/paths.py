@@ -11,7 +11,8 @@ HOME_VARIABLE = "ADAPTIVE_KV_HOME"
 
 def home() -> Path:
     """The user cache directory: ``$ADAPTIVE_KV_HOME``, by default ``~/.cache/adaptive-kv``."""
-    return Path(os.environ.get(HOME_VARIABLE, "~/.cache/adaptive-kv")).expanduser()
+    # Set to nothing, as a shell clears it for one command, is not the present directory.
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/adaptive-kv").expanduser()
 
 
 def expand(text: str) -> str:

@@ -62,6 +62,9 @@ def test_a_missing_file_is_named(tmp_path):
 def test_home_expands(monkeypatch, tmp_path):
     monkeypatch.setenv("ADAPTIVE_KV_HOME", str(tmp_path))
     assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/model"
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/.cache/adaptive-kv/model"
 
 
 def test_configurations_are_frozen():
