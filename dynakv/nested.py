@@ -37,9 +37,13 @@ class NestedRank(nn.Module):
         self.rank.fill_(self.drawn)
 
     def energies(self) -> Tensor:
-        """Calibrated second moment of each coefficient, (C,) fp32."""
+        """Second moment of each coefficient, (C,) fp32: calibrated, or measured after training."""
         return self.energy.float()
 
-    def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """(B, T) int64, all equal; threshold and granularity were spent on choosing the rank."""
+    def forward(self, coef_BTC: Tensor) -> Tensor:
+        """How many coefficients each token keeps, (B, T) int64, all equal."""
         return self.rank.expand(coef_BTC.shape[:-1])
+
+    def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
+        """As :meth:`forward`; threshold and granularity were spent on choosing the rank."""
+        return self(coef_BTC)

@@ -20,7 +20,7 @@ class Eviction:
 
     keep: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
     window: int = option(32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens")
-    pool: int = option(7, help="neighbouring scores of which each token takes the largest", unit="tokens")
+    pool: int = option(7, help="neighbouring scores before the window of which each token takes the largest", unit="tokens")
 
     def __post_init__(self):
         check_fields(self)
@@ -58,8 +58,10 @@ class Eviction:
             weight_JWT = (query_JWD @ key_TD.float().T * scaling).masked_fill(~sees_WT, -torch.inf).softmax(dim=-1)
             score_T.copy_(weight_JWT.nan_to_num(0.0).sum(dim=(0, 1)))
         score_PT = score_GT.view(parts, -1, tokens).sum(dim=1)
-        score_PT = F.max_pool1d(score_PT, self.pool, 1, self.pool // 2)
         score_PT[:, -window:] = torch.inf
+        if window < tokens:
+            # Without the window's own scores, as SnapKV pools: what is near the window is not looked at for that.
+            score_PT[:, :-window] = F.max_pool1d(score_PT[:, :-window], self.pool, 1, self.pool // 2)
         if present_T is not None:
             score_PT[:, ~present_T] = -torch.inf
         return score_PT

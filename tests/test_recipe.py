@@ -86,7 +86,7 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
         [(name, parameter)] = side.named_parameters()
         assert name == "projection.weight"
         assert parameter.grad.abs().sum() > 0
-    assert allocate_ranks(model, 0.4) == pytest.approx(0.4, abs=0.01)
+    assert allocate_ranks(model, [Batch.of(ids, None)], 0.4) == pytest.approx(0.4, abs=0.01)
     model.eval()
     assert measure(model, [Batch.of(ids, None)])["hard_rate"] == pytest.approx(0.4, abs=0.01)
     assert len({int(side.gate.rank) for side in dynakv.token_compressors(model)}) > 1, (
@@ -98,6 +98,26 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
         served = loaded(ids)
         assert torch.equal(served.logits, model(ids).logits)
     assert 0.3 < served.past_key_values.rate < 0.55
+
+
+@torch.no_grad()
+def test_nested_ranks_are_allocated_by_the_energies_of_the_trained_basis():
+    model = tiny_model()
+    dynakv_model(model, 1, truncation="nested", inverse="orthogonal", granularity=1)
+    sides = dynakv.token_compressors(model)
+    for number, side in enumerate(sides):
+        generator = torch.Generator().manual_seed(number)
+        side.projection.weight += 0.1 * torch.randn(side.width, side.width, generator=generator)
+    started_C = [side.gate.energies().clone() for side in sides]
+    read = {side: [] for side in sides}
+    for side in sides:
+        side.register_forward_pre_hook(lambda side, arguments: read[side].append(arguments[0].flatten(0, 1)))
+    allocate_ranks(model, [Batch.of(token_ids(2, 20), None), Batch.of(token_ids(1, 30, seed=1), None)], 0.4)
+    for side, start_C in zip(sides, started_C, strict=True):
+        coef_NC = torch.cat(read[side]).double() @ side.projection.matrices()[0].double()
+        assert len(coef_NC) == 70
+        torch.testing.assert_close(side.gate.energies().double(), coef_NC.square().mean(dim=0), rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(side.gate.energies(), start_C, rtol=0.05)
 
 
 @torch.no_grad()

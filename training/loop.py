@@ -229,10 +229,10 @@ def _settle_and_measure(
 
 
 def _settle(model: PreTrainedModel, config: TrainConfig, unseen: TrainingBlocks, target: float) -> dict[str, float]:
+    batches = unseen.first(math.ceil(config.rate.settle_tokens / config.dataset.sequence_length))
     if config.compressor.truncation == "nested":
-        return {"hard_rate": allocate_ranks(model, target)}
-    count = math.ceil(config.rate.settle_tokens / config.dataset.sequence_length)
-    return settle_threshold(model, unseen.first(count), target, floor=config.rate.layer_floor)
+        return {"hard_rate": allocate_ranks(model, batches, target)}
+    return settle_threshold(model, batches, target, floor=config.rate.layer_floor)
 
 
 def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> Path:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import dynakv
 from lowrank.ranks import rounded
 from training.data import Batch
+from training.uncached import run_uncached
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5
@@ -79,14 +80,5 @@ def _rates(model: PreTrainedModel, batches: list[Batch], threshold_K: Tensor) ->
         rank_BTK = width - torch.searchsorted(cumulative_BTC.contiguous(), candidates, right=True)
         kept[gate] += rounded(rank_BTK, granularity, width).sum(dim=(0, 1)).double().cpu()
 
-    hooks = [side.gate.register_forward_hook(count) for side in sides]
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in batches:
-            model.base_model(**batch.to(model.device).inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
+    run_uncached(model, batches, dict.fromkeys(kept, count))
     return torch.stack(list(kept.values())) / (sum(batch.ids_BT.numel() for batch in batches) * width)
