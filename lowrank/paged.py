@@ -76,15 +76,14 @@ class PagedStore:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, coef_BTC: Tensor, rank_BT: Tensor, present_BT: Tensor | None = None) -> None:
-        """Add up to T rows to each sequence; only the first ``rank_BT`` entries of a row are read and kept.
+    def append(self, coef_BTC: Tensor, rank_BT: Tensor) -> None:
+        """Add T rows to each sequence; only the first ``rank_BT`` entries of a row are read and kept.
 
         Waits for the device. A single token of each sequence is appended without by :mod:`lowrank.ops.gated_append`.
 
         Args:
             coef_BTC: coefficients, any floating dtype.
             rank_BT: integer ranks, whole granules in 0..C.
-            present_BT: False for a row that a sequence does not have; None where all have T.
 
         Raises:
             UserError: a rank is not whole granules, more rows than `capacity`, or too few free pages.
@@ -97,6 +96,7 @@ class PagedStore:
             rank_BT.unique().tolist(),
             f"multiples of {self.pool.granule} from 0 to {self.width}: use a granularity that is one",
         )
+        present_BT = torch.ones_like(rank_BT, dtype=torch.bool)
         self._place(*self._encoded(coef_BTC.detach(), granules_BT), granules_BT, present_BT)
 
     def crop(self, length: int | Tensor) -> None:
@@ -131,12 +131,6 @@ class PagedStore:
         self.length_B.copy_(length_B)
         self._longest = int(self.length_B.max())
         self._find_open()
-
-    def keep(self, kept_BT: Tensor) -> None:
-        """Keep the rows where `kept_BT` (T the longest sequence's rows) is True; they are then numbered anew from 0."""
-        raw, scale, granules_BT, present_BT = self._rows()
-        self.clear()
-        self._place(raw, scale, granules_BT, present_BT & kept_BT)
 
     def select(self, index_B: Tensor) -> None:
         """Make sequence b a copy of what sequence ``index_B[b]`` was, as beam search asks; their number may change."""
@@ -213,14 +207,10 @@ class PagedStore:
                 code_BTC[row] = torch.nn.functional.pad(code_XR, (0, self.width - rank))
         return self.pool.pack(code_BTC), scale_BT2
 
-    def _place(
-        self, raw_BTKY: Tensor, scale_BT2: Tensor | None, granules_BT: Tensor, present_BT: Tensor | None
-    ) -> None:
-        """Find each row a tile and a place in it, take the pages that are missing, and write."""
+    def _place(self, raw_BTKY: Tensor, scale_BT2: Tensor | None, granules_BT: Tensor, present_BT: Tensor) -> None:
+        """Find each row that is present a tile and a place in it, take the pages that are missing, and write."""
         size, device = self.pool.tokens, self.pool.device
         granules_BT = granules_BT.long()
-        if present_BT is None:
-            present_BT = torch.ones_like(granules_BT, dtype=torch.bool)
         position_BT = self.length_B[:, None] + present_BT.cumsum(dim=1) - 1
         count_B = present_BT.sum(dim=1)
         self._reserve_rows(int((self.length_B + count_B).max()) - self._longest)

@@ -46,7 +46,6 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.lists(st.integers(0, WIDTH // GRANULE), min_size=1, max_size=24)),
         st.tuples(st.just("crop"), st.integers(0, 20)),
-        st.tuples(st.just("keep"), st.integers(0, 99)),
         st.tuples(st.just("select"), st.just(0)),
     ),
     max_size=8,
@@ -66,21 +65,14 @@ def test_any_sequence_of_operations_matches_ragged_stores(quantisation, steps):
             rank = torch.tensor([argument, argument[::-1]]) * GRANULE
             # What lies beyond a row's rank must never be read.
             coef[torch.arange(WIDTH) >= rank[..., None]] = torch.nan
-            present = torch.rand(rank.shape, generator=generator) < 0.8
-            paged.append(coef, rank, present)
+            paged.append(coef, rank)
             for b, store in enumerate(ragged):
-                if present[b].any():
-                    store.append(coef[b, present[b]], rank[b, present[b]])
+                store.append(coef[b], rank[b])
         elif name == "crop":
             lengths = torch.tensor([max(0, store.length - argument * (b + 1)) for b, store in enumerate(ragged)])
             paged.crop(lengths)
             for store, length in zip(ragged, lengths.tolist(), strict=True):
                 store.crop(length)
-        elif name == "keep":
-            kept = torch.rand(BATCH, longest, generator=generator) < argument / 100
-            paged.keep(kept)
-            for store, kept_T in zip(ragged, kept, strict=True):
-                store.keep(torch.nonzero(kept_T[: store.length]).flatten())
         elif name == "select":
             paged.select(torch.tensor([1, 1]))
             ragged = [ragged[1], ragged[1].clone()]

@@ -1,12 +1,15 @@
 """Rotation and its inverse with each family's own function, for every rotary kind."""
 
+import copy
 import importlib
+import itertools
 
 import pytest
 import torch
 from methods import METHODS, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from lowrank.growing import GROWTH
 from lowrank.hf.frequencies import angles, turns_by_frequencies
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE, attention_modules, rotary_function, rotary_module
 from lowrank.hf.rope import Rope, RopeHistory, _rotates_halves
@@ -47,6 +50,10 @@ def rope_of(model, positions: torch.Tensor) -> Rope:
     return Rope(apply, *rotary_module(model)(torch.empty(0), positions), position_BT=positions)
 
 
+def history_of(model) -> RopeHistory:
+    return RopeHistory(rotary_module(model), rotary_function(next(iter(attention_modules(model).values()))))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_unrotate_inverts_rotate(kind):
     rope = rope_of(model_of(kind), torch.arange(100)[None])
@@ -71,7 +78,7 @@ def test_the_fast_rotation_is_the_familys(family):
 
 def test_rows_are_picked_at_any_places():
     model = tiny_model()
-    history = RopeHistory(rotary_module(model), rotary_function(next(iter(attention_modules(model).values()))))
+    history = history_of(model)
     history.extend(rope_of(model, torch.arange(50)[None]), 50)
     key = torch.randn(2, 50, 16)
     whole = history.rope().rotate(key[None])[0]
@@ -99,8 +106,7 @@ def test_partial_rotary_leaves_the_rest_alone():
 @pytest.mark.parametrize("kind", KINDS)
 def test_history_gives_back_each_token_s_rotation(kind):
     model = model_of(kind)
-    apply = rotary_function(next(iter(attention_modules(model).values())))
-    history = RopeHistory(rotary_module(model), apply)
+    history = history_of(model)
     cos = []
     for start, end in [(0, 50), (50, 51), (51, 100)]:
         rope = rope_of(model, torch.arange(start, end)[None])
@@ -110,6 +116,75 @@ def test_history_gives_back_each_token_s_rotation(kind):
     assert torch.equal(history.rope().cos_BTE, torch.cat(cos, dim=1))
     history.crop(60)
     assert history.rope().cos_BTE.shape[1] == 60
+
+
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_a_token_is_written_into_room_to_grow(kind):
+    model = model_of(kind)
+    history = history_of(model)
+    history.extend(rope_of(model, torch.arange(100)[None]), 100)
+    addresses = []
+    for place in range(100, 200):
+        history.extend(rope_of(model, torch.tensor([[place]])), place + 1)
+        addresses.append([tensor.data_ptr() for tensor in history.tensors()])
+    moves = sum(before != after for before, after in itertools.pairwise(addresses))
+    assert moves <= 100 / (100 * GROWTH)
+    row_bytes = sum(held.rows.nbytes for held in history._kept)
+    assert row_bytes <= history.nbytes <= row_bytes * (1 + GROWTH)
+    assert torch.equal(history.rope().cos_BTE, rope_of(model, torch.arange(200)[None]).cos_BTE)
+
+
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_history_is_that_of_what_generate_left_of_the_tokens(kind):
+    """Cropped, copied, widened to a batch, reordered, forgotten."""
+    model = model_of(kind)
+
+    def extend(history: RopeHistory, first: list[int], count: int) -> None:
+        history.extend(rope_of(model, torch.tensor(first)[:, None] + torch.arange(count)), history.length + count)
+
+    def check(history: RopeHistory, places: list[list[int]]) -> None:
+        expected = rope_of(model, torch.tensor(places))
+        assert history.length == len(places[0])
+        for found, rows in ((history.rope().cos_BTE, expected.cos_BTE), (history.rope().sin_BTE, expected.sin_BTE)):
+            assert torch.equal(found.contiguous(), rows)
+
+    history = history_of(model)
+    extend(history, [0], 20)
+    extend(history, [20], 1)
+    history.crop(15)
+    extend(history, [40], 1)  # over what was cropped
+    check(history, [[*range(15), 40]])
+    twin = copy.deepcopy(history)
+    history.crop(10)
+    extend(history, [60], 3)
+    check(twin, [[*range(15), 40]])
+    extend(twin, [0, 7], 2)  # sequences that agreed so far
+    check(twin, [[*range(15), 40, 0, 1], [*range(15), 40, 7, 8]])
+    extend(twin, [3], 1)  # of all sequences
+    twin.select(torch.tensor([1, 0, 1]))
+    twin.crop(17)
+    extend(twin, [1, 2, 3], 1)
+    first, second = [*range(15), 40, 0], [*range(15), 40, 7]
+    check(twin, [[*second, 1], [*first, 2], [*second, 3]])
+    history.select(torch.tensor([0, 0]))  # one stands for all
+    check(history, [[*range(10), 60, 61, 62]])
+    history.clear()
+    assert history.length == history.nbytes == 0
+    extend(history, [5, 6], 4)
+    check(history, [[5, 6, 7, 8], [6, 7, 8, 9]])
+
+
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_history_goes_on_outside_inference_mode(kind):
+    model = model_of(kind)
+    history = history_of(model)
+    with torch.inference_mode():
+        history.extend(rope_of(model, torch.arange(20)[None]), 20)
+        history.extend(rope_of(model, torch.tensor([[20]])), 21)
+    history.extend(rope_of(model, torch.tensor([[21]])), 22)
+    with torch.inference_mode():
+        history.extend(rope_of(model, torch.tensor([[22]])), 23)
+    assert torch.equal(history.rope().cos_BTE, rope_of(model, torch.arange(23)[None]).cos_BTE)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from lowrank.hf.codec_layer import CodecLayer
 from lowrank.hf.layer import join_heads
 from lowrank.hf.paged_memory import PagedMemory
 from lowrank.hf.rope import Rope
+from lowrank.ops.chosen import log_choice
 from lowrank.ops.gated_append.triton import gated_append
 from lowrank.ops.gated_append.weights import append_weights
 from lowrank.ops.gpu import launching_on
@@ -51,6 +52,11 @@ class PagedLayer(CodecLayer):
             for codec in (self.codec.key, self.codec.value)
         )
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
+        log_choice("paged_attention", "triton", self.dtype, self.device)
+        if None in self.appends:
+            log_choice("gated_append", "torch", self.dtype, self.device, "a codec has no gate's weights for a kernel")
+        else:
+            log_choice("gated_append", "triton", self.dtype, self.device)
 
     def _append_of(self, codec: Codec) -> dict[str, Any] | None:
         """Arguments of the kernel that takes in one token of each sequence; None where the codec has no gate for it."""

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank.errors import UserError
+from lowrank.growing import GrowingTensor
 from lowrank.hf.frequencies import angles, turns_by_frequencies
 from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
 from lowrank.ops import native
@@ -86,7 +87,7 @@ class RopeHistory:
     def __init__(self, module: Callable, apply: Callable):
         self.module, self.apply = module, apply
         self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
-        self._kept: list[Tensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
+        self._kept: list[GrowingTensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._table: Rope | None = None  # of this step, dropped after the last layer
         self._rotary: RotaryTable | None = None  # the same where pairs are turned by one angle each
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
@@ -97,15 +98,15 @@ class RopeHistory:
 
     @property
     def length(self) -> int:
-        return self._kept[0].shape[1] if self._kept else 0
+        return self._kept[0].length if self._kept else 0
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held between steps."""
-        return list(self._kept)
+        """Every tensor held between steps, room to grow included."""
+        return [held.buffer for held in self._kept]
 
     def extend(self, rope: Rope, length: int) -> None:
         """Remember the rotation of the newest tokens; a no-op for all but the first layer of a step to report them."""
@@ -115,18 +116,21 @@ class RopeHistory:
             self.keeps_rows = True
         new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]
         self._dtype = rope.cos_BTE.dtype
-        self._kept = [_join(old, tensor) for old, tensor in zip(self._kept, new, strict=True)] if self._kept else new
-        # Never a view of the model's own tensors, which would keep more alive than is counted.
-        self._kept = [tensor.clone(memory_format=torch.contiguous_format) for tensor in self._kept]
+        if self._kept:
+            for held, tensor in zip(self._kept, new, strict=True):
+                _append(held, tensor)
+        else:
+            # Never a view of the model's own tensors, which would keep more alive than is counted.
+            self._kept = [_growing(tensor.clone(memory_format=torch.contiguous_format)) for tensor in new]
         self.release()
 
     def rope(self) -> Rope:
         """The rotation of all cached tokens."""
         if self._table is None:
             if self.keeps_rows:
-                cos, sin = self._kept
+                cos, sin = (held.rows for held in self._kept)
             else:
-                [position_BT] = self._kept
+                position_BT = self._kept[0].rows
                 like = torch.empty(0, dtype=self._dtype, device=position_BT.device)
                 cos, sin = self.module(like, position_BT.long())
             self._table = Rope(self.apply, cos, sin)
@@ -175,7 +179,7 @@ class RopeHistory:
         if self._rotary is not None or not _rotates_halves(self.apply):
             return self._rotary
         if self._turns_compiled():
-            self._rotary = angles(self.module, self._kept[0])
+            self._rotary = angles(self.module, self._kept[0].rows)
         else:
             table = self.rope()
             half = table.cos_BTE.shape[2] // 2
@@ -188,7 +192,7 @@ class RopeHistory:
 
     def _turns_compiled(self) -> bool:
         """Whether compiled code computes the table, for which the module takes some milliseconds at every step."""
-        if self.keeps_rows or self._dtype != torch.float32 or not native.computes_angles(self._kept[0].device):
+        if self.keeps_rows or self._dtype != torch.float32 or not native.computes_angles(self._kept[0].buffer.device):
             return False
         if self._turns_by_frequencies is None:
             self._turns_by_frequencies = turns_by_frequencies(self.module)
@@ -204,13 +208,14 @@ class RopeHistory:
         self._rotations = {}
 
     def crop(self, length: int) -> None:
-        self._kept = [tensor[:, :length].clone() for tensor in self._kept]
+        for held in self._kept:
+            held.crop(length)
         self.release()
 
     def select(self, index_B: Tensor) -> None:
         """Keep the sequences at `index_B`, in that order, repeats allowed."""
-        if self._kept and self._kept[0].shape[0] > 1:
-            self._kept = [tensor[index_B.to(tensor.device)] for tensor in self._kept]
+        if self._kept and self._kept[0].buffer.shape[0] > 1:
+            self._kept = [_growing(held.rows[index_B.to(held.buffer.device)]) for held in self._kept]
         self.release()
 
     def clear(self) -> None:
@@ -220,7 +225,7 @@ class RopeHistory:
     def __deepcopy__(self, memo: dict) -> "RopeHistory":
         # The model's module is shared; only the tokens' state is copied.
         twin = copy.copy(self)
-        twin._kept = [tensor.clone() for tensor in self._kept]
+        twin._kept = [held.clone() for held in self._kept]
         twin.release()
         memo[id(self)] = twin
         return twin
@@ -281,6 +286,15 @@ class _RotatedHalves(torch.autograd.Function):
         return _rotated_halves(grad_BGTD, cos_BTE, -sin_BTE.roll(sin_BTE.shape[-1] // 2, dims=-1)), None, None
 
 
-def _join(old: Tensor, new: Tensor) -> Tensor:
-    batch = max(old.shape[0], new.shape[0])
-    return torch.cat([old.expand(batch, *old.shape[1:]), new.expand(batch, *new.shape[1:])], dim=1)
+def _growing(rows_BTX: Tensor) -> GrowingTensor:
+    return GrowingTensor(rows_BTX, dim=1)
+
+
+def _append(held: GrowingTensor, new_BTX: Tensor) -> None:
+    """Of a batch either may have 1 where the other has B."""
+    batch = new_BTX.shape[0]
+    if held.buffer.shape[0] < batch:
+        held.buffer = held.buffer.expand(batch, *held.buffer.shape[1:]).contiguous()
+    if held.buffer.is_inference() and not torch.is_inference_mode_enabled():
+        held.buffer = held.buffer.clone()  # only in inference mode may that be written to
+    held.append(new_BTX)

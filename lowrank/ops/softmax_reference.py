@@ -1,12 +1,40 @@
-"""The plain end of every batched reference: one softmax over what was rebuilt and what is at full rank, in fp64.
+"""The plain end of every reference: one softmax, in fp64.
 
-Shapes: B batch, H query heads, G KV heads, Q queries, T compressed tokens, F full-rank tokens, D head dim.
+Shapes: B batch, H query heads, G KV heads, Q queries, T compressed tokens, F full-rank tokens, D head dim; X leading
+dims, (H) or (B, H).
 """
 
 import torch
 from torch import Tensor
 
 from lowrank.ops.full_tokens import FullTokens
+
+
+def plain_attention(
+    query_XQD: Tensor,
+    key_XTD: Tensor,
+    value_XTD: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    mask_XQT: Tensor | None,
+) -> Tensor:
+    """softmax(q Kᵀ · scaling) V in the dtype of `query_XQD`, each query head with keys and values of its own; 0 for a query
+    that may see nothing.
+
+    Args:
+        mask_XQT: True where a query may see a token, of as many leading dims as is convenient; None when it may see all.
+    """
+    score_XQT = query_XQD.double() @ key_XTD.double().mT * scaling
+    if softcap is not None:
+        score_XQT = softcap * torch.tanh(score_XQT / softcap)
+    if mask_XQT is not None:
+        score_XQT = score_XQT.masked_fill(~mask_XQT, -torch.inf)
+    weight_XQT = score_XQT.softmax(dim=-1)
+    if mask_XQT is not None:
+        # Not nan_to_num: what is no number among the tokens seen must show.
+        weight_XQT = weight_XQT.masked_fill(~mask_XQT, 0.0)
+    return (weight_XQT @ value_XTD.double()).to(query_XQD.dtype)
 
 
 def joined_attention(
@@ -18,9 +46,9 @@ def joined_attention(
     scaling: float,
     softcap: float | None,
     mask_BQT: Tensor | None,
-    full: FullTokens | None,
+    full: FullTokens | None = None,
 ) -> Tensor:
-    """softmax(q Kᵀ · scaling) V in the dtype of `query_BHQD`; 0 for a query that may see nothing."""
+    """:func:`plain_attention` of a batch over what was rebuilt and what is at full rank."""
     queries = query_BHQD.shape[2]
     parts = [(key_BGTD, value_BGTD, length_B, mask_BQT)]
     if full is not None:
@@ -32,9 +60,11 @@ def joined_attention(
         values.append(value.double().repeat_interleave(repeats, dim=1))
         present = (torch.arange(key.shape[2], device=key.device) < length[:, None])[:, None].expand(-1, queries, -1)
         seen.append(present if mask is None else present & mask[:, :, : key.shape[2]])
-    score_BHQT = query_BHQD.double() @ torch.cat(keys, dim=2).mT * scaling
-    if softcap is not None:
-        score_BHQT = softcap * torch.tanh(score_BHQT / softcap)
-    score_BHQT = score_BHQT.masked_fill(~torch.cat(seen, dim=2)[:, None], -torch.inf)
-    weight_BHQT = score_BHQT.softmax(dim=-1).nan_to_num(0.0)
-    return (weight_BHQT @ torch.cat(values, dim=2)).to(query_BHQD.dtype)
+    return plain_attention(
+        query_BHQD,
+        torch.cat(keys, dim=2),
+        torch.cat(values, dim=2),
+        scaling=scaling,
+        softcap=softcap,
+        mask_XQT=torch.cat(seen, dim=2)[:, None],
+    )

@@ -23,11 +23,11 @@ class SplitSoftmax:
     Args:
         query_BHQD: rotated queries.
         groups: G.
-        full: tokens at full rank, the last parts; None where there are none.
         low: S, parts of the low-rank tokens, the first ones.
+        maxima: V; 1 beside tokens at full rank.
+        full: tokens at full rank, the last parts; None where there are none.
         splits: parts of the tokens at full rank; None lets the device's size decide.
-        scaling, softcap: of the scores.
-        maxima: V.
+        scaling, softcap: of the scores of tokens at full rank.
 
     Attributes:
         query_BGMD: the queries by KV head, contiguous.
@@ -39,13 +39,13 @@ class SplitSoftmax:
         self,
         query_BHQD: Tensor,
         groups: int,
-        full: FullTokens | None,
         *,
         low: int,
-        splits: int | None,
-        scaling: float,
-        softcap: float | None,
         maxima: int = 1,
+        full: FullTokens | None = None,
+        splits: int | None = None,
+        scaling: float = 1.0,
+        softcap: float | None = None,
     ):
         batch, heads, self._queries, _ = query_BHQD.shape
         rows, device = heads * self._queries, query_BHQD.device

@@ -63,7 +63,6 @@ def _attend_split(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
-    MAXIMA: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -156,7 +155,7 @@ def _attend_split(
         # Of an odd width's last byte the upper half is of no coefficient.
         tl.store(partial_ptrs + value_bytes, high_MW + least_M[:, None], mask=is_high_MW & is_out_MW)
     part = p * parts + first + split
-    tl.store(max_ptr + part * MAXIMA, max_M, mask=m < ROWS)
+    tl.store(max_ptr + part, max_M, mask=m < ROWS)
     tl.store(sum_ptr + part, sum_M, mask=m < ROWS)
 
 
@@ -165,7 +164,7 @@ def attend_split(
     key_BGNY: Tensor,
     value_BGNY: Tensor,
     length_B: Tensor,
-    max_BPXV: Tensor,
+    max_BPX1: Tensor,
     sum_BPX: Tensor,
     *,
     first: int,
@@ -186,8 +185,8 @@ def attend_split(
         query_BGMR: queries in the space of the key rows, contiguous.
         key_BGNY, value_BGNY: rows, contiguous in the last dim; codes as uint8.
         length_B: rows in use, int32.
-        max_BPXV, sum_BPX: where maxima (times log2 e) and sums of weights are written, fp32, to parts `first` to
-            ``first + splits``, the maxima to the first of V.
+        max_BPX1, sum_BPX: where maxima (times log2 e) and sums of weights are written, fp32, to parts `first` to
+            ``first + splits``.
         queries: Q; row m of the queries is query m mod Q.
         softcap: scores s become softcap · tanh(s / softcap); None leaves them.
         mask_BQN: bool, True where a query may see a token; 1 in place of B where all sequences share it.
@@ -204,7 +203,7 @@ def attend_split(
         length_B,
         mask_BQN,
         partial_BPSW,
-        max_BPXV,
+        max_BPX1,
         sum_BPX,
         triton.next_power_of_2(key_BGNY.shape[2]),  # a growing cache is tuned for a few times, not at every length
         key_width,
@@ -215,14 +214,13 @@ def attend_split(
         *_strides(value_scale_BGN2, 3),
         *_strides(mask_BQN, 2),
         splits,
-        max_BPXV.shape[2],
+        max_BPX1.shape[2],
         first,
         scaling,
         softcap,
         GROUPS=groups,
         ROWS=rows,
         QUERIES=queries,
-        MAXIMA=max_BPXV.shape[3],
         KEY_BITS=key_bits,
         VALUE_BITS=value_bits,
         COMPUTE=computing_type(query_BGMR.dtype),

@@ -133,7 +133,7 @@ def paged_launches(
     bits=None,
     rotary=128,
     tokens=128,
-    full=False,
+    masked=False,
     queries=1,
     softcap=None,
 ) -> Launches:
@@ -147,10 +147,8 @@ def paged_launches(
     if rotary:
         table = torch.empty(1, 32768, rotary // 2, device=META)
         options["rotation"] = RotaryTable(table, table)
-    if full:
-        options["full"] = full_tokens(batch, groups, head_dim, dtype)
+    if masked:
         options["mask_BQT"] = torch.empty(batch, queries, 32768, dtype=torch.bool, device=META)
-        options["place_BT"] = torch.empty(batch, 32768, dtype=torch.int32, device=META)
     with Launches().recorded() as launches:
         assert paged_attention(query, *stores, decoder, decoder, **options).shape == query.shape
     return launches
@@ -239,7 +237,7 @@ def test_joint_attention_of_other_kinds(tmp_path, case):
 
 
 def test_paged_attention(tmp_path):
-    check_all(paged_launches(full=True), tmp_path)
+    check_all(paged_launches(masked=True), tmp_path)
 
 
 @pytest.mark.parametrize(

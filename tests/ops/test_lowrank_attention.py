@@ -7,6 +7,7 @@ from rotations import rotation
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops.lowrank_attention import Operands, compiled, dense, lowrank_attention
+from lowrank.ops.lowrank_attention import reference as plain_form
 from lowrank.ops.lowrank_attention.reference import lowrank_attention as reference
 from lowrank.ops.native.library import library
 
@@ -47,14 +48,54 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
         options |= {"rotation": turned, "places": places}
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
-        mask[:, -1] = True
+        mask[1] = False
         options["mask_QT"] = mask
     if operation is compiled and (not low or rotated == "function"):
-        assert not compiled.serves(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
+        assert compiled.refusal(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
         return
     actual = operation.lowrank_attention(query, keys, values, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
+    full = GrowingTensor(held.full_GFD.to(dtype), dim=1)
+    return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("way", [dense, compiled, plain_form], ids=["dense", "compiled", "reference"])
+def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
+    if way is compiled and library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(7)
+    keys, values = (in_dtype(operands(60, 3, rank, joint=joint, generator=generator), dtype) for rank in (5, 9))
+    query = torch.randn(HEADS, 3, HEAD_DIM, generator=generator).to(dtype)
+    mask = torch.rand(3, 63, generator=generator) < 0.7
+    mask[1] = False
+    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60), "mask_QT": mask}
+    actual = way.lowrank_attention(query, keys, values, **options)
+    assert not actual[:, 1].any()
+    expected = reference(query.double(), keys, values, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    # A query that is no number is not passed over where it sees something.
+    actual = way.lowrank_attention(query * torch.nan, keys, values, **options)
+    assert not actual[:, 1].any()
+    assert actual[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("way", [dense, plain_form], ids=["dense", "reference"])
+def test_a_head_that_may_see_nothing_gets_zero(way):
+    """Where every head holds tokens of its own, so that they have masks of their own."""
+    generator = torch.Generator().manual_seed(8)
+    keys, values = (operands(60, 3, rank, joint=False, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    mask = torch.rand(HEADS, 1, 63, generator=generator) < 0.7
+    mask[4] = False
+    actual = way.lowrank_attention(query, keys, values, scaling=0.25, mask_QT=mask)
+    assert actual.flatten(1).any(dim=1).tolist() == [True] * 4 + [False, True]
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
@@ -65,6 +106,7 @@ def test_threads_share_low_rank_and_whole_tokens(joint):
     keys, values = (operands(60, 3, rank, joint=joint, generator=generator) for rank in (5, 9))
     query = torch.randn(HEADS, 2, HEAD_DIM, generator=generator)
     mask = torch.rand(2, 63, generator=generator) < 0.7
+    mask[1] = False
     options = {"scaling": 0.25, "mask_QT": mask}
     before = torch.get_num_threads()
     torch.set_num_threads(5)
@@ -107,11 +149,7 @@ def test_the_cap_bounds_scores_before_the_mask():
 def test_half_precision_is_near_the_reference(dtype, rotated):
     generator = torch.Generator().manual_seed(1)
 
-    def half(held: Operands) -> Operands:
-        full = GrowingTensor(held.full_GFD.to(dtype), dim=1)
-        return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
-
-    keys, values = (half(operands(700, 20, 9, joint=True, generator=generator)) for _ in range(2))
+    keys, values = (in_dtype(operands(700, 20, 9, joint=True, generator=generator), dtype) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
     options = {"scaling": 0.25}
     if rotated:

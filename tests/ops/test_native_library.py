@@ -40,6 +40,17 @@ def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
     assert not list(fresh.rglob("*.so"))
 
 
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_a_blank_compiler_is_none_named(fresh, monkeypatch, blank):
+    monkeypatch.delenv("CC", raising=False)
+    native.library()
+    usual = [path.name for path in fresh.rglob("*.so")]
+    native.library.cache_clear()
+    monkeypatch.setenv("CC", blank)
+    assert (native.library() is None) == (not usual)
+    assert [path.name for path in fresh.rglob("*.so")] == usual
+
+
 def test_where_nothing_can_be_kept_it_says_so(fresh, monkeypatch):
     if native.library() is None:
         pytest.skip("there is no C compiler")

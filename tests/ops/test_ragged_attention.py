@@ -6,6 +6,7 @@ from rotations import rotation
 
 from lowrank.ops.native.library import library
 from lowrank.ops.ragged_attention import bucketed, compiled, ragged_attention
+from lowrank.ops.ragged_attention import reference as plain_form
 from lowrank.ops.ragged_attention.reference import ragged_attention as reference
 from lowrank.quantise import Quantisation
 from lowrank.ragged import RaggedStore
@@ -96,7 +97,7 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
         turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
         options["rotation"] = turned
     if operation is compiled and rotated == "function":
-        assert not compiled.serves(keys, options["rotation"])
+        assert compiled.refusal(keys, options["rotation"])
         return
     actual = operation.ragged_attention(*arguments, **options)
     assert actual.shape == query.shape
@@ -115,6 +116,32 @@ def test_masked_tokens_have_no_weight():
     without.append(keys.dense()[15:], keys.ranks()[15:])
     without_values.append(values.dense()[15:], values.ranks()[15:])
     torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, *decoders, scaling=0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
+@pytest.mark.parametrize("way", [bucketed, compiled, plain_form], ids=["bucketed", "compiled", "reference"])
+def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
+    if way is compiled and library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(5)
+    _, stores, decoders, options = operands(generator, dtype)
+    query = torch.randn(HEADS, 3, HEAD_DIM, generator=generator).to(dtype)
+    mask = torch.rand(3, 700, generator=generator) < 0.7
+    mask[1] = False
+    options |= {"softcap": softcap, "mask_QT": mask}
+    if not rotated:
+        options["rotation"] = None
+    actual = way.ragged_attention(query, *stores, *decoders, **options)
+    assert not actual[:, 1].any()
+    expected = reference(query.double(), *stores, *decoders, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    # A query that is no number is not passed over where it sees something.
+    actual = way.ragged_attention(query * torch.nan, *stores, *decoders, **options)
+    assert not actual[:, 1].any()
+    assert actual[:, ::2].isnan().all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -61,7 +61,7 @@ def joint_attention(
     groups = keys.basis_BGDR.shape[2] // head_dim
     columns = -(-values.row_BGNY.shape[3] // block_of(values))
     low = splits or token_splits(keys.row_BGNY.shape[2], batch * columns, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap)
+    softmax = SplitSoftmax(query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap)
     score_BNP = joint_scores(
         softmax.query_BGMD,
         keys,

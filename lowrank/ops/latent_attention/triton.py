@@ -47,7 +47,7 @@ def latent_attention(
     batch, _, queries, _ = query_BHQD.shape
     _, groups, room, _ = keys.row_BGNY.shape
     low = splits or token_splits(room, batch * groups, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap)
+    softmax = SplitSoftmax(query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap)
     partial_BPSR = attend_split(
         (softmax.query_BGMD @ keys.basis_BGDR).contiguous(),
         keys.row_BGNY,

@@ -5,6 +5,7 @@ Shapes: H query heads, Q new queries, D head dim, P parts, N low-rank tokens, F 
 
 from torch import Tensor
 
+from lowrank.ops.chosen import log_choice
 from lowrank.ops.lowrank_attention import compiled, dense, fused
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
@@ -36,13 +37,16 @@ def lowrank_attention(
             (H, Q, T) where each part holds tokens of its own.
 
     Returns:
-        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
+        (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
     """
-    operation = dense
-    if fused.serves(query_HQD, keys, values, rotation, places, mask_QT):
-        operation = fused
-    elif compiled.serves(keys, values, rotation, places, mask_QT):
-        operation = compiled
+    operation, backend = fused, "fused"
+    because = fused.refusal(query_HQD, keys, values, rotation, places, mask_QT)
+    if because is not None and query_HQD.is_cpu:
+        operation, backend = compiled, "compiled"
+        because = compiled.refusal(keys, values, rotation, places, mask_QT)
+    if because is not None:
+        operation, backend = dense, "dense"
+    log_choice("lowrank_attention", backend, keys.coef.dtype, keys.coef.device, because)
     return operation.lowrank_attention(
         query_HQD,
         keys,

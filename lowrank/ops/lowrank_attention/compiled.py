@@ -12,15 +12,18 @@ from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Places, Rotation
 
 
-def serves(
+def refusal(
     keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
-) -> bool:
-    """Whether :func:`lowrank_attention` can attend over these tokens: where all parts hold the same ones, and keys have as
-    many parts as values."""
+) -> str | None:
+    """What keeps :func:`lowrank_attention` from attending over these tokens; None where all parts hold the same ones, and
+    keys have as many parts as values."""
     if keys.basis_PWR.shape[0] != values.basis_PWR.shape[0]:
-        return False
-    is_shared = all(not isinstance(each, Tensor) or each.dim() == dims for each, dims in ((places, 1), (mask_QT, 2)))
-    return keys.coef.length > 0 and is_shared and native.serves(keys.coef.dtype, keys.coef.device, rotation)
+        return "keys are not cut into as many parts as values"
+    if any(isinstance(each, Tensor) and each.dim() != dims for each, dims in ((places, 1), (mask_QT, 2))):
+        return "each part holds tokens of its own"
+    if not keys.coef.length:
+        return "there are no low-rank tokens"
+    return native.refusal(keys.coef.dtype, keys.coef.device, rotation)
 
 
 def lowrank_attention(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
-from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Places, Rotation, of_part
+from lowrank.ops.softmax import softmax_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,9 @@ def lowrank_attention(
     score_GMT = torch.cat(
         [_scores(query_GMD, keys, rotation, places), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
     )
-    score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
-    if mask_QT is not None:
-        score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
-    weight_GMT = score_HQT.softmax(dim=-1).to(query_HQD.dtype).view(score_GMT.shape)
+    score_HQT = score_GMT.view(heads, queries, -1)
+    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
+    weight_GMT = weight_HQT.to(query_HQD.dtype).view(score_GMT.shape)
     parts, _, rank = values.basis_PWR.shape
     weight_PMN = weight_GMT[:, :, :low].reshape(parts, heads * queries // parts, low)
     latent_PMR = values.coef.weighted_sum(weight_PMN)

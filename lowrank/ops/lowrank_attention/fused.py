@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.full_tokens import FullTokens
-from lowrank.ops.gpu import has_kernels, launching_on
+from lowrank.ops.gpu import SWITCH, has_kernels, launching_on
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotary_table import RotaryTable
@@ -19,32 +19,40 @@ from lowrank.ops.rotation import Places, Rotation
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a KV head: each has a sum in a program's registers.
 _MAX_QUERY_NUMBERS = 64 * 256
+_NO_KERNELS = f"there are no kernels for the device (an NVIDIA GPU before Ampere, no Triton, or {SWITCH}=0)"
 
 
-def serves(
+def refusal(
     query_HQD: Tensor,
     keys: Operands,
     values: Operands,
     rotation: Rotation | None,
     places: Places | None,
     mask_QT: Tensor | None,
-) -> bool:
-    """Whether :func:`lowrank_attention` can attend over these tokens: where keys and values are compressed head by head and
-    keys after rotation, or both jointly and keys before a rotation of pairs, no two heads hold different tokens, integers of
-    a row share one scale, and the rows of queries that share a KV head are few enough for a program's registers."""
-    groups, dtype = keys.full_GFD.shape[0], query_HQD.dtype
+) -> str | None:
+    """What keeps :func:`lowrank_attention` from attending over these tokens; None where keys and values are compressed head
+    by head and keys after rotation, or both jointly and keys before a rotation of pairs, no two heads hold different tokens,
+    integers of a row share one scale, and the rows of queries that share a KV head are few enough for a program's
+    registers."""
+    if not has_kernels(query_HQD.device):  # first: on a CPU nothing else need be asked, at every token of every layer
+        return _NO_KERNELS
+    groups, dtype = keys.full.buffer.shape[0], query_HQD.dtype
     quantisation = keys.coef.quantisation
-    return (
-        has_kernels(query_HQD.device)  # first: on a CPU nothing else need be asked, at every token of every layer
-        and (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation))
-        and min(keys.coef.length, keys.coef.rank, values.coef.rank) > 0
-        and not (isinstance(places, Tensor) and places.dim() == 2)
-        and (mask_QT is None or mask_QT.dim() == 2)
-        and (quantisation is None or quantisation.group is None)
-        and dtype in _DTYPES
-        and all(dtype == each.coef.dtype == each.basis_PWR.dtype == each.full_GFD.dtype for each in (keys, values))
-        and query_HQD.numel() // groups <= _MAX_QUERY_NUMBERS
-    )
+    if not (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation)):
+        return "kernels take heads compressed apart after rotation, or jointly before a rotation of pairs"
+    if min(keys.coef.length, keys.coef.rank, values.coef.rank) == 0:
+        return "there are no low-rank tokens"
+    if (isinstance(places, Tensor) and places.dim() == 2) or (mask_QT is not None and mask_QT.dim() != 2):
+        return "each part holds tokens of its own"
+    if quantisation is not None and quantisation.group is not None:
+        return "kernels take integers of which all of a row share one scale"
+    if dtype not in _DTYPES:
+        return "kernels compute in fp32, fp16 and bf16"
+    if any(not dtype == each.coef.dtype == each.basis_PWR.dtype == each.full.buffer.dtype for each in (keys, values)):
+        return "kernels take queries, coefficients and bases of one dtype"
+    if query_HQD.numel() // groups > _MAX_QUERY_NUMBERS:
+        return "there are more queries than a kernel's registers hold"
+    return None
 
 
 def lowrank_attention(

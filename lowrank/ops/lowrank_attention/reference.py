@@ -1,6 +1,6 @@
 """Plain form of decode attention over low-rank and full-rank tokens: rebuild everything, then attend, in fp64.
 
-Shapes: H query heads, Q queries, D head dim, N low-rank tokens, T all tokens.
+Shapes: H query heads, D head dim, N low-rank tokens, T all tokens.
 """
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowrank.ops.lowrank_attention.dense import Operands
 from lowrank.ops.rotation import Rotation, of_part
+from lowrank.ops.softmax_reference import plain_attention
 
 
 def lowrank_attention(
@@ -39,9 +40,4 @@ def lowrank_attention(
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
-    score_HQT = query_HQD.double() @ key_HTD.mT * scaling
-    if softcap is not None:
-        score_HQT = softcap * torch.tanh(score_HQT / softcap)
-    if mask_QT is not None:
-        score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
-    return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)
+    return plain_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)

@@ -255,6 +255,8 @@ int attend(const struct task *tasks, int count) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
         memset(tasks->output + head * tasks->head_dim, 0, tasks->head_dim * sizeof(float));
+        /* Who may see nothing has weighed all tokens alike; a sum that is no number is of some that were seen. */
+        if (largest[head] == -FLT_MAX && sum == sum) continue;
         int64_t before = 0;
         for (const struct task *task = tasks; task < tasks + count; task++) {
             const int64_t place = before + head * padded(task->values->rank);

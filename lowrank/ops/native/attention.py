@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank.ops.native.library import lanes, library
+from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import KINDS, Table
 from lowrank.ops.rotary_table import RotaryTable
@@ -20,10 +20,16 @@ from lowrank.ops.rotation import Rotation
 _TASK = struct.Struct("2q7q8q7q2f")
 
 
-def serves(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> bool:
-    """Whether compiled code can attend: on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at all."""
-    rotates_pairs = rotation is None or rotation.table is not None
-    return device.type == "cpu" and dtype in KINDS and rotates_pairs and library() is not None
+def refusal(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> str | None:
+    """What keeps compiled code from attending; None on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at
+    all."""
+    if device.type != "cpu":
+        return "compiled code runs on a CPU"
+    if dtype not in KINDS:
+        return "compiled code reads fp32 and bf16"
+    if rotation is not None and rotation.table is None:
+        return "compiled code rotates keys in pairs"
+    return ABSENT if library() is None else None
 
 
 class Tokens:
@@ -105,7 +111,7 @@ def attend(
         softcap: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
 
     Returns:
-        (H, Q, D) fp32.
+        (H, Q, D) fp32; 0 for a query that may see nothing.
     """
     heads, queries, head_dim = shape_HQD
     rows = heads * queries

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowrank.codec import TokenGate
-from lowrank.ops.native.library import lanes, library
+from lowrank.ops.chosen import log_choice
+from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import Table
 
@@ -114,14 +115,28 @@ class Encoder:
 
 def encodes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is compiled code for new tokens that are held in `dtype` on a device."""
-    return dtype == torch.float32 and device.type == "cpu" and library() is not None
+    if device.type != "cpu":
+        return False
+    because = None
+    if dtype != torch.float32:
+        because = "compiled code writes fp32"
+    elif library() is None:
+        because = ABSENT
+    if because is not None:
+        log_choice("encode", "torch", dtype, device, because)
+    return because is None
 
 
 def encoder_of(key: TokenGate | None, value: TokenGate | None) -> Encoder | None:
-    """An encoder by these gates; None where there are no gates, or they do not fill whole vector registers."""
-    if key is None or value is None or key.basis_CC.shape[0] % lanes():
-        return None
-    return Encoder(key, value)
+    """An encoder by these gates, where :func:`encodes`; None where there are no gates, or they do not fill whole vector
+    registers."""
+    because = None
+    if key is None or value is None:
+        because = "compiled code encodes by a gate's weights"
+    elif key.basis_CC.shape[0] % lanes():
+        because = "compiled code encodes widths that fill vector registers"
+    log_choice("encode", "torch" if because else "compiled", torch.float32, CPU, because)
+    return None if because else Encoder(key, value)
 
 
 def _address(table: Table | None) -> int:

@@ -1,7 +1,8 @@
 """The compiled kernels: built from the C files here for the processor at hand when they are first needed, and kept.
 
-Only a C compiler with OpenMP is needed (``$CC``, or ``cc``); it takes about two seconds. The shared object lies in the user
-cache directory under a name that says of what source, by what command and for what processor it was made.
+Only a C compiler with OpenMP is needed (``$CC``, or ``cc`` where that is unset or blank); it takes about two seconds. The
+shared object lies in the user cache directory under a name that says of what source, by what command and for what processor
+it was made.
 """
 
 import ctypes
@@ -20,6 +21,8 @@ from lowrank.paths import home
 
 # Set to 0 to do without compiled code.
 SWITCH = "ADAPTIVE_KV_NATIVE"
+# Why there is no library, in short; how it came about is warned of once.
+ABSENT = f"there is no compiled code (no C compiler that serves, or {SWITCH}=0)"
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # Sums may be reordered only where the source says so: the exponential depends on the order of its terms.
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
@@ -31,7 +34,7 @@ def library() -> ctypes.CDLL | None:
     """The kernels, or None (after one warning) where they cannot be compiled or ``$ADAPTIVE_KV_NATIVE`` is 0."""
     if os.environ.get(SWITCH) == "0":
         return None
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     if shutil.which(compiler[0]) is None:
         return _without(f"there is no C compiler `{compiler[0]}`; install one (e.g. gcc) or name yours in $CC")
     command = [*compiler, *_FLAGS, *(_FLAGS_OF_X86 if platform.machine() == "x86_64" else []), "-shared", "-fPIC"]

@@ -6,7 +6,6 @@ Shapes: B batch, H query heads, G KV heads, Q queries, D head dim, C = G·D join
 import torch
 from torch import Tensor
 
-from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.softmax_reference import joined_attention
 from lowrank.paged import PagedStore
@@ -21,10 +20,8 @@ def paged_attention(
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
-    place_BT: Tensor | None = None,
     softcap: float | None = None,
     mask_BQT: Tensor | None = None,
-    full: FullTokens | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v.
 
@@ -36,10 +33,9 @@ def paged_attention(
         return (store.dense().double() @ decoder_CC.double()).unflatten(2, (-1, head_dim)).transpose(1, 2)
 
     key_BGTD, value_BGTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
-    longest = key_BGTD.shape[2]
     if rotation is not None:
-        row_BT = torch.arange(longest, device=query_BHQD.device).expand(batch, -1)
-        key_BGTD = rotation.rotate(key_BGTD, row_BT if place_BT is None else place_BT[:, :longest])
+        place_T = torch.arange(key_BGTD.shape[2], device=query_BHQD.device)
+        key_BGTD = rotation.rotate(key_BGTD, place_T.expand(batch, -1))
     return joined_attention(
         query_BHQD,
         key_BGTD,
@@ -48,5 +44,4 @@ def paged_attention(
         scaling=scaling,
         softcap=softcap,
         mask_BQT=mask_BQT,
-        full=full,
     )

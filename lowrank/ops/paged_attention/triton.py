@@ -5,13 +5,12 @@ writes scores by place (128 bytes a token with 32 heads, against 4,096 of a full
 multiplies values with their softmax. Values are never rebuilt, keys only within the first.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that share a KV head, P = G·M, D head dim, C = G·D
-joint width, T capacity, F full-rank tokens, K granules of the width, X parts of the softmax.
+joint width, T capacity, K granules of the width, X parts of the softmax.
 """
 
 from torch import Tensor
 
 from lowrank.config import require
-from lowrank.ops.full_tokens import FullTokens
 from lowrank.ops.paged_attention.triton_scores import paged_scores
 from lowrank.ops.paged_attention.triton_values import weighted_latents
 from lowrank.ops.rotary_table import RotaryTable
@@ -29,13 +28,11 @@ def paged_attention(
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
-    place_BT: Tensor | None = None,
     softcap: float | None = None,
     mask_BQT: Tensor | None = None,
-    full: FullTokens | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention of Q queries of each sequence over its cached and full-rank tokens (DynaKV section 3.2, equation 3).
+    """Attention of Q queries of each sequence over its cached tokens (DynaKV section 3.2, equation 3).
 
     Nothing in it waits for the device, so that a CUDA graph can hold it once the kernels have been tuned by a first call.
 
@@ -45,10 +42,8 @@ def paged_attention(
         key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values in the queries' dtype, rows in order of the coefficients.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
-        place_BT: int32 rows of the rotary table for the stores' rows, once tokens were evicted; None for row t.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
         mask_BQT: bool, True where a query may see a row's token; None when it may see all. 1 may stand for B.
-        full: tokens at full rank; None where there are none.
         splits: parts the values' tiles are cut into; None lets the device's size decide.
 
     Returns:
@@ -64,9 +59,7 @@ def paged_attention(
     )
     groups, granules = keys.width // head_dim, values.granules
     low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
-    softmax = SplitSoftmax(
-        query_BHQD, groups, full, low=low, splits=splits, scaling=scaling, softcap=softcap, maxima=granules
-    )
+    softmax = SplitSoftmax(query_BHQD, groups, low=low, maxima=granules)
     score_BTP = paged_scores(
         softmax.query_BGMD,
         keys,
@@ -74,7 +67,6 @@ def paged_attention(
         queries=queries,
         scaling=scaling,
         rotation=rotation,
-        place_BT=place_BT,
         softcap=softcap,
         mask_BQT=mask_BQT,
     )

@@ -38,7 +38,6 @@ def _rebuilt_scores(
     scale_ptr,
     cos_ptr,
     sin_ptr,
-    place_ptr,
     mask_ptr,
     score_ptr,
     room_class,
@@ -46,7 +45,6 @@ def _rebuilt_scores(
     capacity,
     table_stride_b,
     table_stride_t,
-    place_stride_b,
     mask_stride_b,
     mask_stride_q,
     scaling,
@@ -72,9 +70,6 @@ def _rebuilt_scores(
         n, y, m, f = tl.arange(0, TOKENS), tl.arange(0, PAGE_WIDTH), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F)
         is_row_N, is_dim_F, is_row_M = n < rows, f < HALF, m < ROWS
         token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_row_N, other=0)
-        place_N = token_N
-        if place_ptr is not None:
-            place_N = tl.load(place_ptr + b * place_stride_b + token_N, mask=is_row_N, other=0)
         if BITS < 16:
             step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
@@ -99,7 +94,7 @@ def _rebuilt_scores(
             row_M = group * ROWS + m
             score_NM = scores_of_halves(
                 first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr,
-                b * table_stride_b + place_N * table_stride_t, row_M, is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
+                b * table_stride_b + token_N * table_stride_t, row_M, is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
             )  # fmt: skip
             store_scores(
                 score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b,
@@ -169,7 +164,6 @@ def paged_scores(
     queries: int,
     scaling: float,
     rotation: RotaryTable | None,
-    place_BT: Tensor | None,
     softcap: float | None,
     mask_BQT: Tensor | None,
 ) -> Tensor:
@@ -213,7 +207,6 @@ def paged_scores(
         *tables,
         rotation.cos_BTF,
         rotation.sin_BTF,
-        place_BT,
         mask_BQT,
         score_BTP,
         triton.next_power_of_2(keys.slots),  # not tuned for anew at every capacity
@@ -221,7 +214,6 @@ def paged_scores(
         keys.capacity,
         sequence_stride(rotation.cos_BTF),
         rotation.cos_BTF.stride(1),
-        0 if place_BT is None else sequence_stride(place_BT),
         *mask_strides,
         scaling,
         softcap,

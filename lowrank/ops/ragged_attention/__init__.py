@@ -5,6 +5,7 @@ Shapes: H query heads, Q new queries, D head dim, C joint width, T cached tokens
 
 from torch import Tensor
 
+from lowrank.ops.chosen import log_choice
 from lowrank.ops.ragged_attention import bucketed, compiled
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
@@ -38,9 +39,12 @@ def ragged_attention(
         mask_QT: True where a query may see a row's token; None when it may see all.
 
     Returns:
-        (H, Q, D) in the dtype of `query_HQD`; scores and softmax are in fp32.
+        (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
     """
-    operation = compiled if compiled.serves(keys, rotation) else bucketed
+    operation, backend, because = compiled, "compiled", compiled.refusal(keys, rotation)
+    if because is not None:
+        operation, backend = bucketed, "bucketed"
+    log_choice("ragged_attention", backend, keys.dtype, keys.device, because)
     return operation.ragged_attention(
         query_HQD,
         keys,

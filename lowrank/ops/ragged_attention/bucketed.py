@@ -12,9 +12,9 @@ T cached tokens, N tokens of a bucket or tile, R rank.
 import torch
 from torch import Tensor
 
-from lowrank.ops.capped import capped
 from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Rotation
+from lowrank.ops.softmax import softmax_weights
 from lowrank.ragged import RaggedStore
 
 
@@ -39,10 +39,9 @@ def ragged_attention(
         score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
     else:
         score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation, place_T)
-    score_HQT = capped(score_GMT.view(heads, queries, -1).float() * scaling, softcap)
-    if mask_QT is not None:
-        score_HQT = score_HQT.masked_fill(~mask_QT, torch.finfo(torch.float32).min)
-    weight_PT = score_HQT.softmax(dim=-1).view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
+    score_HQT = score_GMT.view(heads, queries, -1)
+    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
+    weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
     # Weights in the order the buckets lie in: one gather for all of them.
     buckets = values.buckets()

@@ -11,9 +11,11 @@ from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
 
 
-def serves(keys: RaggedStore, rotation: Rotation | None) -> bool:
-    """Whether :func:`ragged_attention` can attend over these stores."""
-    return keys.length > 0 and native.serves(keys.dtype, keys.device, rotation)
+def refusal(keys: RaggedStore, rotation: Rotation | None) -> str | None:
+    """What keeps :func:`ragged_attention` from attending over these stores; None where it can."""
+    if not keys.length:
+        return "there are no tokens"
+    return native.refusal(keys.dtype, keys.device, rotation)
 
 
 def ragged_attention(

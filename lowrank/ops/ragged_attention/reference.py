@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.rotation import Rotation
+from lowrank.ops.softmax_reference import plain_attention
 from lowrank.ragged import RaggedStore
 
 
@@ -40,9 +41,4 @@ def ragged_attention(
         key_GTD = rotation.rotate(key_GTD, place_T).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
-    score_HQT = query_HQD.double() @ key_HTD.transpose(1, 2) * scaling
-    if softcap is not None:
-        score_HQT = softcap * torch.tanh(score_HQT / softcap)
-    if mask_QT is not None:
-        score_HQT = score_HQT.masked_fill(~mask_QT, -torch.inf)
-    return (score_HQT.softmax(dim=-1) @ value_HTD).to(query_HQD.dtype)
+    return plain_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)

@@ -1,10 +1,8 @@
 """Decode attention over paged stores against the fp64 reference."""
 
-import dataclasses
-
 import pytest
 import torch
-from attended_rows import full_tokens, moved
+from attended_rows import moved
 from errors import check_near
 
 from lowrank.ops.paged_attention.reference import paged_attention as reference
@@ -34,11 +32,12 @@ def paged_store(width, lengths, *, dtype, device, generator, granule=32, tokens=
     if ranks is not None:
         rank.fill_(ranks)
     coef = torch.randn(len(lengths), longest, width, generator=generator)
-    present = torch.arange(longest) < torch.tensor(lengths)[:, None]
     coef[torch.arange(width) >= rank[..., None]] = torch.nan
+    coef[torch.arange(longest) >= torch.tensor(lengths)[:, None]] = torch.nan
     # In two parts, so that tiles of one rank are not all in one run.
     for part in (slice(0, longest // 3), slice(longest // 3, longest)):
-        store.append(coef[:, part].to(device), rank[:, part].to(device), present[:, part].to(device))
+        store.append(coef[:, part].to(device), rank[:, part].to(device))
+    store.crop(torch.tensor(lengths, device=device))
     return store
 
 
@@ -51,7 +50,8 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
     width, batch = groups * head_dim, len(lengths)
     shape = {"dtype": dtype, "device": device, "generator": generator}
     shape |= {name: case[name] for name in ("bits", "ranks", "granule", "tokens") if name in case}
-    keys, values = (paged_store(width, lengths, **shape) for _ in range(2))
+    keys = paged_store(width, lengths, **shape | case.get("keys", {}))
+    values = paged_store(width, lengths, **shape)
     decoders = (torch.randn(2, width, width, generator=generator) / width**0.5).to(dtype)
     query = torch.randn(batch, heads, queries, head_dim, generator=generator).to(dtype)
     options = {"scaling": 0.25, "softcap": case.get("softcap")}
@@ -59,22 +59,12 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
         rotated = case["rotary"] or head_dim
         table = rotary_table(case.get("tables", 1), keys.capacity + 9, rotated // 2, generator, case.get("scale", 1.0))
         options["rotation"] = moved(table, device)
-    if case.get("evicted"):
-        # Rows that stayed keep the places they had.
-        kept = (torch.rand(batch, keys.capacity + 9, generator=generator)).argsort(dim=1)[:, : keys.capacity]
-        options["place_BT"] = kept.sort(dim=1).values.to(torch.int32).to(device)
     if case.get("masked"):
         mask = torch.rand(batch, queries, keys.capacity, generator=generator) < 0.7
         options["mask_BQT"] = mask.to(device)
-    full = clean = None
-    if case.get("full"):
-        length = torch.tensor([case["full"], case["full"] // 2], dtype=torch.int32)
-        shape = {"queries": queries, "dtype": dtype, "generator": generator}
-        full = moved(full_tokens(batch, groups, length, case["full"], head_dim, **shape), device)
-        clean = dataclasses.replace(full, key_BGFD=full.key_BGFD.nan_to_num(), value_BGFD=full.value_BGFD.nan_to_num())
     arguments = (keys, values, *decoders.to(device))
-    expected = reference(query.to(device).double(), *arguments, full=clean, **options)
-    actual = paged_attention(query.to(device), *arguments, full=full, splits=case.get("splits", 2), **options)
+    expected = reference(query.to(device).double(), *arguments, **options)
+    actual = paged_attention(query.to(device), *arguments, splits=case.get("splits", 2), **options)
     check_near(actual, expected, dtype)
 
 
@@ -94,8 +84,7 @@ CASES = {
     "rotated int4": {"rotary": 0, "bits": 4},
     "not rotated int8": {"bits": 8, "masked": True, "queries": 2},
     "not rotated int4": {"bits": 4, "softcap": 2.0},
-    "with full tokens": {"rotary": 0, "full": 30},
-    "evicted": {"rotary": 0, "evicted": True, "splits": 5},
+    "many splits": {"rotary": 0, "splits": 5},
 }
 
 
@@ -104,7 +93,7 @@ def test_equals_the_reference(device, generator, case):
     check(device, generator, dtype=torch.float16, **case)
 
 
-@pytest.mark.parametrize("name", ["rotated", "rotated int4", "with full tokens"])
+@pytest.mark.parametrize("name", ["rotated", "rotated int4", "many splits"])
 def test_bf16(device, generator, name):
     check(device, generator, dtype=torch.bfloat16, **CASES[name])
 
@@ -118,17 +107,37 @@ def test_bf16(device, generator, name):
         {"head_dim": 256, "groups": 1, "heads": 2, "granule": 64, "tokens": 16},
         {"head_dim": 64, "lengths": (1,), "ranks": 32},
         {"head_dim": 64, "lengths": (63,), "granule": 16, "tokens": 16},
-        {"head_dim": 64, "lengths": (130, 130), "ranks": 0},
+        {"head_dim": 64, "lengths": (130, 130), "keys": {"ranks": 0}},
     ],
     ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
 )
 def test_odd_sizes(device, generator, case):
-    if case.get("ranks") == 0:
-        # Values without coefficients are zero; what full-rank tokens lose to their weight is what can be seen.
-        case = case | {"full": 10}
     check(device, generator, dtype=torch.float16, rotary=0, **case)
 
 
 def test_fp32(device, generator):
-    check(device, generator, dtype=torch.float32, rotary=0, full=20)
+    check(device, generator, dtype=torch.float32, rotary=0)
     check(device, generator, dtype=torch.float32)
+
+
+def test_a_query_that_sees_nothing_gets_nothing(device, generator):
+    shape = {"dtype": torch.float16, "device": device, "generator": generator}
+    keys, values = (paged_store(64, (50, 0), **shape) for _ in range(2))
+    decoders = torch.randn(2, 64, 64, generator=generator).half().to(device)
+    query = torch.randn(2, 4, 2, 32, generator=generator).half().to(device)
+    mask = torch.ones(1, 2, keys.capacity, dtype=torch.bool, device=device)
+    mask[:, 1] = False
+    for attend in (paged_attention, reference):
+        actual = attend(query, keys, values, *decoders, scaling=0.25, mask_BQT=mask)
+        assert actual[0, :, 0].any()
+        assert not actual[0, :, 1].any()
+        assert not actual[1].any()
+
+
+def test_values_without_coefficients_are_nothing(device, generator):
+    shape = {"dtype": torch.float16, "device": device, "generator": generator}
+    keys, values = paged_store(64, (50, 9), **shape), paged_store(64, (50, 9), ranks=0, **shape)
+    decoders = torch.randn(2, 64, 64, generator=generator).half().to(device)
+    query = torch.randn(2, 4, 1, 32, generator=generator).half().to(device)
+    actual = paged_attention(query, keys, values, *decoders, scaling=0.25)
+    assert torch.equal(actual, torch.zeros_like(actual))

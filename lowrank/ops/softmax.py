@@ -1,0 +1,28 @@
+"""The softmax of decode attention in plain torch.
+
+Shapes: H query heads, Q queries, T tokens.
+"""
+
+import torch
+from torch import Tensor
+
+
+def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None, mask_QT: Tensor | None) -> Tensor:
+    """fp32 softmax of scores · scaling, capped to softcap · tanh(s / softcap) (Gemma 2, section 2) before the mask.
+
+    Args:
+        score_HQT: any floating dtype.
+        mask_QT: (Q, T) or (H, Q, T), True where a query may see a token; None when it may see all.
+
+    Returns:
+        (H, Q, T); 0 where a query may not see a token, and so nothing but 0 for one that may see none.
+    """
+    score_HQT = score_HQT.float() * scaling
+    if softcap is not None:
+        score_HQT = score_HQT.div_(softcap).tanh_().mul_(softcap)
+    if mask_QT is None:
+        return score_HQT.softmax(dim=-1)
+    hidden_QT = ~mask_QT
+    # Finite, or whoever sees nothing would have NaN here, and gradients would keep it.
+    weight_HQT = score_HQT.masked_fill_(hidden_QT, torch.finfo(torch.float32).min).softmax(dim=-1)
+    return weight_HQT.masked_fill(hidden_QT, 0.0)
