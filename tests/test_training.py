@@ -105,7 +105,9 @@ def test_the_settled_threshold_gives_the_target_rate(training_values, tmp_path):
     summary = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
     settled = summary["summary"]["settled"]
     assert summary["compressor"]["threshold"] == settled["threshold"] != 0.1
-    assert settled["hard_rate"] == pytest.approx(0.9, abs=0.02)
+    # A step of τ moves the rate by less than a thousandth; unsettled it is 0.994.
+    assert 0.898 < settled["hard_rate"] <= 0.9
+    assert summary["summary"]["heldout"]["text.jsonl"]["hard_rate"] == pytest.approx(settled["hard_rate"], abs=0.01)
 
 
 @pytest.mark.parametrize(

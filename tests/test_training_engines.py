@@ -6,7 +6,18 @@ import shutil
 import pytest
 import yaml
 from accelerate.commands.config import load_config_from_file
-from training_runs import ROOT, assert_is_mean, launch, losses, merged, rows, summary, train_here
+from training_runs import (
+    ROOT,
+    STILL,
+    assert_is_mean,
+    assert_learned,
+    launch,
+    losses,
+    merged,
+    rows,
+    summary,
+    train_here,
+)
 
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
@@ -21,12 +32,24 @@ HALF = {
     "rate": {"target_retain_rate": 0.5, "gain": 0.0},
 }
 
+# Between bf16 and fp32. The runs below differ by up to 7e-4, and by 3e-3 or more from those that do not learn or see half
+# the batch.
+BF16 = 2.5e-3
+
 
 @pytest.fixture(scope="module")
 def alone(training_values, tmp_path_factory):
     """The run that all others are compared with: one process, batches of four."""
     output = tmp_path_factory.mktemp("alone") / "run"
     train_here(training_values, output, **SHORT)
+    return output
+
+
+@pytest.fixture(scope="module")
+def still(training_values, tmp_path_factory):
+    """The same run with learning rates of zero."""
+    output = tmp_path_factory.mktemp("still") / "run"
+    train_here(training_values, output, **merged(SHORT, STILL))
     return output
 
 
@@ -51,6 +74,10 @@ def check(output, reference, kind, stage, tolerance):
     assert (found["engine"]["type"], found["engine"]["zero_stage"], found["processes"]) == (kind, stage, 2)
     assert losses(output) == pytest.approx(losses(reference), rel=tolerance)
     assert found["settled"] == pytest.approx(summary(reference)["settled"], rel=1e-3)
+
+
+def test_no_tolerance_here_is_as_wide_as_what_is_learned(alone, still):
+    assert_learned(alone, still, BF16)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -93,27 +120,32 @@ def test_zero_3(alone, sharded):
 
 
 @pytest.mark.slow
-def test_zero_3_recomputes_activations(training_values, sharded, tmp_path):
+def test_zero_3_recomputes_activations(training_values, sharded, still, tmp_path):
     """As the configurations of 8 B models do: a compressor is released, and gathered again for its second forward pass."""
     launch("zero3", 2, training_values, tmp_path / "run", gradient_checkpointing=True, **HALF)
     assert losses(tmp_path / "run") == pytest.approx(losses(sharded), rel=1e-5)
     launch("zero3", 2, training_values, tmp_path / "bf16", gradient_checkpointing=True, dtype="bfloat16", **HALF)
-    assert losses(tmp_path / "bf16") == pytest.approx(losses(sharded), rel=0.05)
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(sharded), rel=BF16)
+    assert_learned(tmp_path / "bf16", still, BF16)
 
 
-@pytest.mark.parametrize(("engine", "tolerance"), [("ddp", 1e-5), ("zero3", 3e-4)])
-def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine, tolerance):
+# Gates that move fast give each process's text a rate of its own; rounding that ZeRO-3 brings in moves them, too.
+FAST_GATES = {"optimizer": {"lr_gate": 0.02, "lr_gate_bias": 0.2}}
+
+
+@pytest.mark.parametrize(("engine", "tolerance", "changes"), [("ddp", 1e-5, FAST_GATES), ("zero3", 3e-4, {})])
+def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine, tolerance, changes):
     """All processes begin at the first one's compressors and price, and the price answers to the rate of all of them. Under
     ZeRO-3 none of them has the whole model to take gradients of."""
     if engine == "zero3":
         pytest.importorskip("deepspeed")
-    started = {"calibration": {"start": "gradient"}, "rate": {"gain": 20.0, "target_retain_rate": 0.42}}
+    started = {"calibration": {"start": "gradient"}, "rate": {"gain": 20.0, "target_retain_rate": 0.42}, **changes}
     train_here(training_values, tmp_path / "alone", **merged(SHORT, started))
     launch(engine, 2, training_values, tmp_path / "run", **merged(HALF, started))
     pairs = list(zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True))
     for found, expected in pairs:
         for name in ("loss", "hard_rate", "alpha"):
-            assert found[name] == pytest.approx(expected[name], rel=tolerance * (20 if name == "alpha" else 1))
+            assert found[name] == pytest.approx(expected[name], rel=tolerance)
     assert len({expected["alpha"] for _, expected in pairs}) == 4
 
 
@@ -136,7 +168,9 @@ def test_configurations_of_8b_models_on_a_tiny_one(training_values, text_file, t
     plain = {"dtype": "float32", "gradient_checkpointing": False, "threads": 1}
     plain |= {"dataset": {"workers": 0}, "optimizer": {"batch_size": 2}}
     train_here(merged(merged(values, smaller), plain), tmp_path / "alone")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
+    train_here(merged(merged(values, smaller), plain), tmp_path / "still", **STILL)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=BF16)
+    assert_learned(tmp_path / "run", tmp_path / "still", BF16)
 
 
 def test_zero_3_ends_with_the_mean_of_its_states(sharded):

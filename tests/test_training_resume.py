@@ -11,9 +11,11 @@ import pytest
 import yaml
 from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
+from lowrank.config import build, to_dict
 from lowrank.errors import UserError
+from training.config import TrainConfig
 from training.setup import DEFAULT_PRICE
-from training.state import saved_states, step_directory
+from training.state import check_same_run, saved_states, step_directory
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
 
@@ -220,8 +222,61 @@ def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
     same_as(once, again)
     prices = [json.loads(line)["alpha"] for line in (again / "metrics.jsonl").read_text().splitlines()]
     assert prices[0] != DEFAULT_PRICE
-    with pytest.raises(UserError, match="--resume cannot change `rate`: .*'alpha': .*'alpha': 8.0"):
+    with pytest.raises(UserError, match="--resume cannot change `rate.alpha`: .* with None, and now it is 8.0"):
         train_here(training_values, again, resume=True, **merged(changes, {"rate": {"alpha": 8.0}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dataset": {"sequence_length": 32}},
+            "--resume cannot change `dataset.sequence_length`: the run was started with 64, and now it is 32; set it back, "
+            "or start another run, without --resume and with another `output`",
+        ),
+        (
+            {"compressor": {"eviction": {"keep": 0.5}}},
+            "--resume cannot change `compressor.eviction.keep`: the run was started with 1.0, and now it is 0.5; set ",
+        ),
+    ],
+)
+def test_what_may_not_change_is_named_in_full(training_values, whole, tmp_path, changes, message):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    with pytest.raises(UserError) as caught:
+        train_here(training_values, output, resume=True, **merged(TEXT, changes))
+    assert str(caught.value).startswith(message)
+
+
+def test_states_of_other_versions_are_refused_by_the_key_they_do_not_share(training_values):
+    now = to_dict(build(TrainConfig, training_values))
+
+    def message(change):
+        saved = json.loads(json.dumps(now))
+        change(saved)
+        with pytest.raises(UserError) as caught:
+            check_same_run(saved, now)
+        return str(caught.value)
+
+    check_same_run(json.loads(json.dumps(now)), now)
+    assert message(lambda saved: saved.pop("lora")) == (
+        "--resume cannot tell whether `lora.rank` stays as it was: the run was started by a version that does not know it, "
+        "and now it is 16; go on with that version, or start another run, without --resume and with another `output`"
+    )
+    assert "`dataset.isolate_documents` stays" in message(lambda saved: saved["dataset"].pop("isolate_documents"))
+    assert message(lambda saved: saved["compressor"].update(heads=[2, 3])).startswith(
+        "--resume cannot keep `compressor.heads`: the run was started with [2, 3], and this version does not know it; "
+    )
+
+
+def test_what_may_change_may_be_missing_from_a_state(training_values):
+    now = to_dict(build(TrainConfig, training_values))
+    saved = json.loads(json.dumps(now))
+    for section, key in (("dataset", "workers"), ("rate", "key_cost")):
+        del saved[section][key]
+    del saved["report"], saved["divergence"]
+    saved["rate"]["gain"] = 5.0
+    check_same_run(saved, now)
 
 
 def test_a_share_of_the_documents_is_held_out_and_measured(whole):

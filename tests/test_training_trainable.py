@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import launch, losses, summary, train_here
+from training_runs import STILL, launch, losses, merged, summary, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import training.loop
@@ -82,10 +82,14 @@ def test_lora_under_zero_3_equals_plain(training_values, tmp_path):
     )
     assert summary(tmp_path / "zero")["engine"] == {"type": "DEEPSPEED", "zero_stage": 3}
     assert losses(tmp_path / "zero") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
-    one, two = (load_file(tmp_path / name / "full/model.safetensors") for name in ("plain", "zero"))
-    assert one.keys() == two.keys()
+    train_here(training_values, tmp_path / "still", trainable="lora", **merged(FEW, STILL))
+    names = ("still", "plain", "zero")
+    start, one, two = (load_file(tmp_path / name / "full/model.safetensors") for name in names)
+    assert start.keys() == one.keys() == two.keys()
+    moved = {name: float((value - start[name]).norm()) for name, value in one.items()}
+    assert sum(distance > 0 for distance in moved.values()) == 2 * (4 + 2 * 3), "adapted projections; U, W and b"
     for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=2e-3, rtol=0)
+        assert float((two[name] - value).norm()) <= 0.01 * moved[name], name
 
 
 def test_bf16_keeps_what_is_trained_in_fp32(training_values, tmp_path):

@@ -16,6 +16,8 @@ from training.loop import train
 
 ROOT = Path(__file__).parent.parent
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+# A run with these changes sees the same text and learns nothing from it.
+STILL = {"optimizer": dict.fromkeys(("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone"), 0.0)}
 
 
 def merged(values: dict, changes: dict) -> dict:
@@ -96,6 +98,13 @@ def losses(output: Path) -> list[float]:
     found = rows(output)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1)), "every step once"
     return [row["loss"] for row in found]
+
+
+def assert_learned(output: Path, still: Path, tolerance: float) -> None:
+    """From its second step on a run's losses differ by more than `tolerance` from those of the same run with `STILL`, so
+    that losses equal to within it say something of the steps."""
+    for loss, unmoved in list(zip(losses(output), losses(still), strict=True))[1:]:
+        assert abs(loss / unmoved - 1) > tolerance
 
 
 def summary(output: Path) -> dict:

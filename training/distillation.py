@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lowrank.hf.attention import TRANSFORM
 from lowrank.hf.geometry import attention_modules
+from lowrank.hf.mode import evaluating
 
 _TOKENS = 128  # rows of the vocabulary's width that are looked at together
 
@@ -37,13 +38,9 @@ def uncompressed(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """Logits of the uncompressed model for the inputs of a pass, (B, T, V), without dropout."""
-    was_training = model.training
-    with uncompressed(model):
-        model.eval()
-        logits_BTV = model(**inputs, use_cache=False).logits
-        model.train(was_training)
-    # A compressor that was set aside has kept its own mode, which is the model's.
-    return logits_BTV
+    # Compressors are set aside first, and so keep their mode and the rates of their last pass.
+    with uncompressed(model), evaluating(model):
+        return model(**inputs, use_cache=False).logits
 
 
 def summed_divergence(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Tensor:

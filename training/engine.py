@@ -73,6 +73,12 @@ class Engine:
         return self.accelerator.num_processes
 
     @property
+    def blocks_per_step(self) -> int:
+        """Sequences of an optimizer step, on all processes together."""
+        settings = self.config.optimizer
+        return settings.batch_size * settings.accumulate * self.world
+
+    @property
     def device(self) -> torch.device:
         return self.accelerator.device
 
@@ -103,7 +109,7 @@ class Engine:
                 )
         deepspeed["train_micro_batch_size_per_gpu"] = settings.batch_size
         deepspeed["gradient_accumulation_steps"] = settings.accumulate
-        deepspeed["train_batch_size"] = settings.batch_size * settings.accumulate * self.world
+        deepspeed["train_batch_size"] = self.blocks_per_step
         deepspeed["gradient_clipping"] = settings.clip
         # One AdamW on every engine, offloaded or not, so that they differ by rounding alone.
         deepspeed["zero_force_ds_cpu_optimizer"] = False

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from dynakv.objective import retain_rates
+from lowrank.hf.mode import evaluating
 from training.data import Batch
 
 
@@ -17,15 +18,13 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
     Returns:
         ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted.
     """
-    was_training = model.training
-    model.eval()
     loss, predicted, rates = 0.0, 0, []
-    for batch in batches:
-        batch = batch.to(model.device)
-        logits = model(**batch.inputs, use_cache=False).logits
-        targets = batch.targets.flatten()
-        loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
-        predicted += int((targets >= 0).sum())
-        rates.append(retain_rates(model).hard)
-    model.train(was_training)
+    with evaluating(model):
+        for batch in batches:
+            batch = batch.to(model.device)
+            logits = model(**batch.inputs, use_cache=False).logits
+            targets = batch.targets.flatten()
+            loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
+            predicted += int((targets >= 0).sum())
+            rates.append(retain_rates(model).hard)
     return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}

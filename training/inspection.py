@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.gate import Gate, entropy
+from lowrank.hf.mode import evaluating
 
 # The sentence of the DynaKV paper's Figures 4 and 5.
 SENTENCE = (
@@ -75,19 +76,17 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     inversion_error_L2 = of_sides(lambda side: torch.tensor(side.projection.inversion_error()))
     gates = [side.gate for side in dynakv.token_compressors(model) if isinstance(side.gate, Gate)]
     hooks = [gate.register_forward_hook(record) for gate in gates]
-    was_training = model.training
-    model.eval()
     try:
-        model.base_model(input_ids=sentence_T[None].to(model.device), use_cache=False)
+        with evaluating(model):
+            model.base_model(input_ids=sentence_T[None].to(model.device), use_cache=False)
+            # A compressor that changes its mode forgets the rate of its last pass.
+            rate_L2T = of_sides(lambda side: side.rate.rank_BT[0] / side.width)
     finally:
         for hook in hooks:
             hook.remove()
-
-    found = Inspection(
-        rate_L2T=of_sides(lambda side: side.rate.rank_BT[0] / side.width),
+    return Inspection(
+        rate_L2T=rate_L2T,
         entropy_L2=of_sides(lambda side: entropies[side.gate]) if entropies else None,
         condition_L2=condition_L2,
         inversion_error_L2=inversion_error_L2,
     )
-    model.train(was_training)
-    return found

@@ -1,13 +1,19 @@
-"""Continued pre-training of a DynaKV compressor: the one training loop."""
+"""Continued pre-training of a DynaKV compressor: the one training loop.
 
+Shapes: S data sets; 3 is a cursor (see :class:`training.data.Batch`).
+"""
+
+import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from accelerate.utils import broadcast
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +43,23 @@ from training.watch import GradientWatch, Watch
 CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"
 
 
+@dataclasses.dataclass(kw_only=True)
+class RunState:
+    """Where a run is: beside what is trained and its optimizer, all that changes from step to step.
+
+    Attributes:
+        step: optimizer steps done.
+        cursor_S3: where the training text goes on, as of the last saved state or the run's end; None at its beginning.
+        controller: holds α.
+        watch: decides whether the run goes on.
+    """
+
+    step: int
+    cursor_S3: Tensor | None
+    controller: RateController
+    watch: Watch
+
+
 def train(config: TrainConfig, *, resume: bool = False) -> Path:
     """Train as `config` says; returns the directory of the final checkpoint.
 
@@ -47,19 +70,57 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         config: of the run.
         resume: continue from the newest undamaged state under ``config.output`` instead of calibrating.
     """
-    output, settings = Path(config.output), config.optimizer
-    if not resume and (saved_states(output / STATES) or (output / CHECKPOINT).exists() or (output / WHOLE).exists()):
+    states, steps = Path(config.output) / STATES, config.optimizer.steps
+    if not resume:
+        _check_unused(Path(config.output))
+    # A resumed run has its price from the state.
+    price = None if resume else given_price(config)
+    engine = Engine(config)
+    saved = _saved_run(states, engine) if resume else None
+    tokenizer = load_tokenizer(config.model)
+    model = _stock_model(engine)
+    stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
+    _prepare(engine, model)
+    gradients = GradientWatch(engine.parameters, engine.device)
+    watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, states)
+    run = _begin(engine, stream, price, watch) if saved is None else _resume(engine, *saved, watch)
+    batches = _batches(engine, stream, run)
+    reporter = _reporter(engine, run.step)
+    sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
+    engine.wrapped.train()
+    while run.step < steps:
+        _schedule(engine, run.step)
+        taken = list(itertools.islice(batches, config.optimizer.accumulate))
+        _step(engine, run, taken, gradients, reporter)
+        if inspection_due(run.step, steps, config.report.inspect_every):
+            _inspect(engine, run.step, tokenizer, sentence, reporter)
+        due = config.checkpoint_every and run.step % config.checkpoint_every == 0
+        if due or run.step == steps:
+            # The last process reads the last block of a step, and knows where the text goes on.
+            run.cursor_S3 = broadcast(taken[-1].cursor_S3.to(engine.device), from_process=engine.world - 1).cpu()
+        if due:
+            _check_projections(engine, run)
+            save_state(states, run.step, engine, _progress(engine, run), config.keep_checkpoints)
+    return _finish(engine, run, stream, heldout, tokenizer, reporter)
+
+
+def _check_unused(output: Path) -> None:
+    if saved_states(output / STATES) or (output / CHECKPOINT).exists() or (output / WHOLE).exists():
         go_on = "pass --resume to continue it, " if saved_states(output / STATES) else ""
         raise UserError(
             f"`output` is {output}, which holds an earlier run; {go_on}choose another `output`, or remove it"
         )
-    # A resumed run has its price from the state.
-    price = None if resume else given_price(config)
-    engine = Engine(config)
-    state, progress = newest_state(output / STATES, main=engine.main) if resume else (None, None)
-    if progress is not None:
-        check_same_run(progress["config"], to_dict(config))
-    tokenizer = load_tokenizer(config.model)
+
+
+def _saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
+    """The state to resume from and its progress entries, of a run that may go on as it is configured now."""
+    state, progress = newest_state(states, main=engine.main)
+    check_same_run(progress["config"], to_dict(engine.config))
+    return state, progress
+
+
+def _stock_model(engine: Engine) -> PreTrainedModel:
+    config = engine.config
     model = load_model(config.model, dtype=engine.loading_dtype, device=engine.device)
     check_length(model, config.dataset.sequence_length, "dataset.sequence_length")
     if dynakv.is_attached(model):
@@ -67,133 +128,136 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             f"`model` is {config.model}, a full checkpoint that has a compressor already; name the uncompressed model, and "
             f"a compressor checkpoint to train on from as `initial_checkpoint`"
         )
-    stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
+    return model
 
+
+def _prepare(engine: Engine, model: PreTrainedModel) -> None:
+    """Give a stock model its compressors and hand it to the engine."""
+    config = engine.config
     dynakv.add_compressors(model, config.compressor)
     dynakv.use_ragged_cache(model)
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config))
-    gradients = GradientWatch(engine.parameters, engine.device)
-    watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, output / STATES)
-    blocks_per_step = settings.batch_size * settings.accumulate * engine.world
-    start, cursor_S3 = 0, None
-    if progress is None:
-        estimate = initialise(engine, stream)
-        controller = _controller(config, price if price is not None else estimate or DEFAULT_PRICE)
-    else:
-        if progress["blocks_per_step"] != blocks_per_step:
-            raise UserError(
-                f"--resume needs the same global batch: the run had {progress['blocks_per_step']} sequences a step, and "
-                f"`optimizer.batch_size` × `optimizer.accumulate` × processes is {blocks_per_step}"
-            )
-        if progress["step"] > settings.steps:
-            raise UserError(
-                f"`optimizer.steps` is {settings.steps}, and the run to go on with has done {progress['step']}; ask for at "
-                f"least so many"
-            )
-        load_into(engine, state, progress["step"])
-        drop_later_states(output / STATES, progress["step"], engine)
-        controller = _controller(config, progress["controller"]["start"])
-        controller.load(progress["controller"])
-        watch.load(progress["watch"])
-        start, cursor_S3 = progress["step"], torch.tensor(progress["cursor"])
 
-    tokens_per_step = blocks_per_step * config.dataset.sequence_length
-    part = stream.part(
-        batch=settings.batch_size,
-        rank=engine.accelerator.process_index,
-        world=engine.world,
-        start=start * blocks_per_step,
-        cursor_S3=cursor_S3,
-    )
-    # A forked worker inherits locks that the threads of a process with a model and a tokenizer may hold.
-    context = "spawn" if config.dataset.workers else None
-    loader = DataLoader(part, batch_size=None, num_workers=config.dataset.workers, multiprocessing_context=context)
-    batches = iter(loader)
-    work = Workload(
-        tokens=tokens_per_step,
-        flops=model_flops(engine.model, config.dataset.sequence_length),
-        peak_flops=engine.world
-        * (config.report.peak_flops or matmul_flops(engine.device, getattr(torch, config.dtype))),
-        device=engine.device,
-    )
-    reporter = Reporter(
-        output, steps=settings.steps, start=start, work=work, every=config.log_every, enabled=engine.main
-    )
-    sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
-    engine.wrapped.train()
-    for step in range(start, settings.steps):
-        _schedule(engine, step)
-        taken = list(itertools.islice(batches, settings.accumulate))
-        alpha = controller.alpha
-        result = optimizer_step(engine, taken, alpha, number=step + 1, gradients=gradients, watch=watch)
-        controller.update(result.hard_rate, (step + 1) / settings.steps)
-        values = {
-            "loss": result.loss,
-            "cross_entropy": result.cross_entropy,
-            "soft_rate": result.soft_rate,
-            "hard_rate": result.hard_rate,
-            "alpha": alpha,
-            **({} if result.divergence is None else {"divergence": result.divergence}),
-        }
-        reporter.step(step + 1, values, result.rates)
-        if inspection_due(step + 1, settings.steps, config.report.inspect_every):
-            with engine.gathered(engine.compressor_parameters()), engine.computing():
-                found = inspect(engine.model, torch.tensor(sentence))
-            reporter.inspection(step + 1, found, tokenizer.batch_decode([[token] for token in sentence]))
-        due = config.checkpoint_every and (step + 1) % config.checkpoint_every == 0
-        if due or step + 1 == settings.steps:
-            # The last process reads the last block of a step, and knows where the text goes on.
-            cursor_S3 = broadcast(taken[-1].cursor_S3.to(engine.device), from_process=engine.world - 1).cpu()
-        if due:
-            _check_projections(engine, watch, step + 1)
-            progress = {
-                "controller": controller.state(),
-                "watch": watch.state(),
-                "cursor": cursor_S3.tolist(),
-                "blocks_per_step": blocks_per_step,
-                "config": to_dict(config),
-            }
-            save_state(output / STATES, step + 1, engine, progress, config.keep_checkpoints)
 
-    summary = {
-        "steps": settings.steps,
-        "tokens": settings.steps * tokens_per_step,
-        "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
-        "threads": torch.get_num_threads(),
-        "processes": engine.world,
-        "alpha": controller.alpha,
+def _begin(engine: Engine, stream: TrainingBlocks, price: float | None, watch: Watch) -> RunState:
+    """Start the compressors, at the price given or else the one their start estimates."""
+    estimate = initialise(engine, stream)
+    price = price if price is not None else estimate or DEFAULT_PRICE
+    return RunState(step=0, cursor_S3=None, controller=_controller(engine.config, start=price), watch=watch)
+
+
+def _resume(engine: Engine, state: Path, progress: dict[str, Any], watch: Watch) -> RunState:
+    """Go on from what :func:`_saved_run` found."""
+    step, settings = progress["step"], engine.config.optimizer
+    if progress["blocks_per_step"] != engine.blocks_per_step:
+        raise UserError(
+            f"--resume needs the same global batch: the run had {progress['blocks_per_step']} sequences a step, and "
+            f"`optimizer.batch_size` × `optimizer.accumulate` × processes is {engine.blocks_per_step}"
+        )
+    if step > settings.steps:
+        raise UserError(
+            f"`optimizer.steps` is {settings.steps}, and the run to go on with has done {step}; ask for at least so many"
+        )
+    load_into(engine, state, step)
+    drop_later_states(state.parent, step, engine)
+    watch.load(progress["watch"])
+    controller = _controller(engine.config, **progress["controller"])
+    return RunState(step=step, cursor_S3=torch.tensor(progress["cursor"]), controller=controller, watch=watch)
+
+
+def _progress(engine: Engine, run: RunState) -> dict[str, Any]:
+    """What :func:`_resume` needs of a run, ready for JSON."""
+    return {
+        "controller": run.controller.state(),
+        "watch": run.watch.state(),
+        "cursor": run.cursor_S3.tolist(),
+        "blocks_per_step": engine.blocks_per_step,
+        "config": to_dict(engine.config),
     }
-    if config.average_checkpoints:
-        summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
-    unseen = stream.part(start=settings.steps * blocks_per_step, cursor_S3=cursor_S3)
-    engine.wrapped.eval()
-    with engine.computing():
-        summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)
-    reporter.close()
-    final = _save(engine, tokenizer, output, summary)
-    engine.accelerator.wait_for_everyone()
-    engine.accelerator.end_training()
-    return final
 
 
-def _controller(config: TrainConfig, price: float) -> RateController:
+def _controller(config: TrainConfig, *, start: float, **later: float | None) -> RateController:
+    """Of α, which starts at `start`; of a run that goes on, `later` is the rest of what was saved of it."""
     rate = config.rate
     if config.compressor.truncation == "nested":
         # Ranks are drawn, and allocated at the end: nothing that is learned has a price.
         return RateController(0.0, target=None, gain=0.0, ramp=0.0)
-    return RateController(price, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+    controller = RateController(start, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+    if later:
+        controller.load({"start": start, **later})
+    return controller
 
 
-def _check_projections(engine: Engine, watch: Watch, step: int) -> None:
+def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[Batch]:
+    """This process's batches, from where the run is."""
+    workers = engine.config.dataset.workers
+    part = stream.part(
+        batch=engine.config.optimizer.batch_size,
+        rank=engine.accelerator.process_index,
+        world=engine.world,
+        start=run.step * engine.blocks_per_step,
+        cursor_S3=run.cursor_S3,
+    )
+    # A forked worker inherits locks that the threads of a process with a model and a tokenizer may hold.
+    context = "spawn" if workers else None
+    return iter(DataLoader(part, batch_size=None, num_workers=workers, multiprocessing_context=context))
+
+
+def _reporter(engine: Engine, start: int) -> Reporter:
+    config = engine.config
+    length = config.dataset.sequence_length
+    peak_flops = config.report.peak_flops or matmul_flops(engine.device, getattr(torch, config.dtype))
+    work = Workload(
+        tokens=engine.blocks_per_step * length,
+        flops=model_flops(engine.model, length),
+        peak_flops=engine.world * peak_flops,
+        device=engine.device,
+    )
+    return Reporter(
+        Path(config.output),
+        steps=config.optimizer.steps,
+        start=start,
+        work=work,
+        every=config.log_every,
+        enabled=engine.main,
+    )
+
+
+def _step(engine: Engine, run: RunState, batches: list[Batch], gradients: GradientWatch, reporter: Reporter) -> None:
+    """Take the run's next step over this process's `batches`, let α answer, and report it."""
+    number, alpha = run.step + 1, run.controller.alpha
+    result = optimizer_step(engine, batches, alpha, number=number, gradients=gradients, watch=run.watch)
+    run.controller.update(result.hard_rate, number / engine.config.optimizer.steps)
+    values = {
+        "loss": result.loss,
+        "cross_entropy": result.cross_entropy,
+        "soft_rate": result.soft_rate,
+        "hard_rate": result.hard_rate,
+        "alpha": alpha,
+        **({} if result.divergence is None else {"divergence": result.divergence}),
+    }
+    reporter.step(number, values, result.rates)
+    run.step = number
+
+
+def _inspect(
+    engine: Engine, step: int, tokenizer: PreTrainedTokenizerBase, sentence: list[int], reporter: Reporter
+) -> None:
+    with engine.gathered(engine.compressor_parameters()), engine.computing():
+        found = inspect(engine.model, torch.tensor(sentence))
+    reporter.inspection(step, found, tokenizer.batch_decode([[token] for token in sentence]))
+
+
+def _check_projections(engine: Engine, run: RunState) -> None:
     """Before a state is written: one that no run can go on from must not take the place of one that can."""
     with engine.gathered(engine.compressor_parameters()):
         try:
             for compressor in dynakv.token_compressors(engine.model):
                 compressor.projection.check_condition()
         except UserError as error:
-            raise watch.stop(step, str(error), None) from error
+            raise run.watch.stop(run.step, str(error), None) from error
 
 
 def _schedule(engine: Engine, step: int) -> None:
@@ -207,6 +271,37 @@ def _schedule(engine: Engine, step: int) -> None:
     late = step >= config.straight_through_from * settings.steps
     for compressor in dynakv.token_compressors(engine.model):
         compressor.train_on_hard_mask = late and config.compressor.gap == "straight_through"
+
+
+def _finish(
+    engine: Engine,
+    run: RunState,
+    stream: TrainingBlocks,
+    heldout: dict[str, list[Batch]],
+    tokenizer: PreTrainedTokenizerBase,
+    reporter: Reporter,
+) -> Path:
+    """Average, settle, measure and save what was trained; returns the directory of the final checkpoint."""
+    config, output = engine.config, Path(engine.config.output)
+    summary = {
+        "steps": config.optimizer.steps,
+        "tokens": config.optimizer.steps * engine.blocks_per_step * config.dataset.sequence_length,
+        "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
+        "threads": torch.get_num_threads(),
+        "processes": engine.world,
+        "alpha": run.controller.alpha,
+    }
+    if config.average_checkpoints:
+        summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
+    unseen = stream.part(start=run.step * engine.blocks_per_step, cursor_S3=run.cursor_S3)
+    engine.wrapped.eval()
+    with engine.computing():
+        summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)
+    reporter.close()
+    final = _save(engine, tokenizer, output, summary)
+    engine.accelerator.wait_for_everyone()
+    engine.accelerator.end_training()
+    return final
 
 
 def _settle_and_measure(

@@ -144,22 +144,57 @@ def drop_later_states(root: Path, step: int, engine: Engine) -> None:
 # What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
 _SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor", "rate")
 _MAY_DIFFER = {
-    "dataset": ("workers", "heldout", "heldout_subset", "heldout_split", "heldout_text_field"),
+    "dataset.workers",
+    "dataset.heldout",
+    "dataset.heldout_subset",
+    "dataset.heldout_split",
+    "dataset.heldout_text_field",
     # α goes on from where it was.
-    "rate": ("target_retain_rate", "gain", "layer_floor", "key_cost", "ramp", "settle", "settle_tokens"),
+    "rate.target_retain_rate",
+    "rate.gain",
+    "rate.layer_floor",
+    "rate.key_cost",
+    "rate.ramp",
+    "rate.settle",
+    "rate.settle_tokens",
 }
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise :class:`UserError` naming the first key in which a resumed run would not continue the saved one."""
-    for key in _SAME:
-        before, now = saved[key], current[key]
-        if isinstance(now, dict):
-            before, now = ({k: v for k, v in d.items() if k not in _MAY_DIFFER.get(key, ())} for d in (before, now))
-        if before != now:
+    """Raise :class:`UserError` naming the first key in which a resumed run would not continue the saved one.
+
+    Args:
+        saved: configuration in a state. Another version may have written it, with other keys.
+        current: configuration now.
+    """
+    before, now = (_leaves({key: config[key] for key in _SAME if key in config}) for config in (saved, current))
+    anew = "start another run, without --resume and with another `output`"
+    for key in {**now, **before}:
+        if key in _MAY_DIFFER:
+            continue
+        if key not in before:
             raise UserError(
-                f"--resume cannot change `{key}`: the run was started with {before!r}, and now it is {now!r}"
+                f"--resume cannot tell whether `{key}` stays as it was: the run was started by a version that does not know "
+                f"it, and now it is {now[key]!r}; go on with that version, or {anew}"
             )
+        if key not in now:
+            raise UserError(
+                f"--resume cannot keep `{key}`: the run was started with {before[key]!r}, and this version does not know "
+                f"it; go on with the version that started the run, or {anew}"
+            )
+        if before[key] != now[key]:
+            raise UserError(
+                f"--resume cannot change `{key}`: the run was started with {before[key]!r}, and now it is {now[key]!r}; set "
+                f"it back, or {anew}"
+            )
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Full key (``section.key``) → value, of nested sections."""
+    found = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def load_into(engine: Engine, directory: Path, step: int) -> None:

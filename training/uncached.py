@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowrank.hf.mode import evaluating
 from training.data import Batch
 
 
@@ -14,16 +15,14 @@ def run_uncached(model: PreTrainedModel, batches: list[Batch], hooks: Mapping[nn
     """Run the model's uncached path, hard masks included, over all blocks.
 
     Args:
-        model: attached; its training mode is as before when this returns.
+        model: attached.
         hooks: of some of its modules, called as forward hooks are: (module, arguments, output).
     """
     registered = [module.register_forward_hook(hook) for module, hook in hooks.items()]
-    was_training = model.training
-    model.eval()
     try:
-        for batch in batches:
-            model.base_model(**batch.to(model.device).inputs, use_cache=False)
+        with evaluating(model):
+            for batch in batches:
+                model.base_model(**batch.to(model.device).inputs, use_cache=False)
     finally:
         for hook in registered:
             hook.remove()
-        model.train(was_training)
