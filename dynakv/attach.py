@@ -51,10 +51,12 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
     before keep to what they were made with.
 
     Raises:
-        UserError: an unknown key or a value out of range; nothing is changed.
+        UserError: an unknown key, a value out of range, or an override that would change nothing (see
+            :meth:`DynaKVConfig.overridden`); the settings stay as they were.
     """
     layers = compressors(model).values()
     settings = next(iter(layers)).key.config.overridden(**overrides)
+    check_rank(settings.granularity, geometry_of(model).width, "granularity")
     for layer in layers:
         layer.key.config = layer.value.config = settings
     return model

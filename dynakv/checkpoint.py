@@ -18,7 +18,7 @@ from dynakv.attach import add_compressors, use_ragged_cache
 from dynakv.cache import compressors
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank.atomic import new_directory
-from lowrank.config import build, to_dict
+from lowrank.config import build, check_entries, to_dict
 from lowrank.errors import UserError
 from lowrank.hf import full_checkpoint
 from lowrank.hf.attention import TRANSFORM
@@ -94,21 +94,18 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
     if not isinstance(values, dict) or values.get("method") != METHOD:
         raise UserError(f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`")
-    try:
-        geometry = KVGeometry(**{**values["geometry"], "layers": tuple(values["geometry"]["layers"])})
-        return CheckpointConfig(
-            method=METHOD,
-            base_model=values["base_model"],
-            geometry=geometry,
-            compressor=build(DynaKVConfig, values["compressor"], source=str(path)),
-            summary=values["summary"],
-        )
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged (missing or wrong entry: {error}); restore the checkpoint") from error
+    check_entries(values, {"base_model": str, "geometry": dict, "compressor": dict, "summary": dict}, path)
+    return CheckpointConfig(
+        method=METHOD,
+        base_model=values["base_model"],
+        geometry=KVGeometry.from_json(values["geometry"], path),
+        compressor=build(DynaKVConfig, values["compressor"], source=str(path)),
+        summary=values["summary"],
+    )
 
 
 def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> PreTrainedModel:
@@ -123,8 +120,8 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     Warns where it was trained on a model of the same shape but another name.
 
     Raises:
-        UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown or out
-            of range. The model is then unchanged.
+        UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown, out of
+            range, or would change nothing. The model is then unchanged.
     """
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)

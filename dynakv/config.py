@@ -1,9 +1,8 @@
 """Settings of a DynaKV compressor, saved with every checkpoint."""
 
-import dataclasses
 from typing import Any
 
-from lowrank.config import build, check_fields, option, require, section, to_dict
+from lowrank.config import build, configuration, option, require, section, to_dict
 from lowrank.errors import UserError
 from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
@@ -18,7 +17,7 @@ TRUNCATIONS = ("gate", "nested")
 WEIGHTS_DEPEND_ON = ("inverse", "truncation")  # what a compressor cannot be made to do after its training
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class DynaKVConfig:
     """How tokens are projected, gated and truncated (DynaKV, section 3)."""
 
@@ -57,7 +56,6 @@ class DynaKVConfig:
     eviction: Eviction = section(Eviction)
 
     def __post_init__(self):
-        check_fields(self)
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
@@ -70,21 +68,35 @@ class DynaKVConfig:
         self.quantisation  # noqa: B018 - says what is wrong with it
 
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
-        """These settings with some replaced, as a user may at inference.
+        """These settings with some replaced, as a user may at inference; a present value may be repeated.
 
         Raises:
-            UserError: an unknown key, a value out of range, or what the weights were trained for.
+            UserError: an unknown key, a value out of range, what the weights were trained for, or what would change nothing.
         """
-        for key in WEIGHTS_DEPEND_ON:
-            if key in overrides:
-                raise UserError(f"`{key}` cannot be overridden: the weights were trained with {getattr(self, key)!r}")
+        fixed = self._fixed_by_training()
+        for key, value in overrides.items():
+            if key in fixed and value != getattr(self, key):
+                raise UserError(f"`{key}` cannot be overridden with {value!r}: {fixed[key]}")
+        if overrides.get("gap") == "straight_through" != self.gap:
+            raise UserError(
+                "`gap` cannot be overridden with 'straight_through': that is of training; it serves as 'hard' does"
+            )
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
+
+    def _fixed_by_training(self) -> dict[str, str]:
+        """Key → why nothing but training could change what it says."""
+        fixed = {key: f"the weights were trained with {getattr(self, key)!r}" for key in WEIGHTS_DEPEND_ON}
+        fixed["gate_decay"] = "it is how the gate starts training, and changes nothing after it; leave it out"
+        if self.truncation == "nested":
+            why = "with `truncation: nested` ranks were chosen at the end of training, and it changes nothing; leave it out"
+            fixed |= dict.fromkeys(("threshold", "granularity", "gap"), why)
+        return fixed
 
     def check_gradient_start(self) -> None:
         """Raise :class:`UserError` where training can start only from a PCA with gates nearly open."""
         for key, refused in (("inverse", "orthogonal"), ("truncation", "nested")):
             value = getattr(self, key)
-            require(value != refused, f"compressor.{key}", value, "another, or `calibration.start: pca`")
+            require(value != refused, key, value, "another, or `calibration.start: pca`")
 
     @property
     def quantisation(self) -> Quantisation | None:

@@ -16,7 +16,7 @@ from dynakv.checkpoint import read_config
 from evaluation.baselines import BASELINES, SNAPKV, quantised_maker, snapkv_maker
 from evaluation.perplexity import Score, full_cache, score
 from lowrank.atomic import write_bytes, write_text
-from lowrank.config import option, require, section
+from lowrank.config import configuration, option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank.quantise import STORAGES
@@ -24,7 +24,7 @@ from lowrank.text import STREAMING_HELP, CalibrationText, Documents, blocks, hol
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class TextConfig:
     """One text to measure on."""
 
@@ -41,10 +41,10 @@ class TextConfig:
     optional: bool = option(False, help="leave the text out, with a notice, where the local file does not exist")
 
     def __post_init__(self):
-        require(0 <= self.heldout_share <= 1, "texts.heldout_share", self.heldout_share, "between 0 and 1")
+        require(0 <= self.heldout_share <= 1, "heldout_share", self.heldout_share, "between 0 and 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class CompareConfig:
     """One comparison."""
 

@@ -14,8 +14,8 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.perplexity import cache_bytes
 from lowrank.config import require
+from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
-from lowrank.hf.loading import check_length
 
 # fmt: off
 WORDS = (
@@ -69,13 +69,21 @@ def score_lookup(
     *,
     description: str = "looking up",
 ) -> LookupScore:
-    """Answer every prompt greedily from a fresh cache; an answer is right when all of its tokens are."""
+    """Answer every prompt greedily from a fresh cache; an answer is right when all of its tokens are.
+
+    Raises:
+        UserError: a prompt and its answer are longer than the model's positions; nothing is measured then.
+    """
     geometry = geometry_of(model)
-    right = held = full = 0
-    for prompt, answer in tqdm(pairs, desc=description, leave=False):
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(model.device)
-        check_length(model, ids.shape[1], "facts")
+    questions = []
+    for prompt, answer in pairs:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         expected = tokenizer(answer, add_special_tokens=False).input_ids
+        # The answer's last token is not read.
+        _check_fits(model, ids.shape[1] + len(expected) - 1, facts=prompt.count("\n") // REPEATS)
+        questions.append((ids.to(model.device), expected))
+    right = held = full = 0
+    for ids, expected in tqdm(questions, desc=description, leave=False):
         cache, given = make_cache(), []
         token = ids
         for _ in expected:
@@ -87,3 +95,16 @@ def score_lookup(
             given.append(int(token))
         right += given == expected
     return LookupScore(right=right, asked=len(pairs), cache_bytes=held, full_bytes=full)
+
+
+def _check_fits(model: PreTrainedModel, tokens: int, facts: int) -> None:
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is None or tokens <= limit:
+        return
+    # The question and its answer are about one line more.
+    fitting = (limit * (REPEATS * facts + 1) // tokens - 1) // REPEATS
+    remedy = f"use about {fitting}, or fewer" if fitting > 0 else "use a model of more positions"
+    raise UserError(
+        f"`facts` is {facts}, which makes prompts of {tokens:,} tokens with their answers, but this model has {limit:,} "
+        f"positions; {remedy}"
+    )

@@ -19,7 +19,7 @@ import dynakv
 from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
 from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
-from lowrank.config import option, read_yaml, require, section
+from lowrank.config import configuration, option, read_yaml, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, default_device, load_model, load_tokenizer
 from lowrank.paths import expand
@@ -31,7 +31,7 @@ START, PCA, COMPRESSOR = "--calibration.start", "pca", "compressor"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class Variant:
     """A recipe that gets a curve of its own."""
 
@@ -44,7 +44,7 @@ class Variant:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class SweepConfig:
     """One sweep: every variant at every target rate and at every α."""
 

@@ -100,9 +100,7 @@ def energy_rank(energy_C: Tensor, threshold: float) -> int:
 def check_rank(rank: int, width: int, name: str = "rank") -> None:
     """Raise :class:`UserError` unless 1 ≤ rank ≤ width."""
     if not 1 <= rank <= width:
-        raise UserError(
-            f"`{name}` must be in 1..{width} for this model, got {rank}; use a fraction like 0.5 to scale with the model"
-        )
+        raise UserError(f"`{name}` must be in 1..{width} for this model, got {rank}; there are {width} coefficients")
 
 
 def _check_rate(rate: float) -> None:

@@ -1,16 +1,17 @@
 """Strict configuration: frozen dataclasses, filled from one YAML file and command-line overrides.
 
-A configuration class is a frozen, keyword-only dataclass whose fields are made with :func:`option`. Nested dataclasses
-are sections; ``--section.key value`` overrides a key of the file. An unknown key is an error that names the nearest
-valid one, and `--help` lists every key with its unit and default, because both are read from the same fields.
+A class made a :func:`configuration` is a frozen, keyword-only dataclass whose fields are made with :func:`option`; nested
+ones are sections, and ``--section.key value`` overrides a key of the file. An unknown key is an error that names the
+nearest valid one, and `--help` lists every key with its unit and default, because both are read from the same fields.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,26 @@ from lowrank.errors import UserError
 from lowrank.paths import expand
 
 Config = TypeVar("Config")
+
+
+class KeyedError(UserError):
+    """A value that its key cannot have, by the key's name in the class that refuses it (see :func:`within`)."""
+
+    def __init__(self, key: str, value: Any, remedy: str):
+        super().__init__(key, value, remedy)
+        self.key, self.value, self.remedy = key, value, remedy
+
+    def __str__(self) -> str:
+        return f"`{self.key}` must be {self.remedy}; got {self.value!r}"
+
+
+@contextlib.contextmanager
+def within(prefix: str) -> Iterator[None]:
+    """Put `prefix`, such as ``rate.``, before the key of a value refused inside: a section does not know its own name."""
+    try:
+        yield
+    except KeyedError as error:
+        raise KeyedError(f"{prefix}{error.key}", error.value, error.remedy) from None
 
 
 def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", choices: Sequence[str] = ()) -> Any:
@@ -35,10 +56,40 @@ def section(cls: type) -> Any:
     return dataclasses.field(default_factory=cls, metadata={"section": True})
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, section))
+def configuration(cls: type[Config]) -> type[Config]:
+    """Make a class of options a frozen, keyword-only dataclass that checks itself, whoever builds it.
+
+    Every field's type and choices are checked as :func:`build` does, then what ``__post_init__`` asks for with
+    :func:`require`. A number given for a float becomes one, and a mapping given for a section that section.
+    """
+    check_values = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Config) -> None:  # noqa: N807
+        _check_fields(self)
+        if check_values is not None:
+            check_values(self)
+
+    cls.__post_init__ = __post_init__
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
 def require(condition: bool, key: str, value: Any, remedy: str) -> None:
-    """Raise :class:`UserError` naming the key and its value unless `condition` holds."""
+    """Raise :class:`KeyedError`, a :class:`UserError` naming the key and its value, unless `condition` holds."""
     if not condition:
-        raise UserError(f"`{key}` must be {remedy}; got {value!r}")
+        raise KeyedError(key, value, remedy)
+
+
+def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: str | Path) -> None:
+    """Check what a JSON file that the project wrote must hold: key → type. What may be None may be missing.
+
+    Raises:
+        UserError: an entry is missing or of another type.
+    """
+    for key, kind in kinds.items():
+        if not isinstance(values.get(key), kind):
+            what = f"its `{key}` is {values[key]!r}" if key in values else f"it has no `{key}`"
+            raise UserError(f"{source} is damaged: {what}; restore the file, or make it again")
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
@@ -51,7 +102,7 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = 
     """An instance of `cls` from a nested mapping, with every key and type checked.
 
     Raises:
-        UserError: unknown or missing key, or a value of the wrong type.
+        UserError: unknown or missing key, or a value of the wrong type or out of range.
     """
     values = {} if values is None else values
     if not isinstance(values, Mapping):
@@ -67,17 +118,11 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = 
             kwargs[name] = _checked(field, values[name], hints[name], f"{prefix}{name}", source)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
-    return cls(**kwargs)
+    with within(prefix):
+        return cls(**kwargs)
 
 
-def check_fields(config: Any) -> None:
-    """Check every field's type and choices as :func:`build` does: for ``__post_init__`` of classes that users make by hand.
-
-    A number given for a float becomes one, and a mapping given for a section that section.
-
-    Raises:
-        UserError: a value of the wrong type, or none of the choices.
-    """
+def _check_fields(config: Any) -> None:
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = _checked(field, getattr(config, field.name), hints[field.name], field.name, type(config).__name__)

@@ -4,29 +4,28 @@ Shapes: H query heads, G KV heads, J = H/G, W queries of the window, T tokens of
 heads of a layer share their coefficients, G where each has its own).
 """
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank.config import check_fields, option, require
+from lowrank.config import configuration, option, require
 from lowrank.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class Eviction:
     """Keep what the prompt's last queries look at, and forget the rest (SnapKV; DynaKV section 5.2)."""
 
     keep: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
     window: int = option(32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens")
-    pool: int = option(7, help="neighbouring scores before the window of which each token takes the largest", unit="tokens")
+    pool: int = option(
+        7, help="neighbouring scores before the window of which each token takes the largest", unit="tokens"
+    )
 
     def __post_init__(self):
-        check_fields(self)
-        require(0 < self.keep <= 1, "eviction.keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
-        require(self.window >= 1, "eviction.window", self.window, "at least 1")
-        require(self.pool >= 1 and self.pool % 2, "eviction.pool", self.pool, "odd, so that it is centred on its token")
+        require(0 < self.keep <= 1, "keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
+        require(self.window >= 1, "window", self.window, "at least 1")
+        require(self.pool >= 1 and self.pool % 2, "pool", self.pool, "odd, so that it is centred on its token")
 
     @property
     def is_on(self) -> bool:

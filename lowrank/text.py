@@ -3,7 +3,6 @@
 Shapes: T tokens of a block.
 """
 
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowrank.config import option, require
+from lowrank.config import configuration, option, require
 from lowrank.errors import UserError
 
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -105,7 +104,7 @@ def _hashes_above(text: str, share: float) -> bool:
     return not _hashes_below(text, share)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class CalibrationText:
     """What bases are calibrated on."""
 
@@ -118,18 +117,23 @@ class CalibrationText:
         0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
     )
     tokens: int = option(8192, help="at most how much of it, in whole blocks of every text", unit="tokens")
-    length: int = option(1024, help="length of a block", unit="tokens")
+    length: int = option(
+        1024, help="length of a block; less where `tokens` has no room for one of every text", unit="tokens"
+    )
 
     def __post_init__(self):
         require(bool(self.name), "name", self.name, "at least one text")
         require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")
         require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
+        texts = len(self.name)
+        require(self.tokens >= texts, "tokens", self.tokens, f"at least {texts}, one of every text in `name`")
         require(self.length >= 1, "length", self.length, "at least 1")
 
     def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The token ids, (count, T) int64."""
-        length = min(self.length, self.tokens)
-        count = max(1, self.tokens // (length * len(self.name)))
+        share = self.tokens // len(self.name)
+        length = min(self.length, share)
+        count = share // length
 
         def of(name: str) -> Tensor:
             rows = load_documents(

@@ -211,14 +211,14 @@ class FrequentDirections(Tracker):
         self.used = rank
 
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        """The sketch's leading directions or, of a share of the way there, orth((1 − share) U + share · V VᵀU).
+        """The sketch's leading directions V, with some of U where it has seen fewer than R; or, of a share of the way
+        there, orth((1 − share) U + share · V VᵀU).
 
         There is no step to scale: of `rate` it only matters whether it is zero.
         """
         if not rate:
             return None
-        directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False).Vh
-        leading_PWR = directions_PMW[:, : self.vectors_PWR.shape[2]].mT
+        leading_PWR = self._leading()
         what = f"{self.name}: the sketch's directions"
         there_PWR = leading_PWR @ (leading_PWR.mT @ self.vectors_PWR)
         if (there_PWR - self.vectors_PWR).abs().amax() < SMALLEST_MOVE:
@@ -226,6 +226,25 @@ class FrequentDirections(Tracker):
         if share == 1:
             return orthonormal(leading_PWR, what)
         return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), what)
+
+    def _leading(self) -> Tensor:
+        """R orthonormal directions: the sketch's, as far as it has seen any, then those of the present basis."""
+        rank = self.vectors_PWR.shape[2]
+        _, values_PM, directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False)
+        # What is below this is rounding, and its directions are any.
+        least_P1 = values_PM[:, :1] * max(self.sketch_PMW.shape[1:]) * torch.finfo(values_PM.dtype).eps
+        is_seen_PR = values_PM[:, :rank] > least_P1
+        leading_PWR = directions_PMW[:, :rank].mT
+        if is_seen_PR.all():
+            return leading_PWR
+        seen_PWR = leading_PWR * is_seen_PR[:, None]
+        outside_PWR = self.vectors_PWR - seen_PWR @ (seen_PWR.mT @ self.vectors_PWR)
+        # Where more of U is left than there is room for, its leading columns come first.
+        preference_R = torch.linspace(1, 0.5, rank, device=outside_PWR.device)
+        rest_PWR = torch.linalg.svd(outside_PWR * preference_R, full_matrices=False).U
+        is_missing_PR = torch.arange(rank, device=is_seen_PR.device) < (~is_seen_PR).sum(dim=1, keepdim=True)
+        taken_P2R = torch.cat([is_seen_PR, is_missing_PR], dim=1)
+        return torch.cat([seen_PWR, rest_PWR], dim=2).mT[taken_P2R].view_as(leading_PWR.mT).mT
 
     def defer(self, new: NewRows) -> None:
         pass  # the sketch has them

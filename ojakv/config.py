@@ -1,11 +1,10 @@
 """Settings of an OjaKV cache, and the named presets of it (OjaKV, Algorithm 1; SubSpace-G and SubSpace-A)."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import build, check_fields, nearest, option, read_yaml, require, section
+from lowrank.config import build, configuration, nearest, option, read_yaml, require, section
 from lowrank.errors import UserError
 from lowrank.eviction import Eviction
 from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
@@ -21,7 +20,7 @@ _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class OjaKVConfig:
     """Where the bases live, how large they are, how they follow the text, and which tokens stay whole."""
 
@@ -120,13 +119,13 @@ class OjaKVConfig:
     )
 
     def __post_init__(self):
-        check_fields(self)
         share = "in (0, 1]"
         require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
         require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
-        for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger", "max_loss"):
+        for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(0 <= self.max_loss <= 1, "max_loss", self.max_loss, "in [0, 1]; 0.01 loses 1 % of the energy at most")
         require(self.max_drift is None or self.max_drift >= 0, "max_drift", self.max_drift, "zero or positive, or null")
         require(self.memory is None or self.memory >= 1, "memory", self.memory, "at least 1, or null for all")
         for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):

@@ -214,7 +214,9 @@ class OnlineSequence:
         full = int((self.full_position.rows >= first).sum())
         count = min(new, max(0, eviction.count(new + full) - full))
         score_PN = score_PQ.gather(1, place_PN[:, old:] - first)
-        kept_PN = score_PN.topk(count, dim=1).indices.sort(dim=1).values + old
+        # Of equal scores, which pooling makes, the first: whatever padding there is beside them.
+        best_PN = score_PN.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        kept_PN = best_PN.sort(dim=1).values + old
         before_PN = torch.arange(old, device=kept_PN.device).expand(len(kept_PN), -1)
         index_PN = torch.cat([before_PN, kept_PN], dim=1)
         for side in (self.key, self.value):

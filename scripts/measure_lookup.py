@@ -57,15 +57,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
-    name = os.path.expanduser(arguments.model) if arguments.model else read_config(arguments.checkpoint).base_model
-    thresholds = arguments.thresholds or [read_config(arguments.checkpoint).compressor.threshold]
+    checkpoint = read_config(arguments.checkpoint)
+    name = os.path.expanduser(arguments.model) if arguments.model else checkpoint.base_model
+    thresholds = arguments.thresholds or [checkpoint.compressor.threshold]
+    chosen = [
+        {"prefill": arguments.prefill, "storage": storage, "threshold": threshold, "eviction": {"keep": keep}}
+        for storage, threshold, keep in itertools.product(arguments.storages, thresholds, arguments.evict)
+    ]
+    for settings in chosen:
+        checkpoint.compressor.overridden(**settings)  # what is refused is refused before minutes of the full cache
     model, tokenizer = load_model(name, dtype=arguments.dtype, device=arguments.device), load_tokenizer(name)
     pairs = lookup_prompts(arguments.prompts, arguments.facts, arguments.seed)
     full = score_lookup(model, tokenizer, pairs, lambda: full_cache(model), description="full")
     rows = [row("full", None, 1.0, full, full)]
-    for storage, threshold, keep in itertools.product(arguments.storages, thresholds, arguments.evict):
-        settings = {"storage": storage, "threshold": threshold, "eviction": {"keep": keep}}
-        dynakv.attach(model, arguments.checkpoint, prefill=arguments.prefill, **settings)
+    for settings in chosen:
+        dynakv.attach(model, arguments.checkpoint, **settings)
+        storage, threshold, keep = settings["storage"], settings["threshold"], settings["eviction"]["keep"]
         method = "dynakv" if storage == "model" else f"dynakv {storage}"
         measured = score_lookup(
             model,

@@ -100,12 +100,21 @@ def test_a_truncated_file_is_refused(trained, tmp_path, keep):
     [
         ("{", "damaged"),
         ("{}", "no DynaKV compressor checkpoint"),
-        ('{"method": "dynakv"}', "missing or wrong entry"),
+        (b"\xff\xfe", "damaged"),
+        ('{"method": "dynakv"}', "config.json is damaged: it has no `base_model`"),
+        ({"summary": []}, r"config.json is damaged: its `summary` is \[\]"),
+        (
+            {"geometry": {"layers": [0, 1, 2], "num_kv_heads": 2}},
+            "`geometry` in .*config.json is damaged: .* no `head_dim`",
+        ),
     ],
 )
 def test_a_damaged_config_is_refused(trained, tmp_path, text, message):
     dynakv.save_compressor(trained, tmp_path / "c")
-    (tmp_path / "c" / CONFIG).write_text(text)
+    path = tmp_path / "c" / CONFIG
+    if isinstance(text, dict):
+        text = json.dumps(json.loads(path.read_text()) | text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         dynakv.attach(tiny_model(), tmp_path / "c")
 
@@ -210,3 +219,34 @@ def test_settings_of_serving_may_differ_from_training(tmp_path):
             dynakv.attach(fresh, tmp_path / "checkpoint", **overrides)
         with pytest.raises(UserError, match="no DynaKV compressor"):
             dynakv.compressors(fresh)
+
+
+@pytest.mark.parametrize(
+    ("trained", "overrides", "message"),
+    [
+        ({}, {"gate_decay": 9.0}, "`gate_decay` cannot be overridden with 9.0: it is how the gate starts training"),
+        ({}, {"gap": "straight_through"}, "`gap` cannot be overridden with 'straight_through'.* serves as 'hard'"),
+        (
+            {"truncation": "nested"},
+            {"threshold": 0.9},
+            "`threshold` cannot be overridden with 0.9: with `truncation: nested`",
+        ),
+        ({"truncation": "nested"}, {"granularity": 16}, "`granularity` cannot be overridden with 16: with"),
+        ({"truncation": "nested"}, {"gap": "soft_prefix"}, "`gap` cannot be overridden with 'soft_prefix': with"),
+    ],
+)
+def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, overrides, message):
+    settings = dynakv.DynaKVConfig(**trained)
+    with pytest.raises(UserError, match=message):
+        settings.overridden(**overrides)
+    model = dynakv.add_compressors(tiny_model(), settings)
+    dynakv.save_compressor(model, tmp_path / "c")
+    fresh = tiny_model()
+    with pytest.raises(UserError, match=message):
+        dynakv.attach(fresh, tmp_path / "c", **overrides)
+    # What is said again is no override, so that a command may pass what it was given or else what was trained.
+    [key] = overrides
+    dynakv.attach(fresh, tmp_path / "c", **{key: getattr(settings, key)})
+    with pytest.raises(UserError, match=message):
+        dynakv.configure(fresh, **overrides)
+    assert dynakv.compressors(fresh)[0].key.config == settings

@@ -1,13 +1,21 @@
 """Strict configuration: what the YAML says, what the command line overrides, what is refused."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 
-from lowrank.config import build, parse_config
+from evaluation.compare import CompareConfig
+from evaluation.sweep import SweepConfig, Variant
+from lowrank.config import build, configuration, option, parse_config, require
 from lowrank.errors import UserError
+from lowrank.eviction import Eviction
 from lowrank.paths import expand
-from training.config import TrainConfig
+from lowrank.text import CalibrationText
+from training.config import DatasetConfig, OptimizerConfig, RateConfig, TrainConfig
+
+ROOT = Path(__file__).parent.parent
 
 ROOT_YAML = "model: somewhere\noptimizer:\n  steps: 7\n  lr_gate: 3e-3\n"
 
@@ -38,6 +46,12 @@ def test_file_then_command_line(tmp_path):
         ("model: m\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),
         ("model: m\ncompressor:\n  gap: sideways\n", "`compressor.gap` must be one of hard.*got 'sideways'"),
         ("model: m\nrate:\n  target_retain_rate: 1.5\n", "target_retain_rate.*got 1.5"),
+        ("model: m\ncompressor:\n  threshold: 2\n", "`compressor.threshold` must be between 0 and 1"),
+        ("model: m\ncompressor:\n  storage_group: 8\n", "`compressor.storage_group` must be none"),
+        ("model: m\ncompressor:\n  eviction:\n    keep: 0\n", r"`compressor.eviction.keep` must be in \(0, 1\]"),
+        ("model: m\noptimizer:\n  warmup: 2\n", "`optimizer.warmup` must be between 0 and 1; got 2.0"),
+        ("model: m\ndataset:\n  name: []\n", r"`dataset.name` must be at least one data set; got \[\]"),
+        ("model: m\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
         ("model: m\noptimizer: 3\n", "`optimizer` must be a section"),
         ("model: [", "not valid YAML"),
         ("- 3\n", "must hold keys and values"),
@@ -65,6 +79,92 @@ def test_home_expands(monkeypatch, tmp_path):
     monkeypatch.setenv("ADAPTIVE_KV_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/.cache/adaptive-kv/model"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TrainConfig(model="m", dtype="float8"),
+            "`dtype` must be one of float32, bfloat16; got 'float8' in Tr",
+        ),
+        (lambda: TrainConfig(model=7), "`model` must be of type str, got 7 in TrainConfig"),
+        (lambda: TrainConfig(model="m", rate={"alpha": -1}), "`rate.alpha` must be zero or positive; got -1.0"),
+        (lambda: TrainConfig(model="m", rate=RateConfig(alpha=-1)), "`alpha` must be zero or positive; got -1.0"),
+        (
+            lambda: TrainConfig(model="m", compressor={"eviction": {"pool": 2}}),
+            "`compressor.eviction.pool` must be odd",
+        ),
+        (lambda: OptimizerConfig(steps="7"), "`steps` must be of type int, got '7' in OptimizerConfig"),
+        (lambda: OptimizerConfig(steps=True), "`steps` must be of type int, got True"),
+        (lambda: DatasetConfig(weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
+        (lambda: CalibrationText(tokens=1.5), "`tokens` must be of type int"),
+        (lambda: Eviction(keep=2), r"`keep` must be in \(0, 1\]"),
+        (lambda: Variant(label="a b"), "`label` must be letters, digits"),
+        (lambda: sweep(texts=[{"label": "a", "name": "a", "heldout_share": 2}]), r"`texts\[0\].heldout_share` must be"),
+        (lambda: sweep(texts=[{"label": "a", "nmae": "a"}]), r"unknown key `texts\[0\].nmae`"),
+        (lambda: sweep(calibration={"length": 0}), "`calibration.length` must be at least 1"),
+        (lambda: sweep(dtype="float8"), "`dtype` must be one of float32"),
+        (lambda: CompareConfig(model="m", byte_rates=[0.5], texts=[], prefix="many"), "`prefix` must be of type int"),
+    ],
+)
+def test_a_configuration_checks_itself_whoever_builds_it(make, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        make()
+
+
+def sweep(**values) -> SweepConfig:
+    return SweepConfig(**{"train": "t.yaml", "targets": [0.5], "texts": [{"label": "a", "name": "a.txt"}], **values})
+
+
+def test_a_configuration_made_by_hand_takes_what_a_file_would():
+    assert CalibrationText(name="abc").name == ["abc"]
+    assert sweep().texts[0].split == "test"
+    config = TrainConfig(model="m", optimizer={"steps": 3, "clip": 2})
+    assert config == build(TrainConfig, {"model": "m", "optimizer": {"steps": 3, "clip": 2}})
+    assert isinstance(config.optimizer.clip, float)
+
+
+def test_what_a_subclass_adds_is_checked_beside_what_it_has():
+    @configuration
+    class Longer(CalibrationText):
+        times: int = option(1, help="")
+
+        def __post_init__(self):
+            super().__post_init__()
+            require(self.times >= 1, "times", self.times, "at least 1")
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plain(Longer):
+        places: int = option(1, help="")
+
+    for key, wrong, message in (
+        ("times", 0, "`times` must be at least 1"),
+        ("times", "2", "`times` must be of type int"),
+        ("tokens", 0, "`tokens` must be at least 1"),
+        ("places", "2", "`places` must be of type int"),
+    ):
+        for cls in (Longer, Plain) if key != "places" else (Plain,):
+            with pytest.raises(UserError, match=message):
+                cls(**{key: wrong})
+
+
+def test_every_class_of_options_is_a_configuration():
+    """One made a plain dataclass would check nothing where it is built by hand."""
+    roots = ("lowrank", "dynakv", "ojakv", "training", "evaluation", "scripts", "benchmarks")
+    found = {}
+    for path in (path for root in roots for path in (ROOT / root).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(map(_is_option, node.body)):
+                found[node.name] = [ast.unparse(decorator) for decorator in node.decorator_list]
+    assert len(found) >= 16
+    # This one inherits its checks.
+    del found["CalibrateConfig"]
+    assert {name for name, decorators in found.items() if decorators != ["configuration"]} == set()
+
+
+def _is_option(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node.target).startswith("option(")
 
 
 def test_configurations_are_frozen():

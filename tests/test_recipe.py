@@ -322,7 +322,7 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
         (("--compressor.truncation", "nested"), "`rate.target_retain_rate` must be given"),
         (
             ("--compressor.truncation", "nested", "--compressor.gap", "soft_prefix"),
-            "`gap` must be `hard` where `truncation` is nested",
+            "`compressor.gap` must be `hard` where `truncation` is nested",
         ),
         (("--loss.cross_entropy", "0"), "`loss.cross_entropy` must be positive"),
         (("--loss.distillation", "0.5", "--trainable", "full"), "`loss.distillation` must be 0 with `trainable: full`"),

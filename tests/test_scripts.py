@@ -1,13 +1,18 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
+import contextlib
 import json
 import shutil
 
 import pytest
 import torch
 import yaml
+from byte_tokenizer import byte_tokenizer
 
 import dynakv
+from evaluation.lookup import score_lookup
+from evaluation.perplexity import full_cache
+from lowrank.errors import UserError
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.loading import load_model
 
@@ -266,11 +271,41 @@ def test_lookup_is_measured(run, checkpoint, tmp_path):
     assert done.stdout.count("/3 |") == 5
 
 
+def test_thresholds_of_nested_ranks_are_refused_before_anything_is_measured(mistake, tiny_dir, tmp_path):
+    model = load_model(str(tiny_dir))
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(truncation="nested"))
+    dynakv.save_compressor(model, tmp_path / "nested")
+    command = ("scripts/measure_lookup.py", "--checkpoint", tmp_path / "nested", "--model", tmp_path / "no-such/model")
+    assert "`threshold` cannot be overridden with 0.02" in mistake(*command, "--thresholds", 0.02, 0.9)
+
+
+def test_facts_that_do_not_fit_the_model_say_how_many_do(mistake, here, checkpoint):
+    command = ("scripts/measure_lookup.py", "--checkpoint", checkpoint, "--dtype", "float32", "--prompts", 2)
+    # A byte a token, 27 to 35 a line.
+    message = mistake(*command, "--facts", 40)
+    assert "`facts` is 40, which makes prompts of 2," in message
+    assert "tokens with their answers, but this model has 512 positions; use about 7, or fewer" in message
+    assert here(*command, "--facts", 7).count("/2 |") == 2
+
+
+@pytest.mark.parametrize(("positions", "fits"), [(61, False), (62, True)])
+def test_the_answer_s_tokens_take_positions(positions, fits):
+    from methods import tiny_model
+
+    tokenizer, model = byte_tokenizer(), tiny_model(vocab_size=257, max_position_embeddings=positions)
+    pair = ("x" * 29 + "\n" + "x" * 29 + "\n", "482")
+    expected = contextlib.nullcontext() if fits else pytest.raises(UserError, match="`facts` is 1, .* of 62 tokens")
+    with expected:
+        score = score_lookup(model, tokenizer, [pair], lambda: full_cache(model))
+        assert score.asked == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--name", "nowhere.jsonl"), "the data file `nowhere.jsonl` does not exist"),
         (("--tokens", "0"), "`tokens` must be at least 1; got 0"),
+        (("--tokens", "2", "--name", "a.txt,b.txt,c.txt"), "`tokens` must be at least 3, one of every text in `name`"),
         (("--length", "4096", "--tokens", "4096"), "`length` is 4096 tokens, but this model has 512"),
         (("--nmae", "x"), "did you mean `name`"),
     ],

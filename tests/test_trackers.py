@@ -5,7 +5,7 @@ import torch
 
 from lowrank import trackers
 from lowrank.errors import UserError
-from lowrank.metrics import relative_error
+from lowrank.metrics import relative_error, subspace_overlap
 from lowrank.trackers import FrequentDirections, NewRows, OjaTracker
 
 WIDTH, RANK = 24, 6
@@ -92,6 +92,49 @@ def test_frequent_directions_is_exact_on_what_fits():
     for batch in rows.split(32):
         tracker.observe(batch[None])
     assert relative_error(rows, tracker.propose(NewRows(rows[None]), None, 1.0)[0]) < 1e-6
+
+
+def sketch_without_prior(start: torch.Tensor) -> FrequentDirections:
+    return FrequentDirections(start[None], "rows", energy_PR=torch.ones(1, start.shape[1]), prior_rows=0)
+
+
+@pytest.mark.parametrize(
+    "make", [sketch_without_prior, lambda start: OjaTracker(start[None], "rows", preconditioned=True)]
+)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_directions_that_no_row_was_seen_in_stay(make, share):
+    # Three rows near the basis say nothing of its other directions, and nothing else is known.
+    start = orthogonal(0, RANK)
+    generator = torch.Generator().manual_seed(11)
+    seen = torch.randn(3, RANK, generator=generator) @ start.T
+    rows = (seen + 0.02 * torch.randn(3, WIDTH, generator=generator))[None]
+    tracker = make(start)
+    tracker.observe(rows)
+    found = tracker.propose(NewRows(rows), torch.zeros(1, RANK, RANK), 1.0, share)[0]
+    assert subspace_overlap(found, start) > 0.99
+    torch.testing.assert_close(found.T @ found, torch.eye(RANK), atol=1e-5, rtol=0)
+    unseen = start @ torch.linalg.svd(rows[0] @ start).Vh[3:].T
+    assert float((found.T @ unseen).square().sum()) > 0.99 * (RANK - 3)
+    if share == 1:
+        assert relative_error(rows[0], found) < 1e-6
+
+
+def test_a_sketch_that_has_seen_rows_elsewhere_keeps_the_leading_columns_of_its_basis():
+    both = orthogonal(0)
+    start, elsewhere = both[:, :RANK], both[:, RANK : RANK + 2]
+    parts = torch.stack([start, start, start])
+    tracker = FrequentDirections(parts, "rows", energy_PR=torch.ones(3, RANK), prior_rows=0)
+    # One part sees two directions outside of its basis, one nothing, one more than it has room for.
+    noise = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(12))
+    rows = torch.stack([noise[:, :2] @ elsewhere.T, torch.zeros(9, WIDTH), noise])
+    tracker.observe(rows)
+    outside, nothing, all_new = tracker.propose(NewRows(rows), torch.zeros(3, RANK, RANK), 1.0)
+    expected = torch.cat([elsewhere, start[:, : RANK - 2]], dim=1)
+    assert subspace_overlap(outside, expected) == pytest.approx(1, abs=1e-6)
+    assert subspace_overlap(nothing, start) == pytest.approx(1, abs=1e-6)
+    best = torch.linalg.svd(rows[2]).Vh[:RANK].T
+    assert subspace_overlap(all_new, best) == pytest.approx(1, abs=1e-4)
+    assert sketch_without_prior(start).propose(NewRows(rows[1:2]), None, 1.0) is None
 
 
 @pytest.mark.parametrize("kind", ["small-step", "large-step", "steep", "leaning"])

@@ -122,7 +122,7 @@ def test_the_settled_threshold_gives_the_target_rate(training_values, tmp_path):
         (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
         (("--resume",), "nothing to resume"),
         (("--compressor.granularity", "33"), "`compressor.granularity` must be in 1..32 for this model, got 33"),
-        (("--compressor.threshold", "2"), "`threshold` must be between 0 and 1"),
+        (("--compressor.threshold", "2"), "`compressor.threshold` must be between 0 and 1"),
     ],
 )
 def test_mistakes_end_in_one_paragraph(mistake, config_file, tmp_path, arguments, message):

@@ -1,15 +1,13 @@
 """Every key of a training run. `train_dynakv.py --help` prints this."""
 
-import dataclasses
-
 from dynakv.config import DynaKVConfig
-from lowrank.config import option, require, section
+from lowrank.config import configuration, option, require, section, within
 
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class DatasetConfig:
     """What text the compressor learns from."""
 
@@ -49,23 +47,21 @@ class DatasetConfig:
     sequence_length: int = option(1024, help="length of a training sequence", unit="tokens")
 
     def __post_init__(self):
-        require(len(self.name) > 0, "dataset.name", self.name, "at least one data set")
-        require(self.sequence_length >= 2, "dataset.sequence_length", self.sequence_length, "at least 2 tokens")
+        require(len(self.name) > 0, "name", self.name, "at least one data set")
+        require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "at least 2 tokens")
         for key in ("subset", "split", "text_field"):
             values = getattr(self, key)
             if values is not None:
-                require(
-                    len(values) in (1, len(self.name)), f"dataset.{key}", values, "one for all or one for each name"
-                )
+                require(len(values) in (1, len(self.name)), key, values, "one for all or one for each name")
         if self.weights is not None:
-            require(len(self.weights) == len(self.name), "dataset.weights", self.weights, "one number for each name")
-            require(min(self.weights) > 0, "dataset.weights", self.weights, "positive numbers")
-        require(self.shuffle_buffer >= 1, "dataset.shuffle_buffer", self.shuffle_buffer, "at least 1")
-        require(self.workers >= 0, "dataset.workers", self.workers, "zero or positive")
-        require(0 <= self.heldout_share < 1, "dataset.heldout_share", self.heldout_share, "at least 0 and below 1")
+            require(len(self.weights) == len(self.name), "weights", self.weights, "one number for each name")
+            require(min(self.weights) > 0, "weights", self.weights, "positive numbers")
+        require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
+        require(self.workers >= 0, "workers", self.workers, "zero or positive")
+        require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class CalibrationConfig:
     """What the compressor starts from."""
 
@@ -83,10 +79,10 @@ class CalibrationConfig:
     )
 
     def __post_init__(self):
-        require(self.tokens >= 1, "calibration.tokens", self.tokens, "at least 1")
+        require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class RateConfig:
     """How the retain rate is priced."""
 
@@ -115,24 +111,24 @@ class RateConfig:
     settle_tokens: int = option(16384, help="unseen training text that is settled on", unit="tokens")
 
     def __post_init__(self):
-        require(self.alpha is None or self.alpha >= 0, "rate.alpha", self.alpha, "zero or positive")
-        require(0 <= self.gain <= 100, "rate.gain", self.gain, "between 0 and 100")
+        require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "zero or positive")
+        require(0 <= self.gain <= 100, "gain", self.gain, "between 0 and 100")
         if self.target_retain_rate is not None:
-            require(0 < self.target_retain_rate <= 1, "rate.target_retain_rate", self.target_retain_rate, "in (0, 1]")
-            require(self.alpha != 0, "rate.alpha", self.alpha, "positive when there is a target")
+            require(0 < self.target_retain_rate <= 1, "target_retain_rate", self.target_retain_rate, "in (0, 1]")
+            require(self.alpha != 0, "alpha", self.alpha, "positive when there is a target")
             require(
                 self.layer_floor < self.target_retain_rate,
-                "rate.layer_floor",
+                "layer_floor",
                 self.layer_floor,
-                f"below `rate.target_retain_rate`, {self.target_retain_rate}",
+                f"below `target_retain_rate`, {self.target_retain_rate}",
             )
-        require(0 <= self.layer_floor < 1, "rate.layer_floor", self.layer_floor, "in [0, 1)")
-        require(self.key_cost > 0, "rate.key_cost", self.key_cost, "positive")
-        require(self.settle_tokens >= 1, "rate.settle_tokens", self.settle_tokens, "at least 1")
-        require(0 <= self.ramp <= 1, "rate.ramp", self.ramp, "between 0 and 1")
+        require(0 <= self.layer_floor < 1, "layer_floor", self.layer_floor, "in [0, 1)")
+        require(self.key_cost > 0, "key_cost", self.key_cost, "positive")
+        require(self.settle_tokens >= 1, "settle_tokens", self.settle_tokens, "at least 1")
+        require(0 <= self.ramp <= 1, "ramp", self.ramp, "between 0 and 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class LossConfig:
     """What is minimised beside α R²."""
 
@@ -144,13 +140,11 @@ class LossConfig:
 
     def __post_init__(self):
         for key in ("cross_entropy", "distillation"):
-            require(getattr(self, key) >= 0, f"loss.{key}", getattr(self, key), "zero or positive")
-        require(
-            self.cross_entropy + self.distillation > 0, "loss.cross_entropy", self.cross_entropy, "positive, or distil"
-        )
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(self.cross_entropy + self.distillation > 0, "cross_entropy", self.cross_entropy, "positive, or distil")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class ReportConfig:
     """What a run shows of itself."""
 
@@ -169,11 +163,11 @@ class ReportConfig:
     )
 
     def __post_init__(self):
-        require(self.inspect_every >= 0, "report.inspect_every", self.inspect_every, "zero or positive")
-        require(self.peak_flops is None or self.peak_flops > 0, "report.peak_flops", self.peak_flops, "positive")
+        require(self.inspect_every >= 0, "inspect_every", self.inspect_every, "zero or positive")
+        require(self.peak_flops is None or self.peak_flops > 0, "peak_flops", self.peak_flops, "positive")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class OptimizerConfig:
     """AdamW, its schedule and the size of a step."""
 
@@ -194,14 +188,14 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for key in ("steps", "batch_size", "accumulate"):
-            require(getattr(self, key) >= 1, f"optimizer.{key}", getattr(self, key), "at least 1")
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         for key in ("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone", "weight_decay", "clip"):
-            require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), "zero or positive")
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         for key in ("warmup", "final_lr"):
-            require(0 <= getattr(self, key) <= 1, f"optimizer.{key}", getattr(self, key), "between 0 and 1")
+            require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "between 0 and 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class LoraConfig:
     """Adapters of `trainable: lora`, on every projection of every attention module."""
 
@@ -209,11 +203,11 @@ class LoraConfig:
     alpha: float = option(32.0, help="an adapter's output is scaled by alpha / rank")
 
     def __post_init__(self):
-        require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
-        require(self.alpha > 0, "lora.alpha", self.alpha, "positive")
+        require(self.rank >= 1, "rank", self.rank, "at least 1")
+        require(self.alpha > 0, "alpha", self.alpha, "positive")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class TrainConfig:
     """One training run."""
 
@@ -293,7 +287,8 @@ class TrainConfig:
                 None,
                 "given where `calibration.start` is gradient: gates start at it",
             )
-            self.compressor.check_gradient_start()
+            with within("compressor."):
+                self.compressor.check_gradient_start()
         if self.compressor.truncation == "nested":
             require(
                 self.rate.target_retain_rate is not None,

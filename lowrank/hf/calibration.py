@@ -11,9 +11,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank.errors import UserError
-from lowrank.hf.attention import CONTEXT, prepare
+from lowrank.hf.attention import CONTEXT, TRANSFORM, prepare
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads
+from lowrank.hf.mode import evaluating
 from lowrank.hf.rope import Rope
 from lowrank.moments import SecondMoment
 
@@ -29,10 +30,13 @@ def calibrate(
     Activations are folded into the moments layer by layer as the model runs and never kept: memory is O(L·C²).
 
     Args:
-        model: an uncompressed model.
+        model: an uncompressed model; it runs in eval mode, and is in the mode it was in afterwards.
         blocks_NT: token ids.
         sides: which of ``key`` (before rotation), ``rotated_key``, ``value`` and ``query`` (rotated; the queries of a KV
             head's group are its rows, so that only the head's own D×D block means anything).
+
+    Raises:
+        UserError: the model has compressors, or states that are not finite.
     """
     moments = empty_moments(model, sides)
 
@@ -44,6 +48,14 @@ def calibrate(
 
     observe(model, blocks_NT, fold, sides=sides, progress=progress)
     return moments
+
+
+def check_uncompressed(model: PreTrainedModel) -> None:
+    """Raise :class:`UserError` for a model with compressors: what later layers see would be of rebuilt states."""
+    if any(TRANSFORM in module._modules for module in attention_modules(model).values()):
+        raise UserError(
+            "the model has compressors, and calibration is of an uncompressed model; call dynakv.detach(model) first"
+        )
 
 
 def empty_moments(model: PreTrainedModel, sides: Sequence[str]) -> dict[int, dict[str, SecondMoment]]:
@@ -66,8 +78,9 @@ def observe(
 ) -> None:
     """Run the model over blocks and call ``visit(layer index, side, rows_NC)`` with each layer's joint states.
 
-    Arguments as for :func:`calibrate`.
+    Arguments and errors as for :func:`calibrate`.
     """
+    check_uncompressed(model)
     geometry = geometry_of(model)
     modules = attention_modules(model)
     prepare(model)
@@ -93,6 +106,7 @@ def observe(
             getattr(modules[index], CONTEXT).observer = observer_of(index)
         with (
             torch.no_grad(),
+            evaluating(model),
             tqdm(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
         ):
             for block_T in blocks_NT:

@@ -12,11 +12,12 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank.atomic import new_directory
+from lowrank.config import check_entries
 from lowrank.errors import UserError
 from lowrank.hf.calibration import KEY, SIDES, VALUE, calibrate
 from lowrank.hf.geometry import KVGeometry, geometry_of, warn_of_another
@@ -58,10 +59,11 @@ class Calibration:
 
         See :func:`lowrank.hf.calibration.calibrate` and :func:`lowrank.hf.sensitivity.gradient_moments`.
         """
+        # What gradients cannot be taken of is refused before the other pass.
+        taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
-        if gradients:
-            for index, sides in gradient_moments(model, blocks_NT, progress=progress).items():
-                found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
+        for index, sides in taken.items():
+            found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
         # On the CPU, whatever the model is on: bases and ranks are worked out over all layers.
         moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
         return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
@@ -99,34 +101,33 @@ class Calibration:
         """Read what :meth:`save` wrote.
 
         Raises:
-            UserError: the directory is no calibration, or its moments are damaged.
+            UserError: the directory is no calibration, or a damaged one.
         """
-        path = Path(directory) / CONFIG
+        path, moments_path = Path(directory) / CONFIG, Path(directory) / MOMENTS
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-            data = (Path(directory) / MOMENTS).read_bytes()
-        except (OSError, json.JSONDecodeError) as error:
+            data = moments_path.read_bytes()
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(
                 f"`{directory}` is no calibration ({error}); make one with python scripts/calibrate.py"
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
-        missing = [key for key in ("model", "geometry", "sha256") if key not in config]
-        if missing:
-            raise UserError(f"{path} is damaged: it has no `{missing[0]}`; calibrate again")
+        check_entries(config, {"model": str, "geometry": dict, "sha256": str, "tokens": int | None}, path)
+        geometry = KVGeometry.from_json(config["geometry"], path)
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
-            raise UserError(
-                f"{Path(directory) / MOMENTS} is damaged: its SHA-256 is not the recorded one; calibrate again"
-            )
+            raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
         try:
-            flat = load_file(Path(directory) / MOMENTS)
+            flat = load(data)  # the bytes that were hashed, and not what the file may hold by now
         except SafetensorError as error:
-            raise UserError(f"{Path(directory) / MOMENTS} cannot be read ({error}); calibrate again") from error
-        geometry = KVGeometry(**{**config["geometry"], "layers": tuple(config["geometry"]["layers"])})
-        sides = [side for side in (*SIDES, *GRADIENTS.values()) if f"layers.{geometry.layers[0]}.{side}" in flat]
-        moments = {i: {side: flat[f"layers.{i}.{side}"] for side in sides} for i in geometry.layers}
-        known = {"model": config["model"], "tokens": config.get("tokens")}
-        return cls(geometry=geometry, moments=moments, origin=f"the calibration `{directory}`", **known)
+            raise UserError(f"{moments_path} cannot be read ({error}); calibrate again") from error
+        return cls(
+            geometry=geometry,
+            moments=_unflattened(flat, geometry, moments_path),
+            origin=f"the calibration `{directory}`",
+            model=config["model"],
+            tokens=config.get("tokens"),
+        )
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
         """The moments as :func:`lowrank.hf.calibration.calibrate` returns them, each as if of one row."""
@@ -159,3 +160,18 @@ class Calibration:
         geometry_of(model).check_equal(self.geometry, self.origin)
         warn_of_another(model, self.model, self.origin, "make one on this model with python scripts/calibrate.py")
         return self
+
+
+def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> dict[int, dict[str, Tensor]]:
+    """Layer index → side → moment, from names in the file. Raises :class:`UserError` where one is missing or misshapen."""
+    gradients = [side for side in GRADIENTS.values() if any(name.endswith(f".{side}") for name in flat)]
+    shape = (geometry.width, geometry.width)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for index in geometry.layers:
+        names = {side: f"layers.{index}.{side}" for side in (*SIDES, *gradients)}
+        for name in names.values():
+            if name not in flat or flat[name].shape != shape:
+                what = f"{name} is {tuple(flat[name].shape)}, not {shape}" if name in flat else f"it has no {name}"
+                raise UserError(f"{path} does not hold what its {CONFIG} says: {what}; calibrate again")
+        moments[index] = {side: flat[name] for side, name in names.items()}
+    return moments

@@ -6,6 +6,7 @@ model class and `model_type` stay the stock ones, and without the package the sa
 warning.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,18 @@ def save_full(
     state: dict[str, Tensor] | None = None,
 ) -> None:
     """Write backbone and compressor as one checkpoint for `from_pretrained`, whole or not at all; `state` replaces the
-    model's own tensors."""
+    model's own tensors.
+
+    Raises:
+        UserError: the base model is quantised, or `directory` holds anything but an earlier checkpoint of this method.
+    """
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is not None and getattr(occupied, "quant_method", None) != method:
         raise UserError(
             "the base model is quantised, and a checkpoint can name only one method; save the compressor alone and "
             "attach it to the quantised model instead"
         )
+    _check_replaceable(Path(directory), method)
     with new_directory(directory, CONFIG_NAME) as partial:
         model.config.quantization_config = {"quant_method": method, "settings": settings}
         try:
@@ -87,3 +93,19 @@ def save_full(
                 del model.config.quantization_config
             else:
                 model.config.quantization_config = occupied
+
+
+def _check_replaceable(directory: Path, method: str) -> None:
+    """A `config.json` alone says little: every model, calibration and compressor has one."""
+    config = directory / CONFIG_NAME
+    if not config.is_file():
+        return
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    quantised = found.get("quantization_config") if isinstance(found, dict) else None
+    if not isinstance(quantised, dict) or quantised.get("quant_method") != method:
+        raise UserError(
+            f"`{directory}` holds something else than a full {method} checkpoint, which would be lost; choose another name"
+        )

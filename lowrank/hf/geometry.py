@@ -5,12 +5,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
+from lowrank.config import check_entries
 from lowrank.errors import UserError
 
 # Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
@@ -29,6 +31,22 @@ class KVGeometry:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], source: str | Path) -> "KVGeometry":
+        """What :func:`dataclasses.asdict` gave, read back from JSON.
+
+        Raises:
+            UserError: it is something else; `source` is the file it names.
+        """
+        names = {"layers": list, "num_kv_heads": int, "head_dim": int}
+        check_entries(values, names, f"`geometry` in {source}")
+        layers = values["layers"]
+        are_indices = layers and all(type(index) is int and index >= 0 for index in layers)
+        rise = are_indices and layers == sorted(set(layers))
+        if not rise or min(values["num_kv_heads"], values["head_dim"]) < 1 or values.keys() != names.keys():
+            raise UserError(f"`geometry` in {source} is damaged: it is {values!r}; restore the file, or make it again")
+        return cls(**{**values, "layers": tuple(layers)})
 
     @property
     def width(self) -> int:

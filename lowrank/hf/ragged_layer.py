@@ -167,7 +167,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         [score_Q] = eviction.scores(query_HQD, key_GTD[:, -new:], scaling, present_Q, parts=1)
         count = eviction.count(new if present_Q is None else int(present_Q.sum()))
         first = sequence.key.length - new
-        kept_N = score_Q.topk(count).indices.sort().values + first
+        # Of equal scores, which pooling makes, the first: whatever padding there is beside them.
+        kept_N = score_Q.sort(descending=True, stable=True).indices[:count].sort().values + first
         sequence.evict(torch.cat([torch.arange(first, device=kept_N.device), kept_N]))
 
     def _attend_compressed(

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM, prepare
-from lowrank.hf.calibration import KEY, VALUE, empty_moments
+from lowrank.hf.calibration import KEY, VALUE, check_uncompressed, empty_moments
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads, split_heads
+from lowrank.hf.mode import evaluating
 from lowrank.hf.rope import Rope
 from lowrank.moments import SecondMoment
 
@@ -29,19 +30,24 @@ def gradient_moments(
     With it, and errors e that do not depend on the gradients, ½ E[e G eᵀ] is to second order what rebuilding states with
     the error e adds to the cross-entropy of a token: the Gauss–Newton (empirical Fisher) estimate.
 
-    One backward pass a block through the model as it is, which keeps the activations of one block; parameters get no
+    One backward pass a block through the model in eval mode, which keeps the activations of one block; parameters get no
     gradients. Documents of one block are not kept apart.
 
     Args:
-        model: an uncompressed model, any floating dtype.
+        model: an uncompressed model, any floating dtype; it is in the mode it was in afterwards.
         blocks_NT: token ids, at least 2 a block.
+
+    Raises:
+        UserError: the model has compressors, blocks are too short, or gradients are not finite.
     """
+    check_uncompressed(model)
     if blocks_NT.shape[1] < 2:
         raise UserError(
             "blocks of one token predict nothing that gradients could be taken of; calibrate on longer ones"
         )
     moments = empty_moments(model, (KEY, VALUE))
     with (
+        evaluating(model),
         _probes(model) as probes,
         torch.enable_grad(),
         tqdm(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
@@ -73,8 +79,6 @@ def _probes(model: PreTrainedModel) -> Iterator[dict[int, "_Probe"]]:
     prepare(model)
     modules = attention_modules(model)
     probes = {index: _Probe() for index in geometry_of(model).layers}
-    if any(TRANSFORM in modules[index]._modules for index in probes):
-        raise UserError("the model has compressors; gradients are taken of an uncompressed model")
     for index, probe in probes.items():
         modules[index]._modules[TRANSFORM] = probe
     try:

@@ -23,6 +23,8 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_byte
         ({"lerning_rate": 0.1}, "did you mean `learning_rate`"),
         ({"tracker": "kalman"}, "`tracker` must be one of fixed, oja, frequent_directions"),
         ({"memory": 0}, "`memory` must be at least 1, or null for all"),
+        ({"max_loss": 1.5}, r"`max_loss` must be in \[0, 1\]; .*; got 1.5"),
+        ({"max_loss": -0.1}, r"`max_loss` must be in \[0, 1\]"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):
