@@ -1,7 +1,7 @@
 """Which tokens of a prompt are worth keeping at all: SnapKV's choice, to be combined with any compression of the rest.
 
-Shapes: H query heads, G KV heads, J = H/G, W queries of the window, T tokens of the prompt, D head dim, P parts (1 where all
-heads of a layer share their coefficients, G where each has its own).
+Shapes: H query heads, G KV heads, J = H/G, Q queries, W of the window, T tokens of the prompt, D head dim, P parts (1 where
+all heads of a layer share their coefficients, G where each has its own).
 """
 
 import torch
@@ -37,14 +37,14 @@ class Eviction:
         """How much the window's queries look at each token, (P, T) fp32; the window's own tokens first of all, padding last.
 
         Args:
-            query_HQD: rotated queries of the prompt, Q = T.
+            query_HQD: rotated queries of the prompt, its last one last; at most the last W of them matter.
             key_GTD: rotated keys of the same tokens.
             scaling: the model's own score scale.
             present_T: False for padding, None where there is none.
             parts: 1 to sum over all heads, G for a choice of each KV head's own.
         """
         tokens = key_GTD.shape[1]
-        window = min(self.window, tokens)
+        window = min(self.window, query_HQD.shape[1])
         groups = key_GTD.shape[0]
         query_GJWD = query_HQD[:, -window:].float().unflatten(0, (groups, -1))
         place_T = torch.arange(tokens, device=key_GTD.device)
@@ -68,6 +68,12 @@ class Eviction:
     def count(self, tokens: int) -> int:
         """How many of a prompt's tokens are kept."""
         return min(tokens, max(self.window, round(self.keep * tokens)))
+
+
+def best_of(score_PT: Tensor, count: int) -> Tensor:
+    """The indices of each row's `count` largest scores, rising, (P, count); of equal ones, which pooling makes, the first,
+    whatever padding there is beside them."""
+    return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
 
 
 def check_croppable(length: int, fixed: int) -> None:

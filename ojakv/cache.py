@@ -17,7 +17,7 @@ from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
 from lowrank.hf.rope import Rope
-from lowrank.hf.sequence_layer import SequenceLayer
+from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.ops.lowrank_attention import lowrank_attention
 from lowrank.ops.rotation import Rotate, Rotation
 from ojakv.config import OjaKVConfig
@@ -31,8 +31,6 @@ class OjaKVLayer(SequenceLayer):
     def __init__(self, plan: Plan, index: int):
         super().__init__()
         self.plan, self.config, self.index = plan, plan.config, index
-        self.record_past = False
-        self.prompt_end = 0  # where the prompt of the last `generate()` ended
         self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
 
     @property
@@ -40,8 +38,7 @@ class OjaKVLayer(SequenceLayer):
         return self.config.rotates
 
     def activate_past_recording(self) -> None:
-        """Until the next `generate()` the tokens of any call may be cropped right after it, a prompt's too; one that drafts
-        says so itself.
+        """See :meth:`SequenceLayer.activate_past_recording`; a prompt's tokens, too.
 
         Raises:
             UserError: tokens are evicted, which cannot be taken back.
@@ -51,21 +48,7 @@ class OjaKVLayer(SequenceLayer):
                 f"`eviction.keep` is {self.config.eviction.keep}, but a call with drafts must be able to take tokens back; "
                 f"keep the whole prompt (`eviction.keep: 1`), or generate without drafts"
             )
-        self.record_past = True
-
-    def expect_prompt(self, length: int) -> None:
-        # A single token after others goes on with what was begun. Drafts of an earlier `generate()` say nothing of this one,
-        # which records the past when it drafts.
-        is_prompt = length > self.get_seq_length() + 1
-        self.prompt_end, self.record_past = length if is_prompt else 0, False
-
-    def shorten(self, length: int) -> None:
-        super().shorten(length)
-        self.prompt_end = min(self.prompt_end, length)
-
-    def clear(self) -> None:
-        super().clear()
-        self.prompt_end, self.record_past = 0, False
+        super().activate_past_recording()
 
     def new_sequence(self) -> OnlineSequence:
         bases = self.plan.pair(self.index, self.device)
@@ -98,20 +81,26 @@ class OjaKVLayer(SequenceLayer):
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
             self._settle(query, scaling, may_be_cropped)
-        if self.config.eviction.is_on and not is_few:
-            for b in range(len(self.sequences)):
-                self._evict(b, query[b], new_key[b], mask, past, scaling)
+        if self.config.eviction.is_on:
+            self._evict(query, new_key, mask, scaling)
         return output
 
-    def _evict(
-        self, b: int, query_HQD: Tensor, key_GQD: Tensor, mask: Tensor | None, past: int, scaling: float
-    ) -> None:
-        """Of the tokens just read, forget those that the last of them do not look at: one choice for all heads where they
-        share their coefficients, one for each where it has its own."""
-        present_Q = None if mask is None else _present(mask, b, past, past + key_GQD.shape[1])
+    def _evict(self, query: Tensor, new_key: Tensor, mask: Tensor | None, scaling: float) -> None:
+        """Of a prompt just read to its end, forget the tokens that the last of them do not look at: one choice for all heads
+        where they share their coefficients, one for each where it has its own. Chosen by the keys as they came, or as the
+        cache gives them back where they came in more calls than this one."""
+        eviction = self.config.eviction
+        finished = self.finished_prompt(query, eviction.window)
+        if finished is None:
+            return
+        places, query_BHWD = finished
+        is_whole = new_key.shape[2] == places.stop - places.start
         parts = eviction_parts(self.plan.layers[self.index])
-        score_PQ = self.config.eviction.scores(query_HQD, key_GQD, scaling, present_Q, parts=parts)
-        self.sequences[b].evict(score_PQ, past, self.config.eviction)
+        for b, sequence in enumerate(self.sequences):
+            key_GTD = new_key[b] if is_whole else sequence.keys_from(places.start, self._rotation(b))
+            present_T = None if mask is None else _present(mask, b, places)
+            score_PT = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=parts)
+            sequence.evict(score_PT, places.start, eviction)
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
@@ -122,16 +111,14 @@ class OjaKVLayer(SequenceLayer):
             key, value, place = sequence.in_order(self._rotation(b))
             mask_1HQT = None
             if mask is not None:
-                columns = columns_of(mask[b if mask.shape[0] > 1 else 0, 0], place, query.shape[1])
+                columns = columns_of(mask_of_row(mask, b), place, query.shape[1])
                 mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return torch.cat(outputs)
 
     def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, past: int) -> None:
         for b, sequence in enumerate(self.sequences):
-            present_Q = None
-            if mask is not None:
-                present_Q = _present(mask, b, past, past + key.shape[2])
+            present_Q = None if mask is None else _present(mask, b, slice(past, past + key.shape[2]))
             sequence.append(key[b], value[b], present_Q)
 
     def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
@@ -146,7 +133,7 @@ class OjaKVLayer(SequenceLayer):
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
             if mask is not None:
-                mask_QT = columns_of(mask[b if mask.shape[0] > 1 else 0, 0], sequence.places(), query.shape[1])
+                mask_QT = columns_of(mask_of_row(mask, b), sequence.places(), query.shape[1])
             outputs.append(
                 lowrank_attention(
                     query[b],
@@ -173,9 +160,9 @@ class OjaKVLayer(SequenceLayer):
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
 
 
-def _present(mask: Tensor, b: int, start: int, end: int) -> Tensor:
-    """False for what no query of a sequence may see, which is padding, (end − start,); a later call cannot bring it back."""
-    return mask[b if mask.shape[0] > 1 else 0, 0, :, start:end].any(dim=0)
+def _present(mask: Tensor, b: int, places: slice) -> Tensor:
+    """False for what no query of a sequence may see at some places, which is padding; a later call cannot bring it back."""
+    return mask_of_row(mask, b)[:, places].any(dim=0)
 
 
 class OjaKVCache(LowRankCache):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank.eviction import Eviction, check_croppable
+from lowrank.eviction import Eviction, best_of, check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.memory import BUFFERS, POSITIONS
@@ -212,11 +212,11 @@ class OnlineSequence:
         new = int((place_PN[0] >= first).sum())
         old = place_PN.shape[1] - new
         full = int((self.full_position.rows >= first).sum())
-        count = min(new, max(0, eviction.count(new + full) - full))
+        count = max(0, eviction.count(new + full) - full)
+        if count >= new:
+            return
         score_PN = score_PQ.gather(1, place_PN[:, old:] - first)
-        # Of equal scores, which pooling makes, the first: whatever padding there is beside them.
-        best_PN = score_PN.sort(dim=1, descending=True, stable=True).indices[:, :count]
-        kept_PN = best_PN.sort(dim=1).values + old
+        kept_PN = best_of(score_PN, count) + old
         before_PN = torch.arange(old, device=kept_PN.device).expand(len(kept_PN), -1)
         index_PN = torch.cat([before_PN, kept_PN], dim=1)
         for side in (self.key, self.value):
@@ -253,6 +253,19 @@ class OnlineSequence:
 
     def rebuilt(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens held, low-rank ones first, (G, N + F, D) each."""
+        value_GND = self.value.operands().rebuilt()
+        return self._rebuilt_keys(rotation), torch.cat([value_GND, self.value.full.rows], 1)
+
+    def keys_from(self, first: int, rotation: Rotation | None) -> Tensor:
+        """Rotated keys from place `first` on, (G, T, D), none of which is evicted; zero where there was padding."""
+        key_GND = self._rebuilt_keys(rotation)
+        place_N = torch.atleast_2d(self.places())[0]  # parts differ in older tokens alone
+        is_new_N = place_N >= first
+        key_GTD = key_GND.new_zeros(key_GND.shape[0], self.length - first, key_GND.shape[2])
+        key_GTD[:, place_N[is_new_N] - first] = key_GND[:, is_new_N]
+        return key_GTD
+
+    def _rebuilt_keys(self, rotation: Rotation | None) -> Tensor:
         key_GND = self.key.operands().rebuilt()
         if self.config.rotates and rotation is not None:
             low = self.low_places()
@@ -261,8 +274,7 @@ class OnlineSequence:
                 key_GND = torch.cat(heads)
             else:
                 key_GND = rotation.rotate(key_GND, low)
-        value_GND = self.value.operands().rebuilt()
-        return torch.cat([key_GND, self.key.full.rows], 1), torch.cat([value_GND, self.value.full.rows], 1)
+        return torch.cat([key_GND, self.key.full.rows], 1)
 
     def in_order(self, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """The same as they followed one another, for attention that takes causality from that, and their places."""

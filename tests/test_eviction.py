@@ -6,7 +6,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
 from lowrank.errors import UserError
-from lowrank.eviction import Eviction
+from lowrank.eviction import Eviction, best_of
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 PROMPT = 40
@@ -48,6 +48,17 @@ def ids():
 def places_of(sequence) -> torch.Tensor:
     """Places of the tokens a sequence still has, (1 or P, N)."""
     return torch.atleast_2d(sequence.places()).sort().values
+
+
+def test_of_equal_scores_the_first_are_kept_whatever_is_beside_them():
+    # Many, so that an unstable sort would show; padding is at the front of one sequence and missing in the other.
+    score = torch.randint(0, 4, (2, 5000), generator=torch.Generator().manual_seed(0)).float()
+    padded = torch.cat([torch.full((2, 333), -torch.inf), score], dim=1)
+    for count in (1, 700, 2600, 5000):
+        actual = best_of(score, count)
+        expected = [sorted(sorted(range(5000), key=lambda t: (-row[t], t))[:count]) for row in score.tolist()]
+        assert actual.tolist() == expected
+        assert torch.equal(best_of(padded, count), actual + 333)
 
 
 def test_scores_are_the_windows_attention():
@@ -97,16 +108,17 @@ def test_a_token_attends_to_what_was_kept_and_to_nothing_else(make, ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("padding", [13, PROMPT - 3])  # the latter leaves less than a window
 @METHODS
-def test_a_padded_batch_generates_what_its_sequences_do_alone(make):
+def test_a_padded_batch_generates_what_its_sequences_do_alone(make, padding):
     ids = torch.randint(1, 97, (2, PROMPT), generator=torch.Generator().manual_seed(5))
     model = tiny_model()
     make_cache = make(model, 0.5, 0.4)
     mask = torch.ones_like(ids)
-    mask[1, :13] = 0
+    mask[1, :padding] = 0
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     batch = model.generate(ids * mask, attention_mask=mask, past_key_values=make_cache(), **options)
-    for row, start in ((0, 0), (1, 13)):
+    for row, start in ((0, 0), (1, padding)):
         part = ids[row : row + 1, start:]
         alone = model.generate(part, attention_mask=torch.ones_like(part), past_key_values=make_cache(), **options)
         assert torch.equal(batch[row, PROMPT:], alone[0, PROMPT - start :])
@@ -164,6 +176,71 @@ def test_beams_copies_and_crops_keep_the_state(make, ids):
     assert cache.get_seq_length() == PROMPT + 1
     beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert model.generate(ids, past_key_values=make_cache(), **beams).shape == (1, PROMPT + 6)
+
+
+def thinned_by_generate(make, ids, mask=None, **options):
+    """The cache after generate() has read a prompt at full rank, and what it wrote."""
+    model = tiny_model()
+    cache = make(model, 1.0, 0.5)()
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0} | options
+    return cache, model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [23, 17, 5, 1])
+@METHODS
+def test_a_prompt_is_thinned_once_in_whatever_chunks_it_comes(make, ids, chunk):
+    whole, written = thinned_by_generate(make, ids)
+    parts, same = thinned_by_generate(make, ids, prefill_chunk_size=chunk)
+    for layer, expected in zip(parts.layers, whole.layers, strict=True):
+        places, kept = (places_of(each.sequences[0]) for each in (layer, expected))
+        assert places.shape == kept.shape == (len(kept), PROMPT // 2 + 7)
+        if make is make_dynakv:  # which tokens of OjaKV's still wait whole, and so stay, is a matter of chunks
+            assert torch.equal(places, kept)
+            assert torch.equal(same, written)
+
+
+@torch.no_grad()
+@METHODS
+def test_a_prompts_last_queries_are_held_between_its_chunks_and_counted(make, ids):
+    model = tiny_model()
+    cache = make(model, 1.0, 0.5)()
+    cache.expect_prompt(PROMPT)
+    for part in ids.split(18, dim=1):
+        model(part, past_key_values=cache, use_cache=True)
+        assert cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
+        if cache.get_seq_length() == PROMPT - 4:
+            layers = model.config.num_hidden_layers
+            assert cache.memory().kinds["buffers"] >= layers * 4 * 4 * 16 * 4  # heads, queries, dims and bytes of one
+            # Sequences take their queries along.
+            cache.reorder_cache(torch.tensor([0, 0]))
+            cache.batch_select_indices(torch.tensor([1]))
+    assert places_of(cache.layers[0].sequences[0]).shape[1] == PROMPT // 2
+
+
+@torch.no_grad()
+@METHODS
+def test_a_later_prompt_in_chunks_thins_itself_alone(make, ids):
+    turn = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(6))
+    cache, written = thinned_by_generate(make, ids, max_new_tokens=2)
+    model = tiny_model()
+    make(model, 1.0, 0.5)
+    text = torch.cat([written, turn], dim=1)
+    options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 1, "do_sample": False}
+    model.generate(text, past_key_values=cache, prefill_chunk_size=7, **options)
+    # The last token written was not in the cache yet, and came with the second prompt.
+    assert places_of(cache.layers[0].sequences[0]).shape[1] == PROMPT // 2 + 1 + 16
+
+
+@torch.no_grad()
+def test_drafts_beside_an_evicted_prompt_are_taken_back(ids):
+    """The first call of a generate() that drafts brings the prompt and drafts, of which some are wrong."""
+    ids = ids[:, :10].repeat(1, 4)
+    _, expected = thinned_by_generate(make_dynakv, ids, max_new_tokens=24)
+    cache, actual = thinned_by_generate(make_dynakv, ids, max_new_tokens=24, prompt_lookup_num_tokens=20)
+    assert torch.equal(actual, expected)
+    assert places_of(cache.layers[0].sequences[0]).shape[1] <= PROMPT // 2 + 24
 
 
 @torch.no_grad()

@@ -88,9 +88,14 @@ class CodecLayer(CompressedLayer):
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
-        key_decoder, value_decoder = self._decoder_pair
-        key = split_heads(key_coef @ key_decoder, self.head_dim)
-        return key if rope is None else rope.rotate(key), split_heads(value_coef @ value_decoder, self.head_dim)
+        _, value_decoder = self._decoder_pair
+        return self._keys(key_coef, rope), split_heads(value_coef @ value_decoder, self.head_dim)
+
+    def _keys(self, coef_BTC: Tensor, rope: Rope | None) -> Tensor:
+        """Rotated keys from coefficients, (B, G, T, D)."""
+        key_decoder, _ = self._decoder_pair
+        key_BGTD = split_heads(coef_BTC @ key_decoder, self.head_dim)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD)
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens, (B, G, T, D) each; of a prompt what its own attention sees."""

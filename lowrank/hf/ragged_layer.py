@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lowrank.codec import Codec, Encoded
-from lowrank.eviction import check_croppable
+from lowrank.eviction import best_of, check_croppable
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
 from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
 from lowrank.hf.rope import Rope
-from lowrank.hf.sequence_layer import SequenceLayer
+from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.memory import POSITIONS
 from lowrank.ops.ragged_attention import ragged_attention
 from lowrank.ops.ragged_table import append_few, entrance_of
@@ -44,13 +44,21 @@ class RaggedSequence:
         """The place of each row of the stores, (N,) int64; None where row t is token t."""
         return None if self._place is None else self._place.rows.long()
 
-    def evict(self, row_N: Tensor) -> None:
-        """Keep the rows at `row_N`, which rise."""
-        place_N = torch.arange(self.length, device=row_N.device) if self._place is None else self._place.rows
+    def rows_of(self, places: slice) -> slice:
+        """The rows of the tokens at `places`, of which, and of those after them, none is evicted yet."""
+        ahead = self.length - self.key.length  # of all rows that are meant
+        return slice(places.start - ahead, places.stop - ahead)
+
+    def evict(self, places: slice, kept_N: Tensor) -> None:
+        """Of the tokens at `places` keep those that `kept_N` counts, rising, from the first of them on."""
+        rows, device = self.rows_of(places), kept_N.device
+        after_N = torch.arange(rows.stop, self.key.length, device=device)
+        row_N = torch.cat([torch.arange(rows.start, device=device), rows.start + kept_N, after_N])
+        place_N = torch.arange(self.length, device=device) if self._place is None else self._place.rows
         self._place = GrowingTensor(place_N[row_N].to(torch.int32))
         self.key.keep(row_N)
         self.value.keep(row_N)
-        self.fixed = self.length
+        self.fixed = places.stop
 
     def crop(self, length: int) -> None:
         check_croppable(length, self.fixed)
@@ -139,37 +147,45 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
         if self.is_decoding(query):
-            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
-        if any(sequence.fixed for sequence in self.sequences):
-            # Sequences no longer have equally many tokens.
-            outputs, keys = [], []
-            for b, sequence in enumerate(self.sequences):
-                key, value = self._rebuild_one(b)
-                mask_1QT = _mask_of(mask, b, sequence)[None, None] if mask is not None else None
-                outputs.append(inner(module, query[b : b + 1], key, value, mask_1QT, **kwargs)[0])
-                keys.append(key[0])
-            output = torch.cat(outputs), None
+            output = self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
+        elif any(sequence.fixed for sequence in self.sequences):
+            output = self._attend_rebuilt(module, query, mask, inner, **kwargs)
         else:
-            key, value = self._rebuild()
-            output = inner(module, query, key, value, mask, **kwargs)
-            keys = list(key)
-        if self.codec.eviction.is_on and query.shape[2] > MAX_DECODE_QUERIES:
-            for b, key_GTD in enumerate(keys):
-                self._evict(b, query[b], key_GTD, mask, kwargs["scaling"])
+            output = inner(module, query, *self._rebuild(), mask, **kwargs)
+        if self.codec.eviction.is_on:
+            self._evict(query, mask, kwargs["scaling"])
         return output
 
-    def _evict(self, b: int, query_HQD: Tensor, key_GTD: Tensor, mask: Tensor | None, scaling: float) -> None:
-        """Of the tokens just read, forget those that the last of them do not look at. Latents are shared by the heads, so
-        all heads choose together."""
-        sequence, eviction = self.sequences[b], self.codec.eviction
-        new = query_HQD.shape[1]
-        present_Q = None if mask is None else _mask_of(mask, b, sequence)[:, -new:].any(dim=0)
-        [score_Q] = eviction.scores(query_HQD, key_GTD[:, -new:], scaling, present_Q, parts=1)
-        count = eviction.count(new if present_Q is None else int(present_Q.sum()))
-        first = sequence.key.length - new
-        # Of equal scores, which pooling makes, the first: whatever padding there is beside them.
-        kept_N = score_Q.sort(descending=True, stable=True).indices[:count].sort().values + first
-        sequence.evict(torch.cat([torch.arange(first, device=kept_N.device), kept_N]))
+    def _evict(self, query: Tensor, mask: Tensor | None, scaling: float) -> None:
+        """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
+        the heads, so all heads choose together, by the keys that decoding will see."""
+        eviction = self.codec.eviction
+        finished = self.finished_prompt(query, eviction.window)
+        if finished is None:
+            return
+        places, query_BHWD = finished
+        for b, sequence in enumerate(self.sequences):
+            rows = sequence.rows_of(places)
+            rope = None if self.history is None else self.history.picked(b, places)
+            [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
+            tokens, present_T = key_GTD.shape[1], None
+            if mask is not None:
+                present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)
+                tokens = int(present_T.sum())
+            score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
+            [kept_N] = best_of(score_1T, eviction.count(tokens))
+            if len(kept_N) < key_GTD.shape[1]:
+                sequence.evict(places, kept_N)
+
+    def _attend_rebuilt(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None]
+            outputs.append(inner(module, query[b : b + 1], *self._rebuild_one(b), mask_11QT, **kwargs)[0])
+        return torch.cat(outputs), None
 
     def _attend_compressed(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
@@ -203,6 +219,6 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
 def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:
     """The mask's columns of the tokens a sequence still has, (Q, N)."""
-    mask_QT = mask[b if mask.shape[0] > 1 else 0, 0]
+    mask_QT = mask_of_row(mask, b)
     place_N = sequence.places()
     return mask_QT if place_N is None else mask_QT[:, place_N]

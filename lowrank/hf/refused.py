@@ -20,6 +20,13 @@ def check_implementation(name: str | None) -> None:
         )
 
 
+def prompt_length(generation_config: Any, model_kwargs: dict) -> int:
+    """Where the prompt of a `generate()` ends, as it prepares its cache; 0 where it does not say."""
+    mask = model_kwargs.get("attention_mask")
+    # A mask without padding is dropped before this, and its length noted.
+    return getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+
+
 def refuse_other_caches(model: PreTrainedModel) -> None:
     """Let `generate()` refuse a compressed cache beside a `cache_implementation`, and continuous batching altogether."""
     if model.can_generate():
@@ -43,9 +50,7 @@ def _prepare_cache_for_generation(
     cache = model_kwargs.get("past_key_values")
     if hasattr(cache, "compressed_layers"):
         check_implementation(generation_config.cache_implementation)
-        mask = model_kwargs.get("attention_mask")
-        # A mask without padding is dropped before this, and its length noted.
-        cache.expect_prompt(getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+        cache.expect_prompt(prompt_length(generation_config, model_kwargs))
     type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lowrank.errors import UserError
 from lowrank.hf.attention import prepare
 from lowrank.hf.cache import LowRankCache
-from lowrank.hf.refused import check_implementation
+from lowrank.hf.refused import check_implementation, prompt_length
 
 _STATE = "_compressed_serving"  # attribute of the base model: (cache class, handle of its forward pre-hook)
 
@@ -45,8 +45,10 @@ def _prepare_cache_for_generation(
         _check_cache(cache, cache_class)
     elif generation_config.use_cache is not False:
         model_kwargs["past_key_values"] = cache = cache_class.from_model(self)
-    if cache is not None and generation_config.is_assistant:
-        cache.activate_past_recording()
+    if cache is not None:
+        cache.expect_prompt(prompt_length(generation_config, model_kwargs))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
 
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
