@@ -9,7 +9,9 @@ from dynakv.cache import DynaKVCache, compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
 from lowrank.allocation import check_rank
+from lowrank.config import to_dict
 from lowrank.errors import UserError
+from lowrank.hf import full_checkpoint
 from lowrank.hf.attention import TRANSFORM, restore
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.serving import serve_compressed, stop_serving
@@ -59,6 +61,7 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
     check_rank(settings.granularity, geometry_of(model).width, "granularity")
     for layer in layers:
         layer.key.config = layer.value.config = settings
+    full_checkpoint.declare(model, METHOD, to_dict(settings))
     return model
 
 
@@ -68,7 +71,6 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         module._modules.pop(TRANSFORM, None)
     stop_serving(model)
     restore(model)
-    settings = getattr(model.config, "quantization_config", None)
-    if getattr(settings, "quant_method", None) == METHOD:
+    if full_checkpoint.is_declared(model, METHOD):
         del model.config.quantization_config
     return model

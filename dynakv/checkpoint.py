@@ -109,7 +109,8 @@ def read_config(directory: str | Path) -> CheckpointConfig:
 
 
 def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> PreTrainedModel:
-    """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself.
+    """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself, and `save_pretrained`
+    writes a full checkpoint.
 
     Args:
         model: the stock model it was trained for.
@@ -129,6 +130,7 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     state = read_state(Path(directory) / WEIGHTS)
     add_compressors(model, settings)
     load_state(model, state, str(directory))
+    full_checkpoint.declare(model, METHOD, to_dict(settings))
     return use_ragged_cache(model)
 
 

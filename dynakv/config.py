@@ -81,6 +81,9 @@ class DynaKVConfig:
             raise UserError(
                 "`gap` cannot be overridden with 'straight_through': that is of training; it serves as 'hard' does"
             )
+        eviction = overrides.get("eviction")
+        if isinstance(eviction, dict):  # its other keys stay as they are
+            overrides["eviction"] = {**to_dict(self.eviction), **eviction}
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
     def _fixed_by_training(self) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """The attention function compressed models run on, and the hook that hands it what transformers does not.
 
 transformers calls a registered attention function with rotated q, k, v and a mask, but with neither the cache nor the
-rotation. A forward pre-hook on each attention module sees both; it leaves them in the module's :class:`AttentionContext`,
-where the cache layer and the attention function of the same call pick them up.
+rotation. A forward pre-hook on each attention module sees both; it leaves them for the attention function of the same call,
+in the same thread, so that threads may share a model. `torch.compile` leaves both as they are and compiles what is between.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,20 +43,32 @@ class CacheLayer(Protocol):
 
 @dataclasses.dataclass
 class AttentionContext:
-    """What one attention module's current call needs besides q, k and v."""
+    """What an attention module needs besides its weights."""
 
     apply_rotary: Callable | None
     hook: RemovableHandle
     previous: str  # the model's attention before it was prepared, which still runs underneath
     observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
+
+
+class _Call(threading.local):
+    """What an attention module's running call needs besides q, k and v; each thread has its own."""
+
+    module: nn.Module | None = None
     rope: Rope | None = None
     layer: CacheLayer | None = None
 
-    def take(self) -> tuple[CacheLayer | None, Rope | None]:
-        """The call's cache layer and rotation; the context lets go of them, so that nothing outlives the call."""
-        layer, rope = self.layer, self.rope
-        self.layer = self.rope = None
+    def begin(self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None) -> None:
+        self.module, self.layer, self.rope = module, layer, rope
+
+    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None]:
+        """The cache layer and the rotation of this module's call, of which nothing is kept."""
+        layer, rope = (self.layer, self.rope) if module is self.module else (None, None)
+        self.module = self.layer = self.rope = None
         return layer, rope
+
+
+_call = _Call()
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -101,20 +114,23 @@ def restore(model: PreTrainedModel) -> None:
         model.set_attn_implementation(previous)
 
 
+@torch.compiler.disable
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _check_not_switched(module)
     context: AttentionContext = getattr(module, CONTEXT)
     embeddings = kwargs.get("position_embeddings")
-    context.rope = None
+    rope = None
     if embeddings is not None and context.apply_rotary is not None:
-        context.rope = Rope(context.apply_rotary, *embeddings, position_BT=kwargs.get("position_ids"))
+        rope = Rope(context.apply_rotary, *embeddings, position_BT=kwargs.get("position_ids"))
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
     # A DynamicCache made without a config has no layers before their first tokens come.
     layers = [] if cache is None else cache.layers
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
-    context.layer = layer if hasattr(layer, "arm") else None
-    if context.layer is not None:
-        context.layer.arm(context.rope)
+    if not hasattr(layer, "arm"):
+        layer = None
+    else:
+        layer.arm(rope)
+    _call.begin(module, layer, rope)
 
 
 def _check_not_switched(module: nn.Module) -> None:
@@ -125,6 +141,7 @@ def _check_not_switched(module: nn.Module) -> None:
         )
 
 
+@torch.compiler.disable
 def adaptive_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -140,7 +157,7 @@ def adaptive_attention(
             f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)"
         )
     inner = backend(context.previous)
-    layer, rope = context.take()
+    layer, rope = _call.take(module)
     if layer is not None:
         return layer.attend(module, query, _boolean(attention_mask), inner, **kwargs)
     if context.observer is not None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -64,6 +65,23 @@ def register_method(
     register_quantizer(method)(MethodLoader)
 
 
+def declare(model: PreTrainedModel, method: str, settings: dict[str, Any]) -> None:
+    """From now on the model's own `save_pretrained` writes full checkpoints of `method`; a quantised model's stays as it is,
+    since a checkpoint can name only one method."""
+    occupied = getattr(model.config, "quantization_config", None)
+    if occupied is None or _method_of(occupied) == method:
+        model.config.quantization_config = AUTO_QUANTIZATION_CONFIG_MAPPING[method](settings=settings)
+
+
+def is_declared(model: PreTrainedModel, method: str) -> bool:
+    """Whether the model saves itself as a full checkpoint of `method`."""
+    return _method_of(getattr(model.config, "quantization_config", None)) == method
+
+
+def _method_of(quantisation: Any) -> str | None:
+    return getattr(quantisation, "quant_method", None)
+
+
 def save_full(
     model: PreTrainedModel,
     directory: str | Path,
@@ -78,14 +96,14 @@ def save_full(
         UserError: the base model is quantised, or `directory` holds anything but an earlier checkpoint of this method.
     """
     occupied = getattr(model.config, "quantization_config", None)
-    if occupied is not None and getattr(occupied, "quant_method", None) != method:
+    if occupied is not None and _method_of(occupied) != method:
         raise UserError(
             "the base model is quantised, and a checkpoint can name only one method; save the compressor alone and "
             "attach it to the quantised model instead"
         )
     _check_replaceable(Path(directory), method)
     with new_directory(directory, CONFIG_NAME) as partial:
-        model.config.quantization_config = {"quant_method": method, "settings": settings}
+        declare(model, method, settings)
         try:
             model.save_pretrained(partial, state_dict=state)
         finally:

@@ -84,7 +84,16 @@ def warn_of_another(model: PreTrainedModel, made_on: str | None, what: str, reme
 
 
 def geometry_of(model: PreTrainedModel) -> KVGeometry:
-    """The geometry of any stock decoder. Raises :class:`UserError` for a model no layer of which can be compressed."""
+    """The geometry of any stock decoder.
+
+    Raises:
+        UserError: the model wraps another, or has no layer that can be compressed.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps, such as "
+            f"`model.get_base_model()` or, with a LoRA to be kept, `model.merge_and_unload()` of peft, or `model.module`"
+        )
     config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend:
         raise UserError(

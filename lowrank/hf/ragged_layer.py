@@ -146,19 +146,21 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
+        key = None  # of all tokens, where attention needs them
         if self.is_decoding(query):
             output = self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
         elif any(sequence.fixed for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs)
         else:
-            output = inner(module, query, *self._rebuild(), mask, **kwargs)
+            key, value = self._rebuild()
+            output = inner(module, query, key, value, mask, **kwargs)
         if self.codec.eviction.is_on:
-            self._evict(query, mask, kwargs["scaling"])
+            self._evict(query, key, mask, kwargs["scaling"])
         return output
 
-    def _evict(self, query: Tensor, mask: Tensor | None, scaling: float) -> None:
+    def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
         """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
-        the heads, so all heads choose together, by the keys that decoding will see."""
+        the heads, so all heads choose together, by the keys that this call's attention saw, where it saw all."""
         eviction = self.codec.eviction
         finished = self.finished_prompt(query, eviction.window)
         if finished is None:
@@ -166,8 +168,11 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         places, query_BHWD = finished
         for b, sequence in enumerate(self.sequences):
             rows = sequence.rows_of(places)
-            rope = None if self.history is None else self.history.picked(b, places)
-            [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
+            if key is not None:
+                key_GTD = key[b, :, places]
+            else:
+                rope = None if self.history is None else self.history.picked(b, places)
+                [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
             tokens, present_T = key_GTD.shape[1], None
             if mask is not None:
                 present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)

@@ -3,7 +3,7 @@
 The hooks are on the instance: the class, and every other model of it, stay as they were.
 """
 
-import types
+import functools
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -32,9 +32,9 @@ def refuse_other_caches(model: PreTrainedModel) -> None:
     if model.can_generate():
         # A model that makes its own compressed caches has a stricter hook already.
         model.__dict__.setdefault(
-            "_prepare_cache_for_generation", types.MethodType(_prepare_cache_for_generation, model)
+            "_prepare_cache_for_generation", functools.partial(_prepare_cache_for_generation, model)
         )
-        model.init_continuous_batching = types.MethodType(_init_continuous_batching, model)
+        model.init_continuous_batching = functools.partial(_init_continuous_batching, model)
 
 
 def allow_other_caches(model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 Both hooks are on the instance: the class, and every other model of it, stay as they were.
 """
 
-import types
+import functools
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ def serve_compressed(model: PreTrainedModel, cache_class: type[LowRankCache]) ->
     """From now on the model fills a ``cache_class.from_model(model)`` wherever it would fill a `DynamicCache`."""
     prepare(model)
     stop_serving(model)
-    model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
+    model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
     base = model.base_model
     base.__dict__[_STATE] = (cache_class, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
     return model
