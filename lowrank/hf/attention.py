@@ -2,7 +2,7 @@
 
 transformers calls a registered attention function with rotated q, k, v and a mask, but with neither the cache nor the
 rotation. A forward pre-hook on each attention module sees both; it leaves them for the attention function of the same call,
-in the same thread, so that threads may share a model. `torch.compile` leaves both as they are and compiles what is between.
+in the same thread, so that threads may share a model. `torch.compile` leaves both as they are and compiles the rest.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 """

@@ -118,6 +118,7 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         self.start()
         self.is_initialized = True
 
+    @torch.compiler.disable  # a cache that grows is of no use in a graph
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore."""
         if not self._armed:
