@@ -15,6 +15,7 @@ from benchmarks import made_up
 from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.made_up import random_ids
 from dynakv.checkpoint import read_config
+from lowrank import cli
 from lowrank.config import require
 from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES, check_length, load_model, load_tokenizer
@@ -61,7 +62,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         help="share of all coefficients that dynakv-paged, on a GPU, has room for [default %(default)s]",
     )  # fmt: skip
     parser.add_argument("--text", metavar="FILE", help="what the context is filled with [default: random tokens]")
-    parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
     return parser
 
 

@@ -21,7 +21,6 @@ from benchmarks.decode_shapes import Shape, Step, concatenated, one_rank, preall
 from benchmarks.harness import count, forget_tuning, interleaved_ms, use_device, write_results
 from lowrank import cli
 from lowrank.config import require
-from lowrank.errors import UserError
 from lowrank.hf.loading import DTYPES
 
 ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -67,13 +66,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="[default float32, on a GPU bfloat16]")
     parser.add_argument("--layers", type=count, default=4, help="caches, one after another [default %(default)s]")
     parser.add_argument("--repeats", type=count, default=20, help="[default %(default)s]")
-    parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
     arguments = parser.parse_args(argv)
     for name, value in DEFAULTS[arguments.device].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("`--device` must be cpu where torch sees no GPU; got cuda")
+    device, dtype = use_device(arguments.device), getattr(torch, arguments.dtype)
     require(
         arguments.heads % arguments.groups == 0, "--groups", arguments.groups, f"a divisor of {arguments.heads} heads"
     )
@@ -82,7 +80,6 @@ def main(argv: list[str]) -> None:
     require(arguments.granule <= width, "--granule", arguments.granule, f"at most the joint width, {width}")
 
     torch.manual_seed(0)
-    device, dtype = use_device(arguments.device), getattr(torch, arguments.dtype)
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device, dtype)
     print(f"copy {bandwidth / 1e9:.0f} GB/s, matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = []

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from lowrank.atomic import write_text
+from lowrank.hf.loading import device_of
 
 
 def count(text: str) -> int:
@@ -52,7 +53,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor) -> None:
 
 def use_device(name: str) -> torch.device:
     """The device of a benchmark, which is waited for and launched on from here on."""
-    device = torch.device(name)
+    device = device_of(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device

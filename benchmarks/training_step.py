@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=count, default=5, help="timed steps of each [default %(default)s]")
     parser.add_argument("--inverse", choices=dynakv.INVERSES, default="exact", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
-    parser.add_argument("--json", metavar="FILE", help="where to write the rows")
+    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
     arguments = parser.parse_args(argv)
 
     name = os.path.expanduser(arguments.model)

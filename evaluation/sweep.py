@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 import dynakv
@@ -21,7 +22,7 @@ from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
 from lowrank.config import configuration, option, read_yaml, require, section
 from lowrank.errors import UserError
-from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, default_device, load_model, load_tokenizer
+from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank.paths import expand
 from lowrank.text import CalibrationText
 from ojakv import Calibration
@@ -128,7 +129,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     name = expand(str(recipe.get("model")))
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
-    device = config.device or default_device()
+    device = device_of(config.device)
     model = load_model(name, dtype=config.dtype, device="cpu")  # while it is not in use: training needs the device, too
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
@@ -169,7 +170,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
 
 
 @contextlib.contextmanager
-def _moved(model: PreTrainedModel, device: str) -> Iterator[None]:
+def _moved(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """Have a model on a device for a while; it is on the CPU before and after."""
     model.to(device)
     try:

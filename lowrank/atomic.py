@@ -21,6 +21,17 @@ def check_replaceable(target: str | Path, known_by: str) -> None:
         )
 
 
+def check_directory(path: str | Path) -> Path:
+    """The path, of a directory that is there or can be made. Raises :class:`UserError` for any other."""
+    path = Path(path)
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not nearest.is_dir():
+        raise UserError(f"`{path}` cannot be a directory, since `{nearest}` is a file; choose another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"`{path}` cannot be written, since `{nearest}` is not yours to write in; choose another place")
+    return path
+
+
 @contextlib.contextmanager
 def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
     """Yield an empty directory that takes the name `target` only if the block ends without an exception.
@@ -32,7 +43,7 @@ def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
     """
     target = Path(target)
     check_replaceable(target, known_by)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    check_directory(target.parent).mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
     _make_readable(partial, 0o777)
     try:
@@ -60,7 +71,7 @@ def write_text(target: str | Path, text: str) -> None:
 def write_bytes(target: str | Path, content: bytes) -> None:
     """Write a whole file under its final name in one step."""
     target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    check_directory(target.parent).mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", delete=False) as file:
         partial = Path(file.name)
     try:

@@ -38,8 +38,13 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     Raises:
         UserError: nothing there, no such column, or no text in it.
     """
+    format = _format(name)
+    if format is None and Path(name).is_file():
+        raise UserError(
+            f"the data file `{name}` is of no known kind; give it its own of the endings {', '.join(_FORMATS)}, "
+            f"or one of these and {', '.join(_PACKED)}"
+        )
     try:
-        format = _format(name)
         if format is None:
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
@@ -51,7 +56,9 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"cannot load the data set `{name}`: {' '.join(str(error).split())[:300]}") from error
+        # What went wrong is said by what datasets' own exception came from.
+        why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}") from error
     if first is not None and text_field not in first:
         raise UserError(
             f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"

@@ -12,7 +12,13 @@ from lowrank.config import parse_config
 
 
 def main(argv: list[str]) -> None:
-    output = {"flag": "--output", "required": True, "metavar": "DIR", "help": "directory for the results"}
+    output = {
+        "flag": "--output",
+        "type": cli.output_directory,
+        "metavar": "DIR",
+        "required": True,
+        "help": "of the results",
+    }
     config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
     for model, rows in compare(config):
         write_comparison(arguments.output, model, rows)

@@ -87,6 +87,8 @@ def encode(tokenizer, arguments: argparse.Namespace):
             prompt = Path(prompt[1:]).read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"the prompt file `{prompt[1:]}` is not UTF-8 text: {error.reason}; convert it") from error
     if arguments.chat:
         messages = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--prefill", choices=["exact", "reconstructed"], default="exact", help="[default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
     checkpoint = read_config(arguments.checkpoint)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens measured after them [default %(default)s]")
     parser.add_argument("--rate", type=float, default=0.4, help="rank over width [default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
     model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         "--triggers", type=float, nargs="*", default=[0.2, 0.5, 1.0], help="thresholds [default %(default)s]"
     )
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
     arguments = parser.parse_args(argv)
 
     model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)

@@ -19,9 +19,15 @@ TRAIN = Path(__file__).parent.parent / "train_dynakv.py"
 
 
 def main(argv: list[str]) -> None:
-    output = {"flag": "--output", "required": True, "metavar": "DIR", "help": "directory for runs and results"}
+    output = {
+        "flag": "--output",
+        "type": cli.output_directory,
+        "metavar": "DIR",
+        "required": True,
+        "help": "of the runs",
+    }
     config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
-    model, rows = sweep(config, Path(arguments.output), [*(config.launch or [sys.executable]), str(TRAIN)])
+    model, rows = sweep(config, arguments.output, [*(config.launch or [sys.executable]), str(TRAIN)])
     print(markdown(model, rows))
 
 

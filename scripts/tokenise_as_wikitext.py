@@ -13,7 +13,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from lowrank import cli
 from lowrank.atomic import write_text
@@ -31,7 +30,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--name", required=True, help="what to convert: a hub id or a .txt, .json, .jsonl or .parquet file"
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .jsonl, a document a line")
+    parser.add_argument(
+        "--output", required=True, type=cli.output_file, metavar="FILE", help="a .jsonl, a document a line"
+    )
     parser.add_argument("--text-field", default="text", help="column of the text [default %(default)s]")
     parser.add_argument(
         "--seen", type=int, default=3, help="words seen less often become <unk>; 1 keeps all [default %(default)s]"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
@@ -146,6 +147,12 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
     [
         (("--checkpoint", "nowhere", "--prompt", "x"), "checkpoint directory `nowhere` does not exist"),
         (("--prompt", "@nowhere.txt"), "cannot read the prompt file `nowhere.txt`"),
+        (("--prompt", "LATIN"), "is not UTF-8 text"),
+        (
+            ("--prompt", "x", "--device", "gpu"),
+            "`device` must be a device of torch, such as cpu, cuda or cuda:1; got 'gpu'",
+        ),
+        (("--prompt", "x", "--device", "cuda:99"), "`device` is cuda:99, and torch sees"),
         (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
         (
             ("--prompt", "x", "--evict", "0"),
@@ -154,7 +161,10 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )
-def test_generate_mistakes_end_in_one_paragraph(mistake, checkpoint, arguments, message):
+def test_generate_mistakes_end_in_one_paragraph(mistake, checkpoint, tmp_path, arguments, message):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("café".encode("latin1"))
+    arguments = [f"@{latin}" if word == "LATIN" else word for word in arguments]
     if "--checkpoint" not in arguments:
         arguments = ("--checkpoint", checkpoint, *arguments)
     assert message in mistake("scripts/generate.py", *arguments)
@@ -188,6 +198,16 @@ def test_online_presets_are_compared_after_a_prompt(here, compare_config, bases,
         assert rates[1:] == pytest.approx([0.8, 0.95], abs=0.06)
         assert rates[1] <= 0.8
         assert rates[2] <= 0.95
+
+
+@pytest.mark.parametrize("output", [".", "file.json/rows.json"])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, output):
+    (tmp_path / "file.json").write_text("{}")
+    arguments = ("--model", "./nowhere", "--bases", "nowhere", "--text", "a=b", "--output", tmp_path / output)
+    with pytest.raises(SystemExit) as ended:
+        here("scripts/measure_shift.py", *arguments)
+    assert ended.value.code == 2
+    assert re.search("is a directory, and a file is to be|cannot be a directory, since", capsys.readouterr().err)
 
 
 def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):

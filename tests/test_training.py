@@ -119,6 +119,9 @@ def test_the_settled_threshold_gives_the_target_rate(training_values, tmp_path):
         (("--dataset.name", "nowhere.jsonl"), "`nowhere.jsonl` does not exist"),
         (("--dataset.text_field", "body"), "no column `body`, only text"),
         (("--dataset.name", "NUMBERS"), "column `text` of the data set .* holds int, not text"),
+        (("--dataset.name", "NOTES"), r"`.*notes.md` is of no known kind; give it its own of the endings .txt, .json"),
+        (("--dataset.name", "BROKEN"), r"cannot load the data set `.*broken.jsonl`: .*JSON parse error"),
+        (("--output", "EMPTY"), r"`.*empty.jsonl` cannot be a directory, since `.*empty.jsonl` is a file"),
         (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
         (("--resume",), "nothing to resume"),
         (("--compressor.granularity", "33"), "`compressor.granularity` must be in 1..32 for this model, got 33"),
@@ -130,7 +133,11 @@ def test_mistakes_end_in_one_paragraph(mistake, config_file, tmp_path, arguments
     empty.write_text('{"text": ""}\n')
     numbers = tmp_path / "numbers.jsonl"
     numbers.write_text('{"text": 7}\n')
-    files = {"EMPTY": str(empty), "NUMBERS": str(numbers)}
+    notes = tmp_path / "notes.md"
+    notes.write_text("text\n")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "whole"}\n{"text": "cut')
+    files = {"EMPTY": str(empty), "NUMBERS": str(numbers), "NOTES": str(notes), "BROKEN": str(broken)}
     arguments = [files.get(word, word) for word in arguments]
     assert re.search(message, mistake("train_dynakv.py", "--config", config_file, *arguments))
     assert not (tmp_path / "run").exists()

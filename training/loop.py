@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.objective import RateController
-from lowrank.atomic import write_text
+from lowrank.atomic import check_directory, write_text
 from lowrank.config import to_dict
 from lowrank.errors import UserError
 from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
@@ -70,7 +70,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         config: of the run.
         resume: continue from the newest undamaged state under ``config.output`` instead of calibrating.
     """
-    states, steps = Path(config.output) / STATES, config.optimizer.steps
+    states, steps = check_directory(config.output) / STATES, config.optimizer.steps
     if not resume:
         _check_unused(Path(config.output))
     # A resumed run has its price from the state.

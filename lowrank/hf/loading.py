@@ -14,9 +14,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICE_HELP = "where to run, e.g. cuda or cpu; by default a GPU where there is one"
 
 
-def default_device() -> str:
-    """Where models run when nothing else is asked for."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(name: str | torch.device | None = None) -> torch.device:
+    """Where to run: a GPU where there is one, unless `name` says otherwise.
+
+    Raises:
+        UserError: torch knows no such device, or sees none here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(
+            f"`device` must be a device of torch, such as cpu, cuda or cuda:1; got {str(name)!r}"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"`device` is {device}, and torch sees {torch.cuda.device_count()} NVIDIA GPUs; use another, or cpu"
+        )
+    return device
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:
@@ -25,12 +40,13 @@ def load_model(name: str, *, dtype: str = "float32", device: str | torch.device 
     Args:
         name: hub id or local directory.
         dtype: one of :data:`DTYPES`.
-        device: where to put it; None takes :func:`default_device`.
+        device: where to put it, see :func:`device_of`.
     """
+    device = device_of(device)
     if dtype not in DTYPES:
         raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
     model = _pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
-    return model.to(device or default_device()).eval()
+    return model.to(device).eval()
 
 
 def shard_while_loading(deepspeed: dict[str, Any], *, dtype: str) -> object:
