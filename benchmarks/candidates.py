@@ -27,6 +27,7 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
 DYNAKV, PAGED = "dynakv", "dynakv-paged"
 CHECKED_TOKENS = 65
+DEFAULT_SHARES = (0.16, 0.44)  # about what training to 0.3 keeps of keys and of values
 
 Candidate = tuple[PreTrainedModel, Callable[[], Cache]]  # a model and a maker of fresh caches
 Candidates = dict[str, Candidate]
@@ -38,7 +39,10 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model, or the demo's]"
     )
-    parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR",
+        help="DynaKV compressor checkpoint [default: without --bases, too, a compressor and bases of random tokens]",
+    )  # fmt: skip
     parser.add_argument(
         "--made-up", metavar="KEYS,VALUES", type=_rates,
         help="random weights of the model's shape, for which only its configuration is read, a compressor that keeps these "
@@ -81,11 +85,12 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         DYNAMIC: (plain, lambda: DynamicCache(config=plain.config)),
         PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
     }
-    calibration = _calibration(plain, arguments)
-    chosen = _chosen(plain, arguments, calibration)
+    shares = _shares(arguments)
+    calibration = _calibration(plain, arguments, shares)
+    chosen = _chosen(plain, arguments, calibration, shares)
     for name in (DYNAKV, PAGED):
         if name in chosen:
-            learned = _learned(plain, arguments, calibration, paged=name == PAGED)
+            learned = _learned(plain, arguments, calibration, shares, paged=name == PAGED)
             make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
             found[name] = (learned, functools.partial(make, learned, length))
             _check_learned(name, *found[name])
@@ -99,10 +104,26 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     return found
 
 
-def _chosen(plain: PreTrainedModel, arguments: argparse.Namespace, calibration: Calibration | None) -> list[str]:
+def _shares(arguments: argparse.Namespace) -> tuple[float, float] | None:
+    """What a made-up compressor is to keep of keys and of values; None where all compressed caches are named."""
+    if arguments.made_up or arguments.checkpoint or arguments.bases:
+        return arguments.made_up
+    print(
+        "neither --checkpoint nor --bases: random tokens give the bases of all compressed caches, and dynakv keeps "
+        "{} of the keys and {} of the values of every token".format(*DEFAULT_SHARES)
+    )
+    return DEFAULT_SHARES
+
+
+def _chosen(
+    plain: PreTrainedModel,
+    arguments: argparse.Namespace,
+    calibration: Calibration | None,
+    shares: tuple[float, float] | None,
+) -> list[str]:
     """The compressed caches that the arguments can give and ask for."""
     there = []
-    if arguments.checkpoint or arguments.made_up:
+    if arguments.checkpoint or shares:
         there += [DYNAKV, PAGED] if plain.device.type == "cuda" else [DYNAKV]
     if calibration is not None:
         there += arguments.presets.split(",")
@@ -165,28 +186,33 @@ def _rates(text: str) -> tuple[float, float]:
     )
 
 
-def _calibration(plain: PreTrainedModel, arguments: argparse.Namespace) -> Calibration | None:
+def _calibration(
+    plain: PreTrainedModel, arguments: argparse.Namespace, shares: tuple[float, float] | None
+) -> Calibration | None:
     if arguments.bases:
         return Calibration.load(arguments.bases)
-    if arguments.made_up:
-        return made_up.calibration(twin(plain))
-    return None
+    return made_up.calibration(twin(plain)) if shares else None
 
 
 def _learned(
-    plain: PreTrainedModel, arguments: argparse.Namespace, calibration: Calibration | None, *, paged: bool
+    plain: PreTrainedModel,
+    arguments: argparse.Namespace,
+    calibration: Calibration | None,
+    shares: tuple[float, float] | None,
+    *,
+    paged: bool,
 ) -> PreTrainedModel:
     """A model with a compressor, for a paged cache with ranks of whole granules of its pages."""
     granularity = arguments.granularity
     if granularity is None:
         trained = arguments.checkpoint and read_config(arguments.checkpoint).compressor.granularity
-        granularity = trained or made_up.GRANULARITY
+        granularity = trained or made_up.granularity_of(plain)
     if paged:
         granularity = -(-granularity // MIN_GRANULE) * MIN_GRANULE
     model = twin(plain)
-    if not arguments.made_up:
+    if not shares:
         return dynakv.attach(model, arguments.checkpoint, granularity=granularity)
-    made_up.add_compressors(model, calibration, arguments.made_up, granularity)
+    made_up.add_compressors(model, calibration, shares, granularity)
     return model
 
 

@@ -5,10 +5,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import dynakv
+from lowrank.hf.geometry import geometry_of
 from ojakv import Calibration
 
 CALIBRATION_TOKENS = 512
-GRANULARITY = 64
 
 
 def load_model(name: str, *, dtype: str, device: str) -> PreTrainedModel:
@@ -33,6 +33,11 @@ def random_ids(model: PreTrainedModel, length: int) -> Tensor:
 def calibration(model: PreTrainedModel) -> Calibration:
     """Moments of random tokens."""
     return Calibration.from_text(model, random_ids(model, CALIBRATION_TOKENS), progress=False)
+
+
+def granularity_of(model: PreTrainedModel) -> int:
+    """What ranks are multiples of: 64 of an 8 B model's 1,024 coefficients, 16 of the demo's 192."""
+    return max(8, min(64, geometry_of(model).width // 12))
 
 
 def add_compressors(

@@ -40,7 +40,8 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context)
-    found.pop(PAGED, None)  # takes the memory it is told to take
+    if found.pop(PAGED, None):
+        print(f"{PAGED} is left out: it takes the memory that it is told to take")
     ids = context_ids(arguments, found[PREALLOCATED][0], arguments.context - 1)
     preallocated = Prompted(found[PREALLOCATED], ids)
     budget = preallocated.needed(arguments.sequences)

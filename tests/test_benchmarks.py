@@ -77,6 +77,21 @@ def test_a_model_that_is_only_a_configuration(rows, tmp_path):
     assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.04)
 
 
+def test_without_a_compressor_and_bases_both_are_made_up_and_it_is_said(caches, capsys, tmp_path):
+    from benchmarks import generate_e2e
+
+    output = tmp_path / "out.json"
+    arguments = (*caches[:2], "--context", 200, "--tokens", 2, "--granularity", 4, "--json", output)
+    generate_e2e.main([*map(str, arguments)])
+    printed = capsys.readouterr().out
+    assert (
+        "random tokens give the bases of all compressed caches, and dynakv keeps 0.16 of the keys and 0.44" in printed
+    )
+    found = read(output, "generate_e2e", printed)
+    assert list(found) == CACHES
+    assert found["dynakv"]["rate"] == pytest.approx(0.3, abs=0.08)
+
+
 def test_one_cache_of_those_there_are(rows, caches):
     assert list(rows("generate_e2e", *caches, "--tokens", 2, "--caches", "ojakv-pf")) == [*CACHES[:2], "ojakv-pf"]
     with pytest.raises(
