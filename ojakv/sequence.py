@@ -1,13 +1,13 @@
 """One sequence of one layer: which tokens are low rank, which are whole, and when they change sides.
 
-Shapes: H query heads, G KV heads, J = H/G, D head dim, N tokens, F tokens at full rank, Q queries, P parts, W width of a
+Shapes: H query heads, G KV heads, D head dim, N tokens, F tokens at full rank, Q queries, P parts, W width of a
 part, T all tokens seen.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank.eviction import Eviction, best_of, check_croppable
@@ -17,10 +17,8 @@ from lowrank.memory import BUFFERS, POSITIONS
 from lowrank.ops.rotation import Places, Rotate, Rotation
 from ojakv.config import OjaKVConfig
 from ojakv.plan import SideBasis
+from ojakv.retention import Prompt, worst
 from ojakv.side import OnlineSide
-
-# So many of a prompt's last queries weigh its residuals together.
-QUERIES_AT_ONCE = 8
 
 
 class OnlineSequence:
@@ -46,10 +44,7 @@ class OnlineSequence:
         self.full_position = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
         self.absent_position = torch.empty(0, dtype=torch.int32, device=device)  # padding
         self.has_settled = False
-        self.held_prompt: int | None = None  # place of the first token of a prompt that was held when it came
-        self.prompt_query: Tensor | None = None  # (H, Q, D) of its last call, where they choose what stays whole
-        self.held_prompt_end = 0  # place after its last token; drafts may follow
-        self.prompt_query_end = 0  # place after the last of them
+        self.held_prompt: Prompt | None = None  # one that was held when it came
         self._arrived = 0  # tokens the running call stored
         self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
         self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
@@ -92,11 +87,6 @@ class OnlineSequence:
     ) -> None:
         """Compress every token whose time has come.
 
-        The tokens of a call that begins before `prompt_end` are a prompt. Where no `generate()` says where that is, the
-        first call's are, and those of every later call of more than :data:`MAX_DECODE_QUERIES` that are no drafts, a further
-        chunk or another turn's: bases follow them at the prompt's rate, and they are what `keep` chooses from, or what
-        `keep_prompt_full_rank` keeps.
-
         Args:
             query_HQD: the call's queries, which weigh the residuals of a prompt.
             scaling: the model's score scale.
@@ -105,66 +95,85 @@ class OnlineSequence:
             prompt_end: the place where the prompt of the running `generate()` ends.
         """
         config = self.config
-        first = start = self.length - query_HQD.shape[1]  # places of the call's, and of the prompt's, first token
+        prompt = self._prompt_of_call(query_HQD, prompt_end, may_be_cropped=may_be_cropped)
         is_held = may_be_cropped and not config.compresses_tokens_alone
-        is_prompt = first < max(prompt_end, 1)
-        end = prompt_end if first < prompt_end else self.length  # of the prompt; drafts may have come with it
-        if is_held and is_prompt:
-            if self.held_prompt is None:
-                self.held_prompt = first
-            self.held_prompt_end = end
-            # A copy, since the call's queries of all sequences share one tensor.
-            self.prompt_query = query_HQD.detach().clone() if config.keep else None
-            self.prompt_query_end = self.length
+        if is_held and prompt is not None:
+            self.held_prompt = prompt.held(self.held_prompt, with_queries=bool(config.keep))
             return
-        if not may_be_cropped and query_HQD.shape[1] > MAX_DECODE_QUERIES:
-            is_prompt = True
         if self.held_prompt is not None:
-            start = self.held_prompt
-            if not is_prompt:
-                end = self.held_prompt_end
-                if self.prompt_query is not None:
-                    query_HQD, first = self.prompt_query, self.prompt_query_end - self.prompt_query.shape[1]
-            is_prompt = True
-        elif is_held:
-            # The call's first token is no draft.
-            query_HQD = query_HQD[:, :1]
-        self.held_prompt = self.prompt_query = None
+            prompt, self.held_prompt = self._joined(prompt, query_HQD, is_held=is_held), None
         held = self._arrived if is_held else 0
-        present = self.full_position.length - held
         is_short = self.length - self.absent_position.shape[0] - held < config.min_length
-        if is_prompt and config.keep_prompt_full_rank:
-            self.has_settled = True
-            # Tokens of earlier turns that still waited when this prompt came are no part of it.
-            earlier = int((self.full_position.rows[self.staying :] < start).sum())
-            if earlier and not is_short:
-                self._compress(earlier, None, unrotate=unrotate, is_prompt=False)
-            due = int((self.full_position.rows[self.staying :] < end).sum())
-            self._compress(due, _all, unrotate=unrotate, is_prompt=True)
-            return
-        if is_short:
-            return
-        if self.has_settled:
-            due = max(0, present - self.staying - config.recent) // config.update_period * config.update_period
-        else:
-            due = max(0, present - config.sinks - config.recent)
-            # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
-            if not is_prompt and due < config.update_period:
-                return
+        if prompt is not None and config.keep_prompt_full_rank:
+            self._keep_whole(prompt, unrotate, is_short=is_short)
+        elif not is_short:
+            due = self._due(held, is_prompt=prompt is not None)
+            picks = self._worst_of(prompt, scaling, rotation) if config.keep and prompt is not None else None
             if due:
-                self.staying, self.has_settled = config.sinks, True
-        if not due:
-            return
-        position_Q = torch.arange(first, first + query_HQD.shape[1], device=query_HQD.device)
+                self._compress(due, picks, unrotate=unrotate, is_prompt=prompt is not None)
 
-        def choose(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
+    def _prompt_of_call(self, query_HQD: Tensor, prompt_end: int, *, may_be_cropped: bool) -> Prompt | None:
+        """The prompt of which the running call's tokens are, so far as this call brings it; None for other tokens.
+
+        The tokens of a call that begins before `prompt_end` are a prompt. Where no `generate()` says where that is, the
+        first call's are, and those of every later call of more than :data:`MAX_DECODE_QUERIES` that are no drafts, a further
+        chunk or another turn's: bases follow them at the prompt's rate, and they are what `keep` chooses from, or what
+        `keep_prompt_full_rank` keeps.
+        """
+        queries = query_HQD.shape[1]
+        first = self.length - queries
+        is_long = queries > MAX_DECODE_QUERIES and not may_be_cropped
+        if first >= max(prompt_end, 1) and not is_long:
+            return None
+        return Prompt(first, prompt_end if first < prompt_end else self.length, query_HQD, self.length)
+
+    def _joined(self, prompt: Prompt | None, query_HQD: Tensor, *, is_held: bool) -> Prompt:
+        """The held prompt with what the running call brings of it; where it kept no queries the call's choose, of a held
+        call its first, which is no draft's."""
+        held = self.held_prompt
+        if prompt is not None:
+            return dataclasses.replace(prompt, start=held.start)
+        if held.query_HQD is not None:
+            return held
+        first = self.length - query_HQD.shape[1]
+        query_HQD = query_HQD[:, :1] if is_held else query_HQD
+        return dataclasses.replace(held, query_HQD=query_HQD, query_end=first + query_HQD.shape[1])
+
+    def _keep_whole(self, prompt: Prompt, unrotate: Rotate | None, *, is_short: bool) -> None:
+        """Let bases follow a prompt, all of which stays at full rank."""
+        self.has_settled = True
+        # Tokens of earlier turns that still waited when this prompt came are no part of it.
+        earlier = self._waiting_before(prompt.start)
+        if earlier and not is_short:
+            self._compress(earlier, None, unrotate=unrotate, is_prompt=False)
+        self._compress(self._waiting_before(prompt.end), _all, unrotate=unrotate, is_prompt=True)
+
+    def _waiting_before(self, place: int) -> int:
+        return int((self.full_position.rows[self.staying :] < place).sum())
+
+    def _due(self, held: int, *, is_prompt: bool) -> int:
+        """How many of the waiting tokens have waited long enough, but for the last `held`."""
+        config, present = self.config, self.full_position.length - held
+        if self.has_settled:
+            return max(0, present - self.staying - config.recent) // config.update_period * config.update_period
+        due = max(0, present - config.sinks - config.recent)
+        # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
+        if not is_prompt and due < config.update_period:
+            return 0
+        if due:
+            self.staying, self.has_settled = config.sinks, True
+        return due
+
+    def _worst_of(self, prompt: Prompt, scaling: float, rotation: Rotation | None) -> Callable:
+        """What picks the tokens that stay whole, by the error of keys once their coefficients are known."""
+
+        def picks(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
             rebuilt_GND = self.key.rebuilt(coef_PNR)
             if self.config.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
-            residual_GND = key_GND.float() - rebuilt_GND
-            return _worst(residual_GND, position_N, query_HQD, scaling, position_Q, config)
+            return worst(key_GND.float() - rebuilt_GND, position_N, prompt, scaling, self.config)
 
-        self._compress(due, choose if config.keep and is_prompt else None, unrotate=unrotate, is_prompt=is_prompt)
+        return picks
 
     def _compress(self, due: int, choose: Callable | None, *, unrotate: Rotate | None, is_prompt: bool) -> None:
         """The `due` longest waiting tokens become coefficients, but for those that `choose` picks, which stay."""
@@ -310,13 +319,8 @@ class OnlineSequence:
         if not bool(stays_F.all()):
             self._keep_full(stays_F)
         self.absent_position = self.absent_position[self.absent_position < length]
-        if self.held_prompt is not None and length <= self.held_prompt:
-            self.held_prompt = self.prompt_query = None
-        self.held_prompt_end = min(self.held_prompt_end, length)
-        if self.prompt_query is not None and length < self.prompt_query_end:
-            left = self.prompt_query.shape[1] - (self.prompt_query_end - length)
-            self.prompt_query = self.prompt_query[:, :left].clone() if left > 0 else None
-            self.prompt_query_end = length
+        if self.held_prompt is not None:
+            self.held_prompt = self.held_prompt.cropped(length)
         # Where the first tokens are gone, those that come next are the first.
         self.has_settled = self.has_settled and length - self.absent_position.shape[0] >= max(1, self.config.sinks)
         self.length = length
@@ -337,8 +341,8 @@ class OnlineSequence:
         yield POSITIONS, self.absent_position
         if self._low_place is not None:
             yield POSITIONS, self._low_place.buffer
-        if self.prompt_query is not None:
-            yield BUFFERS, self.prompt_query
+        if self.held_prompt is not None and self.held_prompt.query_HQD is not None:
+            yield BUFFERS, self.held_prompt.query_HQD
 
 
 def columns_of(mask_QT: Tensor, place: Tensor, heads: int) -> Tensor:
@@ -350,36 +354,3 @@ def columns_of(mask_QT: Tensor, place: Tensor, heads: int) -> Tensor:
 
 def _all(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
     return torch.ones_like(position_N, dtype=torch.bool)
-
-
-def _worst(
-    residual_GND: Tensor,
-    position_N: Tensor,
-    query_HQD: Tensor,
-    scaling: float,
-    position_Q: Tensor,
-    config: OjaKVConfig,
-) -> Tensor:
-    """True for the share `keep` of tokens whose query-weighted residual is largest (OjaKV, section 5.1).
-
-    e_t is the mean of |q · r_t| · scaling over the last w queries that may see token t and over all heads.
-    """
-    groups, tokens, head_dim = residual_GND.shape
-    heads, window = query_HQD.shape[0], min(config.observation_window, query_HQD.shape[1])
-    error_N = residual_GND.new_zeros(tokens)
-    seen_N = residual_GND.new_zeros(tokens)
-    # A few queries at a time: the products of all would be w times the size of a layer's keys.
-    for start in range(query_HQD.shape[1] - window, query_HQD.shape[1], QUERIES_AT_ONCE):
-        some = slice(start, start + QUERIES_AT_ONCE)
-        query_GMD = query_HQD[:, some].float().reshape(groups, -1, head_dim)
-        error_HQN = (query_GMD @ residual_GND.mT).abs_().view(heads, -1, tokens)
-        may_see_QN = position_N <= position_Q[some, None]
-        error_N += (error_HQN.sum(dim=0) * may_see_QN).sum(dim=0) * scaling
-        seen_N += may_see_QN.sum(dim=0)
-    score_N = error_N / (seen_N * heads).clamp(min=1)
-    if config.score_pool > 1:
-        pad = config.score_pool // 2
-        score_N = F.avg_pool1d(score_N[None], config.score_pool, 1, pad, count_include_pad=False)[0]
-    picked_N = torch.zeros(tokens, dtype=torch.bool, device=score_N.device)
-    picked_N[score_N.topk(round(config.keep * tokens)).indices] = True
-    return picked_N

@@ -136,7 +136,7 @@ def test_a_prompt_that_may_be_cropped_is_compressed_one_call_later(build):
     for cache in (at_once, later):
         Reader(model, cache).call(1, 0)
     assert_same_state(later, at_once, tokens=31)
-    assert later.layers[0].sequences[0].prompt_query is None
+    assert later.layers[0].sequences[0].held_prompt is None
 
 
 def test_a_prompt_that_is_cropped_away_starts_again():
@@ -161,7 +161,7 @@ def test_queries_kept_for_a_held_prompt_are_counted():
     model(ids, past_key_values=cache)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.held()}
     assert cache.nbytes == sum(storages.values())
-    assert cache.layers[0].sequences[0].prompt_query.shape == (4, TOKENS, 16)
+    assert cache.layers[0].sequences[0].held_prompt.query_HQD.shape == (4, TOKENS, 16)
 
 
 def test_drafts_and_eviction_are_refused_together():
