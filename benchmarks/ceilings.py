@@ -19,14 +19,6 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / ms * 1e3
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = torch.randn(2, size, size, device=device).to(dtype)
-    ms = interleaved_ms({"product": lambda: left @ right}, repeats=10, warmup=2)["product"]
-    return 2 * size**3 / ms * 1e3
-
-
 def held_tensors(cache: Cache) -> list[Tensor]:
     """Whatever a cache holds of its tokens, in compressed layers and in others."""
     held = [tensor for _, tensor in cache.held()] if isinstance(cache, LowRankCache) else []

@@ -16,12 +16,13 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.ceilings import copy_bandwidth, matrix_rate
+from benchmarks.ceilings import copy_bandwidth
 from benchmarks.decode_shapes import Shape, Step, concatenated, one_rank, preallocated, ragged
 from benchmarks.harness import count, forget_tuning, interleaved_ms, use_device, write_results
 from lowrank import cli
 from lowrank.config import require
 from lowrank.hf.loading import DTYPES
+from training.throughput import matmul_flops
 
 ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DEFAULTS = {
@@ -80,14 +81,14 @@ def main(argv: list[str]) -> None:
     require(arguments.granule <= width, "--granule", arguments.granule, f"at most the joint width, {width}")
 
     torch.manual_seed(0)
-    bandwidth, rate = copy_bandwidth(device), matrix_rate(device, dtype)
+    bandwidth, rate = copy_bandwidth(device), matmul_flops(device, dtype)
     print(f"copy {bandwidth / 1e9:.0f} GB/s, matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = []
     for batch in arguments.batches:
         shape = Shape(batch, arguments.heads, arguments.groups, arguments.head_dim, arguments.context, dtype, device)
         rows += measured(shape, steps(arguments.granule), arguments, bandwidth, rate)
     if arguments.json:
-        versions = {"copy_bandwidth": bandwidth, "matrix_rate": rate}
+        versions = {"copy_bandwidth": bandwidth, "matmul_flops": rate}
         if device.type == "cuda":
             versions["triton"] = importlib.metadata.version("triton")
         write_results(arguments.json, "decode_op", vars(arguments) | versions, rows)

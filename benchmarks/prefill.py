@@ -9,9 +9,10 @@ forward pass would take of that time. Before timing, every compressed cache is c
 import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
-from benchmarks.ceilings import matrix_rate, prompt_flops
+from benchmarks.ceilings import prompt_flops
 from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
+from training.throughput import matmul_flops
 
 
 def main(argv: list[str]) -> None:
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> None:
         for name, (model, make_cache) in found.items()
     }
     ms = interleaved_ms(calls, repeats=arguments.repeats)
-    plain, rate = found[DYNAMIC][0], matrix_rate(ids.device, getattr(torch, arguments.dtype))
+    plain, rate = found[DYNAMIC][0], matmul_flops(ids.device, getattr(torch, arguments.dtype))
     print(f"matrix product {rate / 1e12:.2f} TFLOP/s")
     rows = [
         {
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
     for row in rows:
         print(line.format(**row))
     if arguments.json:
-        write_results(arguments.json, "prefill", vars(arguments) | {"matrix_rate": rate}, rows)
+        write_results(arguments.json, "prefill", vars(arguments) | {"matmul_flops": rate}, rows)
 
 
 if __name__ == "__main__":

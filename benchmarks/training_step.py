@@ -5,8 +5,8 @@
 Three candidates are called in turn: `plain`, forward and backward of the uncompressed model; `dynakv`, forward and backward
 of the compressed one, whose U has changed since the last pass, so that its inverse is taken anew; `dynakv, whole step`,
 the same with gradient clipping and AdamW. All have the same frozen backbone: the plain model's backward reaches its
-input embeddings through it, as the compressed one's reaches the keys and values of its first layer. Before timing, open
-gates are checked to give the plain loss.
+input embeddings through it, as the compressed one's reaches the keys and values of its first layer. Beside each, its share
+of what a matrix product reaches. Before timing, open gates are checked to give the plain loss.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dynakv.objective import objective, retain_rates
 from lowrank import cli
 from lowrank.hf.calibration import calibrate
 from lowrank.hf.loading import DTYPES, check_length, load_model
+from training.throughput import matmul_flops, model_flops
 
 
 def main(argv: list[str]) -> None:
@@ -75,11 +76,22 @@ def main(argv: list[str]) -> None:
         "dynakv, whole step": whole_step,
     }
     ms = interleaved_ms(steps, repeats=arguments.repeats)
-    rows = [{"method": name, "ms_per_step": ms[name], "ratio_to_plain": ms[name] / ms["plain"]} for name in ms]
+    rate = matmul_flops(ids.device, plain.dtype)
+    print(f"matrix product {rate / 1e12:.2f} TFLOP/s")
+    rows = [
+        {
+            "method": name,
+            "ms_per_step": ms[name],
+            "ratio_to_plain": ms[name] / ms["plain"],
+            "flop_fraction": model_flops(model, arguments.length) * ids.numel() / ms[name] * 1e3 / rate,
+        }
+        for name, model in zip(ms, (plain, compressed, compressed), strict=True)
+    ]
+    line = "{method:>18}  {ms_per_step:9.0f} ms/step  {ratio_to_plain:.3f}× plain  {flop_fraction:.0%} of the FLOP/s"
     for row in rows:
-        print("{method:>18}  {ms_per_step:9.0f} ms/step  {ratio_to_plain:.3f}× plain".format(**row))
+        print(line.format(**row))
     if arguments.json:
-        write_results(arguments.json, "training_step", vars(arguments), rows)
+        write_results(arguments.json, "training_step", vars(arguments) | {"matmul_flops": rate}, rows)
 
 
 def loss_of(model, ids, **inputs):

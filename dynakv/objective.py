@@ -76,15 +76,27 @@ class RateController:
     Without a target α stays what it was (the paper).
 
     Args:
-        alpha: α₀.
+        start: α₀.
         target: hard retain rate to end at, in (0, 1], or None.
         gain: P; the integral's gain I is a fortieth of it, per step.
         ramp: share of the run after which the goal is the target.
+        alpha, sum, first: where a run stands that goes on; with `start` they are what :meth:`state` said of it.
     """
 
-    def __init__(self, alpha: float, *, target: float | None, gain: float, ramp: float):
-        self.start, self.alpha, self.target, self.gain, self.ramp = alpha, alpha, target, gain, ramp
-        self.sum, self.first = 0.0, None
+    def __init__(
+        self,
+        start: float,
+        *,
+        target: float | None,
+        gain: float,
+        ramp: float,
+        alpha: float | None = None,
+        sum: float = 0.0,
+        first: float | None = None,
+    ):
+        self.start, self.target, self.gain, self.ramp = start, target, gain, ramp
+        self.alpha = start if alpha is None else alpha
+        self.sum, self.first = sum, first
 
     def update(self, hard_rate: float, progress: float) -> None:
         """One step, `progress` in [0, 1] through the run."""
@@ -106,6 +118,3 @@ class RateController:
     def state(self) -> dict[str, float | None]:
         """What a resumed run needs to go on exactly."""
         return {"start": self.start, "alpha": self.alpha, "sum": self.sum, "first": self.first}
-
-    def load(self, state: dict[str, float | None]) -> None:
-        self.start, self.alpha, self.sum, self.first = (state[key] for key in ("start", "alpha", "sum", "first"))

@@ -16,6 +16,7 @@ from evaluation.perplexity import cache_bytes
 from lowrank.config import require
 from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
+from lowrank.hf.loading import position_limit
 
 # fmt: off
 WORDS = (
@@ -98,7 +99,7 @@ def score_lookup(
 
 
 def _check_fits(model: PreTrainedModel, tokens: int, facts: int) -> None:
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = position_limit(model)
     if limit is None or tokens <= limit:
         return
     # The question and its answer are about one line more.

@@ -175,6 +175,7 @@ def test_a_training_step(rows, tiny_dir):
     for row in found.values():
         assert 0 < row["ms_per_step"] < 60_000
         assert row["ratio_to_plain"] == pytest.approx(row["ms_per_step"] / plain)
+        assert 0 < row["flop_fraction"] < 1
 
 
 def test_what_is_wrong_is_not_timed():

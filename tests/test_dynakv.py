@@ -178,9 +178,10 @@ def test_a_controller_goes_on_from_the_rate_it_finds():
 
 
 def test_a_controller_goes_on_from_its_state_alone():
-    controller, other = (RateController(alpha, target=0.3, gain=20.0, ramp=0.5) for alpha in (7.0, 4.0))
+    settings = {"target": 0.3, "gain": 20.0, "ramp": 0.5}
+    controller = RateController(7.0, **settings)
     controller.update(0.8, 0.1)
-    other.load(controller.state())
+    other = RateController(**controller.state(), **settings)
     for one in (controller, other):
         one.update(0.7, 0.2)
     assert other.state() == controller.state()

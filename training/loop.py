@@ -178,16 +178,13 @@ def _progress(engine: Engine, run: RunState) -> dict[str, Any]:
     }
 
 
-def _controller(config: TrainConfig, *, start: float, **later: float | None) -> RateController:
-    """Of α, which starts at `start`; of a run that goes on, `later` is the rest of what was saved of it."""
+def _controller(config: TrainConfig, **state: float | None) -> RateController:
+    """Of α: a fresh one's `start`, or all that was saved of one that goes on."""
     rate = config.rate
     if config.compressor.truncation == "nested":
         # Ranks are drawn, and allocated at the end: nothing that is learned has a price.
         return RateController(0.0, target=None, gain=0.0, ramp=0.0)
-    controller = RateController(start, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
-    if later:
-        controller.load({"start": start, **later})
-    return controller
+    return RateController(**state, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
 
 
 def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[Batch]:

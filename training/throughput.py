@@ -21,13 +21,13 @@ def model_flops(model: PreTrainedModel, length: int) -> float:
     attention reads T/2 keys and values on average. Inverting U is left out: it does not grow with the tokens.
 
     Args:
-        model: attached, with what is trained marked so.
+        model: with what is trained marked so; attached, or a stock one.
         length: T.
     """
     geometry = geometry_of(model)
     config = model.config.get_text_config(decoder=True)
     products = sum(_size(p)[0] * (6 if p.requires_grad else 4) for p in multiplied_weights(model))
-    for side in dynakv.token_compressors(model):
+    for side in dynakv.token_compressors(model) if dynakv.is_attached(model) else []:
         if side.config.inverse != "decoupled":
             products += 6 * side.width**2  # V, which is no parameter of its own
     attention = 6 * length * config.num_attention_heads * geometry.head_dim * config.num_hidden_layers
@@ -50,11 +50,11 @@ def _size(parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 @torch.no_grad()
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of the best of three square products, which stands for the device's peak."""
+    """Operations per second of the best of some large square products, which stands for the device's peak."""
     size = 8192 if device.type == "cuda" else 1536
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     seconds = []
-    for _ in range(3):
+    for _ in range(5):
         _synchronise(device)
         start = time.perf_counter()
         a @ b

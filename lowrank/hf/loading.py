@@ -69,10 +69,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return _pretrained(AutoTokenizer, name)
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many positions a model has; None where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def check_length(model: PreTrainedModel, length: int, key: str) -> None:
     """Raise :class:`UserError` unless sequences of `length` tokens are some, and fit the model's positions."""
     require(length >= 1, key, length, "at least 1 token")
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = position_limit(model)
     if limit is not None and length > limit:
         raise UserError(f"`{key}` is {length} tokens, but this model has {limit} positions; use at most {limit}")
 
