@@ -53,6 +53,7 @@ class GrowingTensor:
         end = self.length + count
         if end > self.capacity or (exact and end < self.capacity):
             self.reserve(end if exact else grown(self.capacity, end))
+        self._make_writable()
         self.buffer.narrow(self.dim, self.length, count).copy_(rows)
         self.length = end
 
@@ -60,8 +61,14 @@ class GrowingTensor:
         """Add one number at the end of a tensor of one dimension."""
         if self.length == self.capacity:
             self.reserve(grown(self.capacity, self.length + 1))
+        self._make_writable()
         self.buffer[self.length] = number
         self.length += 1
+
+    def _make_writable(self) -> None:
+        buffer = writable(self.buffer)
+        if buffer is not self.buffer:  # the memo is of the buffer
+            self.buffer = buffer
 
     def count_one(self) -> None:
         """A row has been written behind the last, into the room to grow."""
@@ -97,6 +104,12 @@ class GrowingTensor:
         """An independent copy of the first `rows` rows, or all, without room to grow."""
         taken = self.rows if rows is None else self.rows.narrow(self.dim, 0, rows)
         return GrowingTensor(taken.clone(memory_format=torch.contiguous_format), self.dim)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it was made in inference mode, which torch lets nobody write to outside: a prompt may be
+    read in that mode, and what follows without."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def grown(capacity: int, needed: int) -> int:

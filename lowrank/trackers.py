@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowrank.errors import UserError
+from lowrank.growing import writable
 
 # Energies below this share of the largest count as this much, so that directions never seen do not divide by zero.
 ENERGY_FLOOR = 1e-6
@@ -193,6 +194,7 @@ class FrequentDirections(Tracker):
             self.used = rank
 
     def observe(self, rows_PNW: Tensor) -> None:
+        self.sketch_PMW = writable(self.sketch_PMW)
         while rows_PNW.shape[1]:
             if self.used == self.sketch_PMW.shape[1]:
                 self._shrink()

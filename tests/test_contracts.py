@@ -76,6 +76,21 @@ def test_chunked_prefill_equals_one_pass(method):
     torch.testing.assert_close(torch.cat(chunks, dim=1), whole, **TOLERANCE)
 
 
+def test_decoding_goes_on_outside_inference_mode(method):
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(5))
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+
+    def read(mode):
+        cache = make_cache()
+        with mode():
+            model(ids, past_key_values=cache, use_cache=True)
+        with torch.no_grad():
+            return [model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(12)]
+
+    assert torch.equal(torch.cat(read(torch.inference_mode)), torch.cat(read(torch.no_grad)))
+
+
 def left_padded(ids, lengths):
     """The last so many ids of each row behind padding, and the mask."""
     mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]).long()

@@ -295,6 +295,4 @@ def _append(held: GrowingTensor, new_BTX: Tensor) -> None:
     batch = new_BTX.shape[0]
     if held.buffer.shape[0] < batch:
         held.buffer = held.buffer.expand(batch, *held.buffer.shape[1:]).contiguous()
-    if held.buffer.is_inference() and not torch.is_inference_mode_enabled():
-        held.buffer = held.buffer.clone()  # only in inference mode may that be written to
     held.append(new_BTX)
