@@ -93,7 +93,9 @@ def read_config(directory: str | Path) -> CheckpointConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}") from error
+        runs = Path(directory) / "checkpoint"  # of a training run
+        hint = f"; did you mean `{runs}`?" if (runs / CONFIG).is_file() else ""
+        raise UserError(f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}{hint}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
     if not isinstance(values, dict) or values.get("method") != METHOD:

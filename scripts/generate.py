@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 import dynakv
-from dynakv.checkpoint import WEIGHTS, read_config
+from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
 from lowrank import cli
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
@@ -70,7 +70,7 @@ def load(arguments: argparse.Namespace):
     directory = Path(arguments.checkpoint)
     if not directory.is_dir():
         raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with train_dynakv.py")
-    if (directory / WEIGHTS).exists():
+    if (directory / WEIGHTS).exists() or not (directory / CONFIG).exists():
         name = arguments.model or read_config(directory).base_model
         model = dynakv.attach(load_model(name, dtype=arguments.dtype, device=arguments.device), directory)
     else:

@@ -146,6 +146,7 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
     ("arguments", "message"),
     [
         (("--checkpoint", "nowhere", "--prompt", "x"), "checkpoint directory `nowhere` does not exist"),
+        (("--checkpoint", "RUN", "--prompt", "x"), "checkpoint`?"),
         (("--prompt", "@nowhere.txt"), "cannot read the prompt file `nowhere.txt`"),
         (("--prompt", "LATIN"), "is not UTF-8 text"),
         (
@@ -164,7 +165,8 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
 def test_generate_mistakes_end_in_one_paragraph(mistake, checkpoint, tmp_path, arguments, message):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("café".encode("latin1"))
-    arguments = [f"@{latin}" if word == "LATIN" else word for word in arguments]
+    words = {"LATIN": f"@{latin}", "RUN": checkpoint.parent}
+    arguments = [words.get(word, word) for word in arguments]
     if "--checkpoint" not in arguments:
         arguments = ("--checkpoint", checkpoint, *arguments)
     assert message in mistake("scripts/generate.py", *arguments)
