@@ -24,9 +24,12 @@ def check_replaceable(target: str | Path, known_by: str) -> None:
 def check_directory(path: str | Path) -> Path:
     """The path, of a directory that is there or can be made. Raises :class:`UserError` for any other."""
     path = Path(path)
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        nearest = next(each for each in (path, *path.absolute().parents) if each.is_symlink() or each.exists())
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}; choose another name or place") from error
     if not nearest.is_dir():
-        raise UserError(f"`{path}` cannot be a directory, since `{nearest}` is a file; choose another name")
+        raise UserError(f"`{path}` cannot be a directory, since `{nearest}` is a file or a broken link; choose another")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"`{path}` cannot be written, since `{nearest}` is not yours to write in; choose another place")
     return path

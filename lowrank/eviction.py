@@ -76,6 +76,14 @@ def best_of(score_PT: Tensor, count: int) -> Tensor:
     return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
 
 
+def fixed_by(start: int, kept_PN: Tensor, tokens: int) -> int:
+    """How many of a sequence's first tokens can no longer be cropped once, of `tokens` tokens from place `start` on, those
+    at `kept_PN` alone are kept: all up to the last that any part forgets."""
+    is_kept_PT = torch.zeros(len(kept_PN), tokens, dtype=torch.bool, device=kept_PN.device).scatter_(1, kept_PN, True)
+    forgotten = torch.nonzero(~is_kept_PT.all(dim=0))
+    return start + int(forgotten.max()) + 1 if len(forgotten) else 0
+
+
 def check_croppable(length: int, fixed: int) -> None:
     """Raise :class:`UserError` for a crop into tokens of which some were evicted."""
     if length < fixed:

@@ -94,13 +94,14 @@ class OjaKVLayer(SequenceLayer):
         if finished is None:
             return
         places, query_BHWD = finished
-        is_whole = new_key.shape[2] == places.stop - places.start
+        end = self.get_seq_length()
+        is_whole = places == slice(end - new_key.shape[2], end)
         parts = eviction_parts(self.plan.layers[self.index])
         for b, sequence in enumerate(self.sequences):
-            key_GTD = new_key[b] if is_whole else sequence.keys_from(places.start, self._rotation(b))
+            key_GTD = new_key[b] if is_whole else sequence.keys_at(places, self._rotation(b))
             present_T = None if mask is None else _present(mask, b, places)
             score_PT = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=parts)
-            sequence.evict(score_PT, places.start, eviction)
+            sequence.evict(score_PT, places, eviction)
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any

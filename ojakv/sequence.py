@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowrank.eviction import Eviction, best_of, check_croppable
+from lowrank.eviction import Eviction, best_of, check_croppable, fixed_by
 from lowrank.growing import GrowingTensor
 from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.memory import BUFFERS, POSITIONS
@@ -211,27 +211,27 @@ class OnlineSequence:
         self.full_position = GrowingTensor(self.full_position.rows[stays_F])
         self.full_position.reserve(max(room, self.full_position.length))
 
-    def evict(self, score_PQ: Tensor, first: int, eviction: Eviction) -> None:
-        """Of the low-rank tokens from place `first` on, forget those of least score; full-rank tokens are all kept.
+    def evict(self, score_PT: Tensor, places: slice, eviction: Eviction) -> None:
+        """Of the low-rank tokens at `places`, forget those of least score; full-rank tokens are all kept.
 
         Args:
-            score_PQ: of the tokens from `first` on, for all heads (P = 1) or for each part; −inf for padding.
+            score_PT: of the tokens at `places`, for all heads (P = 1) or for each part; −inf for padding.
+            places: of tokens none of which, and none after which, is evicted yet.
         """
-        place_PN = torch.atleast_2d(self.low_position()).expand(score_PQ.shape[0], -1)
-        new = int((place_PN[0] >= first).sum())
-        old = place_PN.shape[1] - new
-        full = int((self.full_position.rows >= first).sum())
+        place_PN = torch.atleast_2d(self.low_position()).expand(score_PT.shape[0], -1)
+        old, end = (int((place_PN[0] < place).sum()) for place in (places.start, places.stop))
+        new = end - old
+        full = int(((self.full_position.rows >= places.start) & (self.full_position.rows < places.stop)).sum())
         count = max(0, eviction.count(new + full) - full)
         if count >= new:
             return
-        score_PN = score_PQ.gather(1, place_PN[:, old:] - first)
-        kept_PN = best_of(score_PN, count) + old
-        before_PN = torch.arange(old, device=kept_PN.device).expand(len(kept_PN), -1)
-        index_PN = torch.cat([before_PN, kept_PN], dim=1)
+        kept_PN = best_of(score_PT.gather(1, place_PN[:, old:end] - places.start), count)
+        row_PN = torch.arange(place_PN.shape[1], device=kept_PN.device).expand(len(kept_PN), -1)
+        index_PN = torch.cat([row_PN[:, :old], kept_PN + old, row_PN[:, end:]], dim=1)
+        self.fixed = int(place_PN[0, old + fixed_by(0, kept_PN, new) - 1]) + 1
         for side in (self.key, self.value):
             side.coef.keep(index_PN)
         self._low_place = GrowingTensor(place_PN.gather(1, index_PN).to(torch.int32), dim=1)
-        self.fixed = self.length
         self._note_run()
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -265,13 +265,13 @@ class OnlineSequence:
         value_GND = self.value.operands().rebuilt()
         return self._rebuilt_keys(rotation), torch.cat([value_GND, self.value.full.rows], 1)
 
-    def keys_from(self, first: int, rotation: Rotation | None) -> Tensor:
-        """Rotated keys from place `first` on, (G, T, D), none of which is evicted; zero where there was padding."""
+    def keys_at(self, places: slice, rotation: Rotation | None) -> Tensor:
+        """Rotated keys of the tokens at `places`, (G, T, D), none of which is evicted; zero where there was padding."""
         key_GND = self._rebuilt_keys(rotation)
         place_N = torch.atleast_2d(self.places())[0]  # parts differ in older tokens alone
-        is_new_N = place_N >= first
-        key_GTD = key_GND.new_zeros(key_GND.shape[0], self.length - first, key_GND.shape[2])
-        key_GTD[:, place_N[is_new_N] - first] = key_GND[:, is_new_N]
+        is_there_N = (place_N >= places.start) & (place_N < places.stop)
+        key_GTD = key_GND.new_zeros(key_GND.shape[0], places.stop - places.start, key_GND.shape[2])
+        key_GTD[:, place_N[is_there_N] - places.start] = key_GND[:, is_there_N]
         return key_GTD
 
     def _rebuilt_keys(self, rotation: Rotation | None) -> Tensor:

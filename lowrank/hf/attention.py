@@ -62,7 +62,8 @@ class _Call(threading.local):
         self.module, self.layer, self.rope = module, layer, rope
 
     def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None]:
-        """The cache layer and the rotation of this module's call, of which nothing is kept."""
+        """The cache layer and the rotation of this module's call, which are kept no longer; a call that fails before this
+        leaves them until the thread's next."""
         layer, rope = (self.layer, self.rope) if module is self.module else (None, None)
         self.module = self.layer = self.rope = None
         return layer, rope

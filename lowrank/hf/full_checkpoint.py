@@ -41,6 +41,10 @@ def register_method(
             self.quant_method = method
             self.settings = settings.get("settings", {})
 
+        def __reduce__(self) -> tuple:
+            # A class within a function cannot be named by a pickle.
+            return _config_of, (method, self.settings)
+
     class MethodLoader(HfQuantizer):
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
             before_loading(model, self.quantization_config.settings)
@@ -70,7 +74,11 @@ def declare(model: PreTrainedModel, method: str, settings: dict[str, Any]) -> No
     since a checkpoint can name only one method."""
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is None or _method_of(occupied) == method:
-        model.config.quantization_config = AUTO_QUANTIZATION_CONFIG_MAPPING[method](settings=settings)
+        model.config.quantization_config = _config_of(method, settings)
+
+
+def _config_of(method: str, settings: dict[str, Any]) -> QuantizationConfigMixin:
+    return AUTO_QUANTIZATION_CONFIG_MAPPING[method](settings=settings)
 
 
 def is_declared(model: PreTrainedModel, method: str) -> bool:

@@ -91,8 +91,9 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps, such as "
-            f"`model.get_base_model()` or, with a LoRA to be kept, `model.merge_and_unload()` of peft, or `model.module`"
+            f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps: of peft "
+            f"`model.get_base_model()` or, merged, `model.merge_and_unload()`, of a parallel one `model.module`; compile "
+            f"with `model.compile()`, which wraps nothing"
         )
     config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend:

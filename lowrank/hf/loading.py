@@ -18,20 +18,16 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
     """Where to run: a GPU where there is one, unless `name` says otherwise.
 
     Raises:
-        UserError: torch knows no such device, or sees none here.
+        UserError: torch knows no such device, or cannot use it here.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0]
         raise UserError(
-            f"`device` must be a device of torch, such as cpu, cuda or cuda:1; got {str(name)!r}"
+            f"`device` must be one that torch can use here, such as cpu; got {str(name)!r}: {why}"
         ) from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"`device` is {device}, and torch sees {torch.cuda.device_count()} NVIDIA GPUs; use another, or cpu"
-        )
-    return device
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:

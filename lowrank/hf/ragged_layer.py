@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank.codec import Codec, Encoded
-from lowrank.eviction import best_of, check_croppable
+from lowrank.eviction import best_of, check_croppable, fixed_by
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
@@ -58,7 +58,7 @@ class RaggedSequence:
         self._place = GrowingTensor(place_N[row_N].to(torch.int32))
         self.key.keep(row_N)
         self.value.keep(row_N)
-        self.fixed = places.stop
+        self.fixed = fixed_by(places.start, kept_N[None], rows.stop - rows.start)
 
     def crop(self, length: int) -> None:
         check_croppable(length, self.fixed)
@@ -146,17 +146,35 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     ) -> tuple[Tensor, None]:
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
-        key = None  # of all tokens, where attention needs them
-        if self.is_decoding(query):
-            output = self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs))
-        elif any(sequence.fixed for sequence in self.sequences):
-            output = self._attend_rebuilt(module, query, mask, inner, **kwargs)
+        if not self.codec.eviction.is_on:
+            return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
+        end, queries = self.get_seq_length(), query.shape[2]
+        if end - queries < self.prompt_end < end:
+            # Drafts came with the end of a prompt. They see what is left of it, as they would if they came later.
+            if mask is None:
+                mask = torch.ones(queries, end, dtype=torch.bool, device=query.device).tril(end - queries)[None, None]
+            prompt = self.prompt_end - end + queries
         else:
-            key, value = self._rebuild()
-            output = inner(module, query, key, value, mask, **kwargs)
-        if self.codec.eviction.is_on:
-            self._evict(query, key, mask, kwargs["scaling"])
-        return output
+            prompt = queries
+        rows = None if mask is None else mask[:, :, :prompt]
+        output, key = self._attend(module, query[:, :, :prompt], rows, inner, end - queries + prompt, **kwargs)
+        self._evict(query, key, mask, kwargs["scaling"])
+        if prompt < queries:
+            later, _ = self._attend(module, query[:, :, prompt:], mask[:, :, prompt:], inner, end, **kwargs)
+            output = torch.cat([output, later], dim=1)
+        return output, None
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of queries that see none but the first `length` tokens, and the rotated keys of these, (B, G, T, D),
+        where it needed them all."""
+        if self.is_decoding(query):
+            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
+        if any(sequence.fixed for sequence in self.sequences):
+            return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
+        key, value = (states[:, :, :length] for states in self._rebuild())
+        return inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0], key
 
     def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
         """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
@@ -178,23 +196,24 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)
                 tokens = int(present_T.sum())
             score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
-            [kept_N] = best_of(score_1T, eviction.count(tokens))
-            if len(kept_N) < key_GTD.shape[1]:
-                sequence.evict(places, kept_N)
+            count = eviction.count(tokens)
+            if count < tokens:
+                sequence.evict(places, best_of(score_1T, count)[0])
 
     def _attend_rebuilt(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
-        outputs = []
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
+    ) -> Tensor:
+        """`inner` on those of the first `length` tokens that each sequence still has; sequences need no longer have equally
+        many."""
+        outputs, later = [], self.get_seq_length() - length
         for b, sequence in enumerate(self.sequences):
-            mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None]
-            outputs.append(inner(module, query[b : b + 1], *self._rebuild_one(b), mask_11QT, **kwargs)[0])
-        return torch.cat(outputs), None
+            rows = slice(0, sequence.key.length - later)
+            key, value = (states[:, :, rows] for states in self._rebuild_one(b))
+            mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None, :, rows]
+            outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
+        return torch.cat(outputs)
 
-    def _attend_compressed(
-        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
-    ) -> tuple[Tensor, None]:
+    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         key_decoder, value_decoder = self._decoder_pair
         outputs = [
             ragged_attention(
@@ -211,7 +230,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             )
             for b, sequence in enumerate(self.sequences)
         ]
-        return join_sequences(outputs), None
+        return join_sequences(outputs)
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""

@@ -98,10 +98,17 @@ class SequenceLayer(CompressedLayer):
         return slice(self.prompt_start, self.prompt_end), last_BHWD
 
     def shorten(self, length: int) -> None:
+        held = self.get_seq_length()
         for sequence in self.sequences:
             sequence.crop(length)
-        if length < self.prompt_end:
-            self.prompt_end, self._last_query_BHWD = length, None
+        if held < self.prompt_end and length >= self.prompt_start:
+            # More of the prompt is to come, from where it now ends.
+            if self._last_query_BHWD is not None:
+                self._last_query_BHWD = self._last_query_BHWD[
+                    :, :, : max(0, self._last_query_BHWD.shape[2] - held + length)
+                ]
+        elif length < self.prompt_end:
+            self.prompt_start, self.prompt_end, self._last_query_BHWD = min(self.prompt_start, length), length, None
 
     def select(self, rows: list[int]) -> None:
         # The first beam to follow a sequence takes its state over; only further ones cost a copy.
