@@ -179,13 +179,16 @@ def test_beams_copies_and_crops_keep_the_state(make, ids):
     assert model.generate(ids, past_key_values=make_cache(), **beams).shape == (1, PROMPT + 6)
 
 
-def thinned_by_generate(make, ids, mask=None, **options):
+def written(model, ids, cache, **options):
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+
+
+def thinned_by_generate(make, ids, **options):
     """The cache after generate() has read a prompt at full rank, and what it wrote."""
     model = tiny_model()
     cache = make(model, 1.0, 0.5)()
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0} | options
-    return cache, model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    return cache, written(model, ids, cache, **{"max_new_tokens": 8} | options)
 
 
 @torch.no_grad()
@@ -204,20 +207,58 @@ def test_a_prompt_is_thinned_once_in_whatever_chunks_it_comes(make, ids, chunk):
 
 @torch.no_grad()
 @METHODS
-def test_a_prompts_last_queries_are_held_between_its_chunks_and_counted(make, ids):
+def test_a_prompts_last_queries_are_held_between_its_chunks_and_counted(make):
+    ids = torch.randint(1, 97, (2, PROMPT), generator=torch.Generator().manual_seed(5))
     model = tiny_model()
-    cache = make(model, 1.0, 0.5)()
-    cache.expect_prompt(PROMPT)
-    for part in ids.split(18, dim=1):
-        model(part, past_key_values=cache, use_cache=True)
-        assert cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
-        if cache.get_seq_length() == PROMPT - 4:
-            layers = model.config.num_hidden_layers
-            assert cache.memory().kinds["buffers"] >= layers * 4 * 4 * 16 * 4  # heads, queries, dims and bytes of one
-            # Sequences take their queries along.
-            cache.reorder_cache(torch.tensor([0, 0]))
-            cache.batch_select_indices(torch.tensor([1]))
-    assert places_of(cache.layers[0].sequences[0]).shape[1] == PROMPT // 2
+    make_cache = make(model, 1.0, 0.5)
+    places = {}
+    for order in ([0, 1], [1, 0]):
+        cache = make_cache()
+        cache.expect_prompt(PROMPT)
+        model(ids[:, :36], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor(order))
+        held = sum(tensor.nbytes for layer in cache.layers for s in layer.sequences for _, tensor in s.held())
+        held += sum(tensor.nbytes for tensor in cache.history.tensors()) if cache.history else 0
+        assert cache.nbytes - held == len(cache.layers) * 2 * 4 * 4 * 16 * 4  # sequences, heads, queries, dims, bytes
+        model(ids[order, 36:], past_key_values=cache, use_cache=True)
+        places[order[0]] = [places_of(sequence) for sequence in cache.layers[0].sequences]
+    assert all(torch.equal(one, other) for one, other in zip(places[0], reversed(places[1]), strict=True))
+    assert not torch.equal(*places[0])
+    assert places[0][0].shape[1] == PROMPT // 2
+
+
+@torch.no_grad()
+@METHODS
+def test_a_prompt_that_is_cropped_before_its_end_is_thinned_at_its_end(make, ids):
+    model = tiny_model()
+    make_cache = make(model, 1.0, 0.5)
+    held = []
+    for cropped in (False, True):
+        cache = make_cache()
+        cache.expect_prompt(PROMPT)
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        if cropped:  # as after a chunk that was refused
+            model(ids[:, 20:30], past_key_values=cache, use_cache=True)
+            cache.crop(-10)
+        for part in ids[:, 20:].split(10, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        held.append(places_of(cache.layers[0].sequences[0]).shape[1])
+    assert held == [PROMPT // 2, PROMPT // 2]
+
+
+@torch.no_grad()
+@METHODS
+def test_what_comes_with_the_end_of_a_prompt_is_no_part_of_it(make, ids):
+    turn = torch.randint(1, 97, (1, 20), generator=torch.Generator().manual_seed(6))
+    text = torch.cat([ids, turn], dim=1)
+    for sizes in ([60], [30, 30], [10, 50]):
+        cache = make(model := tiny_model(), 1.0, 0.5)()
+        cache.expect_prompt(PROMPT)
+        for part in text.split(sizes, dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        places = places_of(cache.layers[0].sequences[0])
+        assert places.shape[1] == PROMPT // 2 + 20
+        assert (places[:, -24:] == torch.arange(36, 60)).all()  # the window and what came after it
 
 
 @torch.no_grad()
@@ -235,13 +276,30 @@ def test_a_later_prompt_in_chunks_thins_itself_alone(make, ids):
 
 
 @torch.no_grad()
-def test_drafts_beside_an_evicted_prompt_are_taken_back(ids):
-    """The first call of a generate() that drafts brings the prompt and drafts, of which some are wrong."""
-    ids = ids[:, :10].repeat(1, 4)
-    _, expected = thinned_by_generate(make_dynakv, ids, max_new_tokens=24)
-    cache, actual = thinned_by_generate(make_dynakv, ids, max_new_tokens=24, prompt_lookup_num_tokens=20)
-    assert torch.equal(actual, expected)
-    assert places_of(cache.layers[0].sequences[0]).shape[1] <= PROMPT // 2 + 24
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_drafts_beside_a_prompt_see_what_is_left_of_it(ids, rate):
+    """The first call of a generate() that drafts brings the prompt and drafts: of a text's own n-grams all of them wrong, of
+    an assistant most of them right."""
+    for text, drafts in (
+        (ids[:, :10].repeat(1, 4), {"prompt_lookup_num_tokens": 20}),
+        (ids, {"assistant_model": tiny_model()}),
+    ):
+        model = tiny_model()
+        make_cache = make_dynakv(model, rate, 0.5)
+        expected = written(model, text, make_cache())
+        cache = make_cache()
+        assert torch.equal(written(model, text, cache, **drafts), expected)
+        assert places_of(cache.layers[0].sequences[0]).shape[1] <= PROMPT // 2 + 24
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_evicts_assists(seed):
+    ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
+    assistant = tiny_model()
+    make_dynakv(assistant, 0.5, 0.5)
+    dense = tiny_model()
+    assert torch.equal(written(dense, ids, None, assistant_model=assistant), written(dense, ids, None))
 
 
 @torch.no_grad()

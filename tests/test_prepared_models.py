@@ -99,6 +99,8 @@ def test_an_attached_model_saves_itself_whole(ids, tmp_path):
     attached.save_pretrained(tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
     assert settings_of(loaded) == settings_of(attached)
+    for model in (attached, loaded):
+        assert torch.equal(pickle.loads(pickle.dumps(model)).generate(ids, **OPTIONS), expected)
     assert torch.equal(loaded.generate(ids, **OPTIONS), expected)
     again = dynakv.DynaKVCache.from_model(loaded)
     loaded(ids, past_key_values=again)
