@@ -13,7 +13,8 @@ PREFILLS = ("exact", "reconstructed")
 INVERSES = ("exact", "orthogonal", "decoupled")
 TRUNCATIONS = ("gate", "nested")
 
-
+# Settings with which training can start only from a PCA.
+STARTS_FROM_PCA = {"inverse": "orthogonal", "truncation": "nested"}
 WEIGHTS_DEPEND_ON = ("inverse", "truncation")  # what a compressor cannot be made to do after its training
 
 
@@ -95,9 +96,14 @@ class DynaKVConfig:
             fixed |= dict.fromkeys(("threshold", "granularity", "gap"), why)
         return fixed
 
+    @property
+    def can_start_from_gradients(self) -> bool:
+        """Whether training can start otherwise than from a PCA with gates nearly open."""
+        return not any(getattr(self, key) == value for key, value in STARTS_FROM_PCA.items())
+
     def check_gradient_start(self) -> None:
         """Raise :class:`UserError` where training can start only from a PCA with gates nearly open."""
-        for key, refused in (("inverse", "orthogonal"), ("truncation", "nested")):
+        for key, refused in STARTS_FROM_PCA.items():
             value = getattr(self, key)
             require(value != refused, key, value, "another, or `calibration.start: pca`")
 

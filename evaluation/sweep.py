@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
+from dynakv.config import STARTS_FROM_PCA
 from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
 from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
@@ -28,7 +29,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
-START, PCA, COMPRESSOR = "--calibration.start", "pca", "compressor"
+START, PCA, GRADIENT, COMPRESSOR = "--calibration.start", "pca", "gradient", "compressor"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 
@@ -185,21 +186,29 @@ def starts_from_gradients(config: SweepConfig) -> bool:
     Raises:
         UserError: such a run would have a price and no target.
     """
-    calibration = read_yaml(config.train).get("calibration") or {}
-    if not isinstance(calibration, dict):
-        raise UserError(f"`calibration` must be a section with keys, got {calibration!r} in {config.train}")
-    start = calibration.get("start", PCA)
-    starts = {variant.label: _given(variant.arguments, START, start) for variant in _variants(config)}
-    found = [label for label, given in starts.items() if given != PCA]
-    if found and config.alphas:
+    recipe = read_yaml(config.train)
+
+    def settings(variant: Variant, section: str, key: str) -> str | None:
+        values = recipe.get(section) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"`{section}` must be a section with keys, got {values!r} in {config.train}")
+        value = _given(variant.arguments, f"--{section}.{key}", values.get(key))
+        return None if value in ("null", "none") else value
+
+    starts = {variant.label: settings(variant, "calibration", "start") for variant in _variants(config)}
+    asked = [label for label, start in starts.items() if start == GRADIENT]
+    if asked and config.alphas:
         raise UserError(
-            f"`alphas` is {config.alphas}, but {', '.join(found)} starts from gradients, which needs a target: leave "
+            f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
         )
-    return bool(found)
+    # Training starts so of its own accord where it can.
+    free = [variant for variant in _variants(config) if starts[variant.label] is None and config.targets]
+    can = [all(settings(v, "compressor", key) != value for key, value in STARTS_FROM_PCA.items()) for v in free]
+    return bool(asked) or any(can)
 
 
-def _given(arguments: list[str], flag: str, default: str) -> str:
+def _given(arguments: list[str], flag: str, default: str | None) -> str | None:
     """The last value that command-line arguments give a flag, as ``--flag value`` or ``--flag=value``."""
     for place in reversed(range(len(arguments))):
         name, equals, value = arguments[place].partition("=")

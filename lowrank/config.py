@@ -132,7 +132,7 @@ def _check_fields(config: Any) -> None:
 def _checked(field: dataclasses.Field, value: Any, hint: Any, key: str, source: str) -> Any:
     value = _coerce(value, hint, key, source)
     choices = field.metadata.get("choices")
-    if choices and value not in choices:
+    if choices and value is not None and value not in choices:
         raise UserError(f"`{key}` must be one of {', '.join(choices)}; got {value!r} in {source}")
     return value
 

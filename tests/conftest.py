@@ -78,7 +78,7 @@ def training_values(tiny_dir, text_file) -> dict:
         "checkpoint_every": 4,
         "heldout_blocks": 1,
         "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
-        "calibration": {"tokens": 256},
+        "calibration": {"start": "pca", "tokens": 256},
         "compressor": {"granularity": 4},
         "optimizer": {"steps": 8, "batch_size": 2},
     }

@@ -12,6 +12,7 @@ import dynakv
 from dynakv.gate import Gate
 from dynakv.objective import retain_rates
 from lowrank.basis import pca_basis
+from lowrank.config import build
 from lowrank.errors import UserError
 from lowrank.hf.attention import TRANSFORM, prepare
 from lowrank.hf.calibration_store import Calibration
@@ -19,6 +20,7 @@ from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads, split_heads
 from lowrank.hf.sensitivity import gradient_moments
 from lowrank.weighted_basis import weighted_basis
+from training.config import TrainConfig
 from training.setup import DEFAULT_PRICE
 
 SIDES = ("key", "value")
@@ -174,6 +176,30 @@ def test_gates_start_at_a_rank(width, threshold):
         assert int((kept - rank).abs().max()) <= 2
         # Little is attenuated: the soft rank is not far from the hard one.
         assert abs(float(gate(coef).detach().mean()) * width - rank) <= max(8, width / 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradients", "rate"),
+    [
+        ({}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}}, True, 1e-3),
+        ({"rate": {"target_retain_rate": 0.3}, "optimizer": {"lr_projection": 2e-3}}, True, 2e-3),
+        ({"rate": {"target_retain_rate": 0.3}, "calibration": {"start": "pca"}}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "initial_checkpoint": "run"}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"inverse": "orthogonal"}}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"truncation": "nested"}}, False, 3e-4),
+    ],
+)
+def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
+    config = build(TrainConfig, {"model": "m", **changes})
+    assert (config.starts_from_gradients, config.lr_projection) == (gradients, rate)
+
+
+def test_a_run_with_a_target_alone_starts_at_it(training_values, tmp_path):
+    values = training_values | {"calibration": {"tokens": 256}}
+    train_here(values, tmp_path / "run", rate={"target_retain_rate": 0.5, "settle_tokens": 128}, optimizer={"steps": 1})
+    [row] = rows(tmp_path / "run")
+    assert row["hard_rate"] == pytest.approx(0.5, abs=0.05)  # nearly 1 from a PCA
 
 
 def test_a_run_starts_at_its_target(training_values, tmp_path):

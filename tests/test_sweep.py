@@ -109,10 +109,16 @@ def test_a_sweep_knows_which_recipes_start_from_gradients(tmp_path):
     plain = Variant(label="plain")
     weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
     unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
-    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
-    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[plain, weighted]))
+    orthogonal = Variant(label="orthogonal", arguments=["--compressor.inverse", "orthogonal"])
+    # Where nothing is said, runs that have a target and can.
+    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
+    assert not starts_from_gradients(SweepConfig(**settings, alphas=[4.0]))
+    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[orthogonal, unweighted]))
+    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[unweighted, weighted]))
     with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
         starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, weighted]))
+    path.write_text("model: m\ncompressor:\n  truncation: nested\n")
+    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
     path.write_text("model: m\ncalibration:\n  start: gradient\n")
     assert starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
     assert not starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[unweighted]))

@@ -65,10 +65,11 @@ class DatasetConfig:
 class CalibrationConfig:
     """What the compressor starts from."""
 
-    start: str = option(
-        PCA,
+    start: str | None = option(
+        None,
         help="`pca`: projections from the states' PCA, gates nearly open (paper). `gradient`: from their PCA weighted by "
-        "the loss's gradients, gates at the target rate, spread over layers, keys and values by the loss it costs",
+        "the loss's gradients, gates at the target rate, spread over layers, keys and values by the loss it costs; null is "
+        "`gradient` where there is a target and the compressor can start so (`inverse`, `truncation`), else `pca`",
         choices=STARTS,
     )
     tokens: int = option(16384, help="leading training text that is calibrated on", unit="tokens")
@@ -174,7 +175,10 @@ class OptimizerConfig:
     steps: int = option(1000, help="optimizer steps", unit="steps")
     batch_size: int = option(1, help="sequences of one process in one forward pass", unit="sequences")
     accumulate: int = option(1, help="forward passes of one optimizer step", unit="passes")
-    lr_projection: float = option(3e-4, help="peak learning rate of the projections U")
+    lr_projection: float | None = option(
+        None,
+        help="peak learning rate of the projections U; null is 1e-3 of a run that starts from gradients, else 3e-4",
+    )
     lr_gate: float = option(3e-3, help="peak learning rate of the gates' W")
     lr_gate_bias: float = option(
         5e-2,
@@ -190,7 +194,7 @@ class OptimizerConfig:
         for key in ("steps", "batch_size", "accumulate"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         for key in ("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone", "weight_decay", "clip"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+            require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or positive")
         for key in ("warmup", "final_lr"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "between 0 and 1")
 
@@ -306,6 +310,20 @@ class TrainConfig:
                 self.loss.distillation,
                 "0 with `trainable: full`, which leaves no uncompressed model to learn from",
             )
+
+    @property
+    def starts_from_gradients(self) -> bool:
+        """What `calibration.start` comes to."""
+        start, compressor = self.calibration.start, self.compressor
+        if start is None and self.rate.target_retain_rate is not None and compressor.can_start_from_gradients:
+            start = GRADIENT
+        return start == GRADIENT and self.initial_checkpoint is None
+
+    @property
+    def lr_projection(self) -> float:
+        """What `optimizer.lr_projection` comes to."""
+        given = self.optimizer.lr_projection
+        return given if given is not None else 1e-3 if self.starts_from_gradients else 3e-4
 
     def _check_average(self) -> None:
         key, count = "average_checkpoints", self.average_checkpoints

@@ -16,7 +16,7 @@ from lowrank.hf.calibration import calibrate
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.sensitivity import gradient_moments
 from lowrank.text import Documents, document_blocks, hold_out, load_documents
-from training.config import GRADIENT, DatasetConfig, TrainConfig
+from training.config import DatasetConfig, TrainConfig
 from training.data import Batch, TrainingBlocks
 from training.distillation import uncompressed
 from training.engine import Engine
@@ -126,7 +126,7 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
         start = functools.partial(dynakv.initialise_from_checkpoint, model, config.initial_checkpoint)
-    elif config.calibration.start == GRADIENT:
+    elif config.starts_from_gradients:
         moments, gradients = _moments(engine, stream, gradients=True)
         rate = config.rate
         start = functools.partial(
