@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor, TokenCompressor
 from lowrank.errors import UserError
-from lowrank.hf.attention import TRANSFORM
+from lowrank.hf.attention import TRANSFORM, has_compressors
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.geometry import attention_modules
 from lowrank.hf.ragged_layer import RaggedLayer
@@ -12,7 +12,7 @@ from lowrank.hf.ragged_layer import RaggedLayer
 
 def is_attached(model: PreTrainedModel) -> bool:
     """Whether the model has compressors."""
-    return any(TRANSFORM in module._modules for module in attention_modules(model).values())
+    return has_compressors(model)
 
 
 def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:

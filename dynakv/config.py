@@ -13,6 +13,7 @@ PREFILLS = ("exact", "reconstructed")
 INVERSES = ("exact", "orthogonal", "decoupled")
 TRUNCATIONS = ("gate", "nested")
 
+STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
 STARTS_FROM_PCA = {"inverse": "orthogonal", "truncation": "nested"}
 WEIGHTS_DEPEND_ON = ("inverse", "truncation")  # what a compressor cannot be made to do after its training

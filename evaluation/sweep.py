@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.config import STARTS_FROM_PCA
+from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
 from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
 from evaluation.perplexity import full_cache, score
 from lowrank.atomic import write_text
@@ -29,7 +29,7 @@ from lowrank.text import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"
-START, PCA, GRADIENT, COMPRESSOR = "--calibration.start", "pca", "gradient", "compressor"
+START, COMPRESSOR = "--calibration.start", "compressor"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
 

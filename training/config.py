@@ -1,9 +1,8 @@
 """Every key of a training run. `train_dynakv.py --help` prints this."""
 
-from dynakv.config import DynaKVConfig
+from dynakv.config import GRADIENT, STARTS, DynaKVConfig
 from lowrank.config import configuration, option, require, section, within
 
-STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
 
 

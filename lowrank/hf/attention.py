@@ -72,6 +72,11 @@ class _Call(threading.local):
 _call = _Call()
 
 
+def has_compressors(model: PreTrainedModel) -> bool:
+    """Whether some attention module of the model compresses its keys and values where there is no cache."""
+    return any(TRANSFORM in module._modules for module in attention_modules(model).values())
+
+
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank.errors import UserError
-from lowrank.hf.attention import CONTEXT, TRANSFORM, prepare
+from lowrank.hf.attention import CONTEXT, has_compressors, prepare
 from lowrank.hf.geometry import attention_modules, geometry_of
 from lowrank.hf.layer import join_heads
 from lowrank.hf.mode import evaluating
@@ -52,7 +52,7 @@ def calibrate(
 
 def check_uncompressed(model: PreTrainedModel) -> None:
     """Raise :class:`UserError` for a model with compressors: what later layers see would be of rebuilt states."""
-    if any(TRANSFORM in module._modules for module in attention_modules(model).values()):
+    if has_compressors(model):
         raise UserError(
             "the model has compressors, and calibration is of an uncompressed model; call dynakv.detach(model) first"
         )

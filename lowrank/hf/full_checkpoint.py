@@ -14,12 +14,19 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowrank.atomic import new_directory
 from lowrank.errors import UserError
+
+
+class MethodConfig(QuantizationConfigMixin):
+    """The `quantization_config` of full checkpoints, whatever their method; other entries of a `config.json` are ignored."""
+
+    def __init__(self, quant_method: str, settings: dict[str, Any] | None = None, **ignored: Any):
+        self.quant_method = quant_method
+        self.settings = settings or {}
 
 
 def register_method(
@@ -35,15 +42,6 @@ def register_method(
         before_loading: adds the method's submodules to a model on the meta device, given the method's settings.
         after_loading: makes the loaded model run compressed.
     """
-
-    class MethodConfig(QuantizationConfigMixin):
-        def __init__(self, **settings: Any):
-            self.quant_method = method
-            self.settings = settings.get("settings", {})
-
-        def __reduce__(self) -> tuple:
-            # A class within a function cannot be named by a pickle.
-            return _config_of, (method, self.settings)
 
     class MethodLoader(HfQuantizer):
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -74,11 +72,7 @@ def declare(model: PreTrainedModel, method: str, settings: dict[str, Any]) -> No
     since a checkpoint can name only one method."""
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is None or _method_of(occupied) == method:
-        model.config.quantization_config = _config_of(method, settings)
-
-
-def _config_of(method: str, settings: dict[str, Any]) -> QuantizationConfigMixin:
-    return AUTO_QUANTIZATION_CONFIG_MAPPING[method](settings=settings)
+        model.config.quantization_config = MethodConfig(method, settings)
 
 
 def is_declared(model: PreTrainedModel, method: str) -> bool:
