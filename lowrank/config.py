@@ -52,7 +52,7 @@ def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", cho
 
 
 def section(cls: type) -> Any:
-    """A nested configuration class whose keys all have defaults unless the file gives them."""
+    """A nested configuration class; one with required keys must be given."""
     return dataclasses.field(default_factory=cls, metadata={"section": True})
 
 
@@ -116,6 +116,8 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = 
     for name, field in fields.items():
         if name in values:
             kwargs[name] = _checked(field, values[name], hints[name], f"{prefix}{name}", source)
+        elif "section" in field.metadata:
+            kwargs[name] = build(hints[name], {}, prefix=f"{prefix}{name}.", source=source)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
     with within(prefix):

@@ -17,7 +17,8 @@ from training.config import DatasetConfig, OptimizerConfig, RateConfig, TrainCon
 
 ROOT = Path(__file__).parent.parent
 
-ROOT_YAML = "model: somewhere\noptimizer:\n  steps: 7\n  lr_gate: 3e-3\n"
+TEXT = {"name": "t.txt"}
+ROOT_YAML = "model: somewhere\ndataset: {name: t.txt}\noptimizer:\n  steps: 7\n  lr_gate: 3e-3\n"
 
 
 def parse(tmp_path, *arguments: str, text: str = ROOT_YAML) -> TrainConfig:
@@ -39,20 +40,40 @@ def test_file_then_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: m\noptimizer:\n  stpes: 3\n", "unknown key `optimizer.stpes`.*did you mean `steps`"),
-        ("model: m\nzebra: 3\n", "unknown key `zebra`.*valid keys: average_checkpoints"),
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  stpes: 3\n",
+            "unknown key `optimizer.stpes`.*did you mean `steps`",
+        ),
+        ("model: m\ndataset: {name: t}\nzebra: 3\n", "unknown key `zebra`.*valid keys: average_checkpoints"),
         ("optimizer:\n  steps: 3\n", "`model` is missing"),
-        ("model: m\noptimizer:\n  steps: three\n", "`optimizer.steps` must be of type int, got 'three'"),
-        ("model: m\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),
-        ("model: m\ncompressor:\n  gap: sideways\n", "`compressor.gap` must be one of hard.*got 'sideways'"),
-        ("model: m\nrate:\n  target_retain_rate: 1.5\n", "target_retain_rate.*got 1.5"),
-        ("model: m\ncompressor:\n  threshold: 2\n", "`compressor.threshold` must be between 0 and 1"),
-        ("model: m\ncompressor:\n  storage_group: 8\n", "`compressor.storage_group` must be none"),
-        ("model: m\ncompressor:\n  eviction:\n    keep: 0\n", r"`compressor.eviction.keep` must be in \(0, 1\]"),
-        ("model: m\noptimizer:\n  warmup: 2\n", "`optimizer.warmup` must be between 0 and 1; got 2.0"),
+        ("model: m\n", "`dataset.name` is missing from .*c.yaml; hub ids or .txt"),
+        ("model: m\ndataset:\n  weights: [1]\n", "`dataset.name` is missing"),
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  steps: three\n",
+            "`optimizer.steps` must be of type int, got 'three'",
+        ),
+        ("model: m\ndataset: {name: t}\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  gap: sideways\n",
+            "`compressor.gap` must be one of hard.*got 'sideways'",
+        ),
+        ("model: m\ndataset: {name: t}\nrate:\n  target_retain_rate: 1.5\n", "target_retain_rate.*got 1.5"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  threshold: 2\n",
+            "`compressor.threshold` must be between 0 and 1",
+        ),
+        ("model: m\ndataset: {name: t}\ncompressor:\n  storage_group: 8\n", "`compressor.storage_group` must be none"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  eviction:\n    keep: 0\n",
+            r"`compressor.eviction.keep` must be in \(0, 1\]",
+        ),
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  warmup: 2\n",
+            "`optimizer.warmup` must be between 0 and 1; got 2.0",
+        ),
         ("model: m\ndataset:\n  name: []\n", r"`dataset.name` must be at least one data set; got \[\]"),
-        ("model: m\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
-        ("model: m\noptimizer: 3\n", "`optimizer` must be a section"),
+        ("model: m\ndataset: {name: t}\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
+        ("model: m\ndataset: {name: t}\noptimizer: 3\n", "`optimizer` must be a section"),
         ("model: [", "not valid YAML"),
         ("- 3\n", "must hold keys and values"),
         ("model: ${NO_SUCH_VARIABLE}/m\n", "NO_SUCH_VARIABLE, which is not set"),
@@ -85,19 +106,25 @@ def test_home_expands(monkeypatch, tmp_path):
     ("make", "message"),
     [
         (
-            lambda: TrainConfig(model="m", dtype="float8"),
+            lambda: TrainConfig(model="m", dataset=TEXT, dtype="float8"),
             "`dtype` must be one of float32, bfloat16; got 'float8' in Tr",
         ),
-        (lambda: TrainConfig(model=7), "`model` must be of type str, got 7 in TrainConfig"),
-        (lambda: TrainConfig(model="m", rate={"alpha": -1}), "`rate.alpha` must be zero or positive; got -1.0"),
-        (lambda: TrainConfig(model="m", rate=RateConfig(alpha=-1)), "`alpha` must be zero or positive; got -1.0"),
+        (lambda: TrainConfig(model=7, dataset=TEXT), "`model` must be of type str, got 7 in TrainConfig"),
         (
-            lambda: TrainConfig(model="m", compressor={"eviction": {"pool": 2}}),
+            lambda: TrainConfig(model="m", dataset=TEXT, rate={"alpha": -1}),
+            "`rate.alpha` must be zero or positive; got -1.0",
+        ),
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, rate=RateConfig(alpha=-1)),
+            "`alpha` must be zero or positive; got -1.0",
+        ),
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, compressor={"eviction": {"pool": 2}}),
             "`compressor.eviction.pool` must be odd",
         ),
         (lambda: OptimizerConfig(steps="7"), "`steps` must be of type int, got '7' in OptimizerConfig"),
         (lambda: OptimizerConfig(steps=True), "`steps` must be of type int, got True"),
-        (lambda: DatasetConfig(weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
+        (lambda: DatasetConfig(name="t.txt", weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
         (lambda: CalibrationText(tokens=1.5), "`tokens` must be of type int"),
         (lambda: Eviction(keep=2), r"`keep` must be in \(0, 1\]"),
         (lambda: Variant(label="a b"), "`label` must be letters, digits"),
@@ -120,8 +147,8 @@ def sweep(**values) -> SweepConfig:
 def test_a_configuration_made_by_hand_takes_what_a_file_would():
     assert CalibrationText(name="abc").name == ["abc"]
     assert sweep().texts[0].split == "test"
-    config = TrainConfig(model="m", optimizer={"steps": 3, "clip": 2})
-    assert config == build(TrainConfig, {"model": "m", "optimizer": {"steps": 3, "clip": 2}})
+    config = TrainConfig(model="m", dataset=TEXT, optimizer={"steps": 3, "clip": 2})
+    assert config == build(TrainConfig, {"model": "m", "dataset": TEXT, "optimizer": {"steps": 3, "clip": 2}})
     assert isinstance(config.optimizer.clip, float)
 
 
@@ -168,7 +195,7 @@ def _is_option(node: ast.stmt) -> bool:
 
 
 def test_configurations_are_frozen():
-    config = build(TrainConfig, {"model": "m"})
+    config = build(TrainConfig, {"model": "m", "dataset": TEXT})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3
 

@@ -191,7 +191,7 @@ def test_gates_start_at_a_rank(width, threshold):
     ],
 )
 def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
-    config = build(TrainConfig, {"model": "m", **changes})
+    config = build(TrainConfig, {"model": "m", "dataset": {"name": "t.txt"}, **changes})
     assert (config.starts_from_gradients, config.lr_projection) == (gradients, rate)
 
 

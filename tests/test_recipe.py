@@ -328,6 +328,10 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
         (("--loss.distillation", "0.5", "--trainable", "full"), "`loss.distillation` must be 0 with `trainable: full`"),
         (("--rate.layer_floor", "0.4", "--rate.target_retain_rate", "0.3"), "`rate.layer_floor` must be below"),
         (("--rate.key_cost", "0"), "`rate.key_cost` must be positive"),
+        (
+            ("--rate.target_retain_rate", "0.4", "--compressor.granularity", "16"),
+            "`rate.target_retain_rate` must be at least 0.5: every token keeps `compressor.granularity`, 16, of 32 coeff",
+        ),
         (("--calibration.bases", "nowhere"), "`nowhere` is no calibration"),
     ],
 )

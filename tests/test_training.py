@@ -1,13 +1,18 @@
 """The training command, run as a user runs it, on a tiny model."""
 
 import json
+import os
 import re
 import shutil
 
 import pytest
 import yaml
-from training_runs import train_here
+from training_runs import merged, train_here
+from transformers import AutoTokenizer
 
+from lowrank.config import build
+from training import engine, setup
+from training.config import TrainConfig
 from training.schedule import learning_rate_factor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/single.yaml")
@@ -155,6 +160,31 @@ def test_held_out_texts_have_columns_of_their_own_and_names_apart(training_value
     measured = json.loads((tmp_path / "run/checkpoint/config.json").read_text())["summary"]["heldout"]
     assert list(measured) == heldout
     assert measured[heldout[0]] != measured[heldout[1]]
+
+
+def test_held_out_text_is_streamed_where_the_rest_is(training_values, monkeypatch):
+    asked = []
+    load = setup.load_documents
+    monkeypatch.setattr(
+        setup, "load_documents", lambda *args, **options: asked.append(options) or load(*args, **options)
+    )
+    for streaming in (False, True):
+        config = build(TrainConfig, merged(training_values, {"dataset": {"streaming": streaming}}))
+        [blocks] = setup.heldout_blocks(config, AutoTokenizer.from_pretrained(config.model)).values()
+        assert len(blocks) == 1
+        assert asked.pop()["streaming"] is streaming
+
+
+@pytest.mark.parametrize(
+    ("own", "launchers", "processes", "threads"),
+    [({0, 1, 2, 3}, {0, 1, 2, 3}, 2, 2), ({2, 3}, {0, 1, 2, 3}, 2, 2), ({5}, {5}, 4, 1)],
+    ids=["shared", "bound", "fewer cores than processes"],
+)
+def test_a_machines_cores_are_shared_unless_processes_are_bound(monkeypatch, own, launchers, processes, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: launchers if process == os.getppid() else own)
+    assert engine._threads(world=8) == threads
 
 
 def test_schedule_rises_then_falls():

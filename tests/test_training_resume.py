@@ -210,8 +210,9 @@ def test_workers_may_change_and_the_global_batch_may_not(training_values, whole,
 
 
 def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
-    """Training on from a checkpoint begins with that run's α, and a resumed run needs neither it nor the checkpoint."""
-    changes = {"checkpoint_every": 4, "rate": {"target_retain_rate": 0.4}}
+    """Training on from a checkpoint begins with that run's α and at a learning rate of its own; a resumed run keeps both
+    and need not be told the checkpoint again."""
+    changes = {"checkpoint_every": 4, "rate": {"target_retain_rate": 0.4}, "calibration": {"start": None}}
     once = tmp_path / "once"
     train_here(training_values, once, initial_checkpoint=str(whole / "checkpoint"), **changes)
     again = tmp_path / "again"

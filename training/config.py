@@ -11,18 +11,19 @@ class DatasetConfig:
     """What text the compressor learns from."""
 
     name: list[str] = option(
-        ["Salesforce/wikitext"],
         help="hub ids or .txt/.json/.jsonl/.parquet files (also .gz, .zst, .xz; patterns; hf:// and https://), mixed; "
-        "comma-separated",
+        "comma-separated. A row is a document, a .txt is one",
     )
     subset: list[str] | None = option(
-        None, help="configuration name of hub data sets, e.g. wikitext-2-raw-v1; one for all or one for each name"
+        None, help="configuration name of hub data sets, e.g. sample-10BT; one for all or one for each name"
     )
     split: list[str] = option(["train"], help="split of hub data sets; one for all or one for each name")
     text_field: list[str] = option(["text"], help="column that holds the text; one for all or one for each name")
     weights: list[float] | None = option(None, help="how often each data set is drawn, e.g. 2,1; equal by default")
     streaming: bool = option(
-        False, help="read while training instead of making a local copy first; shuffles within `shuffle_buffer`"
+        False,
+        help="read while training instead of making a local copy first; shuffles within `shuffle_buffer`, and of held-out "
+        "data sets the first documents are measured",
     )
     shuffle_buffer: int = option(10_000, help="what streamed data sets are shuffled among", unit="documents")
     workers: int = option(
@@ -106,9 +107,10 @@ class RateConfig:
     )
     ramp: float = option(0.4, help="share of the run over which the goal falls from the first hard rate to the target")
     settle: bool = option(
-        True, help="after training, move the threshold τ so that unseen training text has just the target rate"
+        True,
+        help="after training, move the threshold τ so that the training text that comes next has just the target rate",
     )
-    settle_tokens: int = option(16384, help="unseen training text that is settled on", unit="tokens")
+    settle_tokens: int = option(16384, help="training text after the last step that is settled on", unit="tokens")
 
     def __post_init__(self):
         require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "zero or positive")
@@ -158,7 +160,7 @@ class ReportConfig:
     peak_flops: float | None = option(
         None,
         help="what one device can do in the model's dtype, for the model FLOP utilisation; by default measured once, as the "
-        "best of three square matrix products",
+        "best of five square matrix products",
         unit="FLOP/s",
     )
 
@@ -176,7 +178,8 @@ class OptimizerConfig:
     accumulate: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float | None = option(
         None,
-        help="peak learning rate of the projections U; null is 1e-3 of a run that starts from gradients, else 3e-4",
+        help="peak learning rate of the projections U; null is 1e-3 of a run that starts from gradients, else 3e-4, "
+        "and as it was when a run goes on",
     )
     lr_gate: float = option(3e-3, help="peak learning rate of the gates' W")
     lr_gate_bias: float = option(

@@ -302,9 +302,12 @@ def _threads(world: int) -> int:
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return torch.get_num_threads()
     cores = os.cpu_count() or 1
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    # A process that is bound to some cores has its share already.
-    return own if own < cores else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, cores // local_world)
+    own = os.sched_getaffinity(0)
+    # A process that its launcher has bound to some cores has its share already; a container's are for all of its processes.
+    return len(own) if own != os.sched_getaffinity(os.getppid()) else max(1, len(own) // local_world)
 
 
 def _never_build_shared_memory() -> None:

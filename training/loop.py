@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import dynakv
 from dynakv.objective import RateController
 from lowrank.atomic import check_directory, write_text
-from lowrank.config import to_dict
+from lowrank.config import require, to_dict
 from lowrank.errors import UserError
+from lowrank.hf.geometry import geometry_of
 from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from training.average import load_mean
 from training.config import COMPRESSOR, TrainConfig
@@ -49,12 +50,14 @@ class RunState:
 
     Attributes:
         step: optimizer steps done.
+        lr_projection: peak learning rate of U.
         cursor_S3: where the training text goes on, as of the last saved state or the run's end; None at its beginning.
         controller: holds α.
         watch: decides whether the run goes on.
     """
 
     step: int
+    lr_projection: float
     cursor_S3: Tensor | None
     controller: RateController
     watch: Watch
@@ -80,10 +83,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = _stock_model(engine)
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
-    _prepare(engine, model)
+    lr_projection = _lr_projection(config, saved)
+    _prepare(engine, model, lr_projection)
     gradients = GradientWatch(engine.parameters, engine.device)
     watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, states)
-    run = _begin(engine, stream, price, watch) if saved is None else _resume(engine, *saved, watch)
+    if saved is None:
+        run = _begin(engine, stream, price, lr_projection, watch)
+    else:
+        run = _resume(engine, *saved, lr_projection, watch)
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)
     sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
@@ -128,27 +135,47 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
             f"`model` is {config.model}, a full checkpoint that has a compressor already; name the uncompressed model, and "
             f"a compressor checkpoint to train on from as `initial_checkpoint`"
         )
+    _check_target(config, geometry_of(model).width)
     return model
 
 
-def _prepare(engine: Engine, model: PreTrainedModel) -> None:
+def _check_target(config: TrainConfig, width: int) -> None:
+    target, granularity = config.rate.target_retain_rate, config.compressor.granularity
+    least = min(granularity, width) / width
+    require(
+        target is None or target >= least,
+        "rate.target_retain_rate",
+        target,
+        f"at least {least:.3g}: every token keeps `compressor.granularity`, {granularity}, of {width} coefficients",
+    )
+
+
+def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> None:
     """Give a stock model its compressors and hand it to the engine."""
     config = engine.config
     dynakv.add_compressors(model, config.compressor)
     dynakv.use_ragged_cache(model)
     if config.gradient_checkpointing:
         recompute_activations(model)
-    engine.prepare(model, build_optimizer(model, config))
+    engine.prepare(model, build_optimizer(model, config, lr_projection))
 
 
-def _begin(engine: Engine, stream: TrainingBlocks, price: float | None, watch: Watch) -> RunState:
+def _lr_projection(config: TrainConfig, saved: tuple[Path, dict[str, Any]] | None) -> float:
+    """Of U: as given, or else as the run to go on with has it, whose start may no longer be told from `config`."""
+    if saved is None or config.optimizer.lr_projection is not None:
+        return config.lr_projection
+    return saved[1].get("lr_projection", config.lr_projection)  # states of earlier versions do not have it
+
+
+def _begin(engine: Engine, stream: TrainingBlocks, price: float | None, lr_projection: float, watch: Watch) -> RunState:
     """Start the compressors, at the price given or else the one their start estimates."""
     estimate = initialise(engine, stream)
     price = price if price is not None else estimate or DEFAULT_PRICE
-    return RunState(step=0, cursor_S3=None, controller=_controller(engine.config, start=price), watch=watch)
+    controller = _controller(engine.config, start=price)
+    return RunState(step=0, lr_projection=lr_projection, cursor_S3=None, controller=controller, watch=watch)
 
 
-def _resume(engine: Engine, state: Path, progress: dict[str, Any], watch: Watch) -> RunState:
+def _resume(engine: Engine, state: Path, progress: dict[str, Any], lr_projection: float, watch: Watch) -> RunState:
     """Go on from what :func:`_saved_run` found."""
     step, settings = progress["step"], engine.config.optimizer
     if progress["blocks_per_step"] != engine.blocks_per_step:
@@ -164,7 +191,8 @@ def _resume(engine: Engine, state: Path, progress: dict[str, Any], watch: Watch)
     drop_later_states(state.parent, step, engine)
     watch.load(progress["watch"])
     controller = _controller(engine.config, **progress["controller"])
-    return RunState(step=step, cursor_S3=torch.tensor(progress["cursor"]), controller=controller, watch=watch)
+    cursor_S3 = torch.tensor(progress["cursor"])
+    return RunState(step=step, lr_projection=lr_projection, cursor_S3=cursor_S3, controller=controller, watch=watch)
 
 
 def _progress(engine: Engine, run: RunState) -> dict[str, Any]:
@@ -172,6 +200,7 @@ def _progress(engine: Engine, run: RunState) -> dict[str, Any]:
     return {
         "controller": run.controller.state(),
         "watch": run.watch.state(),
+        "lr_projection": run.lr_projection,
         "cursor": run.cursor_S3.tolist(),
         "blocks_per_step": engine.blocks_per_step,
         "config": to_dict(engine.config),
@@ -290,10 +319,10 @@ def _finish(
     }
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
-    unseen = stream.part(start=run.step * engine.blocks_per_step, cursor_S3=run.cursor_S3)
+    following = stream.part(start=run.step * engine.blocks_per_step, cursor_S3=run.cursor_S3)
     engine.wrapped.eval()
     with engine.computing():
-        summary |= _settle_and_measure(engine.model, config, unseen, heldout, reporter)
+        summary |= _settle_and_measure(engine.model, config, following, heldout, reporter)
     reporter.close()
     final = _save(engine, tokenizer, output, summary)
     engine.accelerator.wait_for_everyone()
@@ -304,15 +333,15 @@ def _finish(
 def _settle_and_measure(
     model: PreTrainedModel,
     config: TrainConfig,
-    unseen: TrainingBlocks,
+    following: TrainingBlocks,
     heldout: dict[str, list[Batch]],
     reporter: Reporter,
 ) -> dict[str, Any]:
-    """Settle τ on training text that was not trained on, then measure every held-out text."""
+    """Settle τ on the training text that comes next, then measure every held-out text."""
     summary = {"heldout": {}}
     target = config.rate.target_retain_rate
     if target is not None and (config.rate.settle or config.compressor.truncation == "nested"):
-        summary["settled"] = _settle(model, config, unseen, target)
+        summary["settled"] = _settle(model, config, following, target)
         reporter.note("settled", summary["settled"], config.optimizer.steps)
     for name, batches in heldout.items():
         summary["heldout"][name] = measure(model, batches)
@@ -320,8 +349,8 @@ def _settle_and_measure(
     return summary
 
 
-def _settle(model: PreTrainedModel, config: TrainConfig, unseen: TrainingBlocks, target: float) -> dict[str, float]:
-    batches = unseen.first(math.ceil(config.rate.settle_tokens / config.dataset.sequence_length))
+def _settle(model: PreTrainedModel, config: TrainConfig, following: TrainingBlocks, target: float) -> dict[str, float]:
+    batches = following.first(math.ceil(config.rate.settle_tokens / config.dataset.sequence_length))
     if config.compressor.truncation == "nested":
         return {"hard_rate": allocate_ranks(model, batches, target)}
     return settle_threshold(model, batches, target, floor=config.rate.layer_floor)

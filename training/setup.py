@@ -57,6 +57,7 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
             subset=dataset.heldout_subset,
             split=dataset.heldout_split,
             text_field=dataset.heldout_text_field,
+            streaming=dataset.streaming,
         )
     if dataset.heldout_share:
         for index, label in enumerate(_labels(dataset.name)):

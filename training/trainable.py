@@ -11,10 +11,10 @@ from training.config import FULL, LORA, LoraConfig, TrainConfig
 from training.engine import Engine
 
 
-def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: float) -> torch.optim.Optimizer:
     """Freeze what is not trained and return AdamW over the rest, with a peak learning rate for each kind of parameter.
 
-    The groups' rates are zero until the loop sets them.
+    The groups' rates are zero until the loop sets them. That of U is given apart: a resumed run keeps it.
     """
     model.requires_grad_(config.trainable == FULL)
     groups: dict[str, list[nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
@@ -28,7 +28,7 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.
     named = {id(parameter) for parameters in groups.values() for parameter in parameters}
     backbone = [value for value in model.parameters() if value.requires_grad and id(value) not in named]
     settings = config.optimizer
-    peaks = {"projection": config.lr_projection, "gate": settings.lr_gate, "gate_bias": settings.lr_gate_bias}
+    peaks = {"projection": lr_projection, "gate": settings.lr_gate, "gate_bias": settings.lr_gate_bias}
     if backbone:
         groups["backbone"], peaks["backbone"] = backbone, settings.lr_backbone
     return torch.optim.AdamW(

@@ -102,11 +102,12 @@ class Watch:
         """The error that ends a run at `step`."""
         states = saved_states(self.states)
         good = f"the last good checkpoint is {states[-1]}" if states else "no checkpoint was written before"
+        again = "go on with --resume" if states else "start it again"
         place = f" in {where}" if where else ""
         return UserError(
             f"training stopped at step {step}: {what}{place}; {good}. Lower `optimizer.lr_projection` and "
-            f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup`, and go on "
-            f"with --resume"
+            f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup`, and "
+            f"{again}"
         )
 
     def _first_in_forward(self, soft_L2: Tensor) -> str:
