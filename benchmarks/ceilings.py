@@ -33,8 +33,8 @@ def cache_bytes(cache: Cache) -> int:
 
 def read_bytes(cache: Cache) -> int:
     """The same without what a decoded token does not read: pages that are free."""
-    memory = getattr(cache, "memory_pages", None)
-    return cache_bytes(cache) - (0 if memory is None else memory.free_nbytes())
+    pages = getattr(cache, "pages", None)
+    return cache_bytes(cache) - (0 if pages is None else pages.free_nbytes())
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attach import add_compressors, use_ragged_cache
+from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank.atomic import new_directory
@@ -131,9 +131,14 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     _check_model(model, config, directory)
     state = read_state(Path(directory) / WEIGHTS)
     add_compressors(model, settings)
-    load_state(model, state, str(directory))
+    try:
+        load_state(model, state, str(directory))
+        use_ragged_cache(model)
+    except UserError:
+        detach(model)
+        raise
     full_checkpoint.declare(model, METHOD, to_dict(settings))
-    return use_ragged_cache(model)
+    return model
 
 
 def initialise_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:

@@ -3,6 +3,7 @@
 Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
+import copy
 import dataclasses
 
 import torch
@@ -136,11 +137,11 @@ class LayerCompressor(nn.Module):
         return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
 
     def codec(self) -> LayerCodec:
-        """This layer's codec for a compressed cache; it reads the current parameters."""
+        """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""
         config = self.key.config
         return LayerCodec(
-            key=self.key,
-            value=self.value,
+            key=copy.copy(self.key),
+            value=copy.copy(self.value),
             quantisation=config.quantisation,
             eviction=config.eviction,
             exact_prefill=config.prefill == "exact",

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.cache import DynaKVCache, compressors
+from lowrank.codec import LayerCodec
 from lowrank.errors import UserError
 from lowrank.hf.geometry import geometry_of
 from lowrank.hf.paged_layer import PagedLayer
@@ -15,6 +16,18 @@ from lowrank.ops.gpu import has_kernels
 
 class PagedDynaKVCache(DynaKVCache):
     """As :class:`DynaKVCache`, in memory that is taken once: `generate(past_key_values=PagedDynaKVCache.from_model(…))`."""
+
+    def __init__(self, model: PreTrainedModel, codecs: dict[int, LayerCodec], pages: PagedMemory):
+        """
+        Args:
+            model: attached.
+            codecs: layer index → its codec, for every compressed layer.
+            pages: of all of them.
+        """
+        self.pages = pages
+        super().__init__(model, {index: PagedLayer(codec, pages) for index, codec in codecs.items()})
+        if self.history is not None:
+            self.history.check_turns_halves()
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, *, max_length: int, rate: float = 0.4) -> "PagedDynaKVCache":
@@ -47,7 +60,7 @@ class PagedDynaKVCache(DynaKVCache):
         for is_wrong, what in refused:
             if is_wrong:
                 raise UserError(f"a paged cache does not serve {what}; use DynaKVCache.from_model(model)")
-        memory = PagedMemory(
+        pages = PagedMemory(
             max_length=max_length,
             rate=rate,
             stores=2 * len(codecs),
@@ -55,12 +68,8 @@ class PagedDynaKVCache(DynaKVCache):
             width=geometry_of(model).width,
             quantisation=settings.quantisation,
         )
-        cache = cls(model, {index: PagedLayer(codec, memory) for index, codec in codecs.items()})
-        if cache.history is not None:
-            cache.history.check_turns_halves()
-        cache.memory_pages = memory
-        return cache
+        return cls(model, codecs, pages)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().held()
-        yield from self.memory_pages.held()
+        yield from self.pages.held()

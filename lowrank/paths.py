@@ -15,6 +15,11 @@ def home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/adaptive-kv").expanduser()
 
 
+def name_of(source: str) -> str:
+    """How results call a hub id, or a file or directory: by its last part, as where it lies is this machine's own."""
+    return Path(source).name if Path(source).exists() else source
+
+
 def expand(text: str) -> str:
     """Replace ``${NAME}`` by the environment variable NAME and a leading ``~`` by the user's directory.
 

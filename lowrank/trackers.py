@@ -133,7 +133,8 @@ class OjaTracker(Tracker):
         step_PWR, seen_PRR = self._outside(new)
         if self.preconditioned:
             step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
-        return orthonormal(self.vectors_PWR + rate * step_PWR, f"{self.name}: an Oja step of rate {rate:g}")
+        what = f"{self.name}: an Oja step of rate {rate:g}"
+        return orthonormal(self.vectors_PWR + rate * step_PWR, what, "use a smaller learning rate")
 
     def defer(self, new: NewRows) -> None:
         # The basis stays until the next step, so the sum is exact.
@@ -221,13 +222,13 @@ class FrequentDirections(Tracker):
         if not rate:
             return None
         leading_PWR = self._leading()
-        what = f"{self.name}: the sketch's directions"
+        refused = f"{self.name}: the sketch's directions", "let the bases move by `tracker: oja`"
         there_PWR = leading_PWR @ (leading_PWR.mT @ self.vectors_PWR)
         if (there_PWR - self.vectors_PWR).abs().amax() < SMALLEST_MOVE:
             return None
         if share == 1:
-            return orthonormal(leading_PWR, what)
-        return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), what)
+            return orthonormal(leading_PWR, *refused)
+        return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), *refused)
 
     def _leading(self) -> Tensor:
         """R orthonormal directions: the sketch's, as far as it has seen any, then those of the present basis."""
@@ -273,11 +274,11 @@ def by_columns(matrix_PWR: Tensor) -> Tensor:
     return matrix_PWR.mT.contiguous().mT
 
 
-def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:
+def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
     """The Q factor of each part, its columns pointing as the given ones did.
 
     Raises:
-        UserError: `what`, when the matrix is not finite or its columns are dependent.
+        UserError: of `what`, and what to do about it, when the matrix is not finite or its columns are dependent.
     """
     # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
     # exact as a QR, and four times as fast.
@@ -290,7 +291,7 @@ def orthonormal(matrix_PWR: Tensor, what: str) -> Tensor:
         diagonal_PR = r_PRR.diagonal(dim1=1, dim2=2)
         if (diagonal_PR.abs() > 1e-6 * diagonal_PR.abs().amax(dim=1, keepdim=True)).all():
             return q_PWR * diagonal_PR.sign()[:, None, :]
-    raise UserError(f"{what} left no orthonormal basis; use a smaller learning rate")
+    raise UserError(f"{what} left no orthonormal basis; {remedy}")
 
 
 def _lifted(moment_PRR: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ class OjaKVLayer(SequenceLayer):
     def rotates(self) -> bool:
         return self.config.rotates
 
+    @property
+    def is_croppable(self) -> bool:
+        return not self.config.eviction.is_on
+
     def activate_past_recording(self) -> None:
         """See :meth:`SequenceLayer.activate_past_recording`; a prompt's tokens, too.
 

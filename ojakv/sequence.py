@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowrank.eviction import Eviction, best_of, check_croppable, fixed_by
+from lowrank.eviction import Eviction, best_of, fixed_by
 from lowrank.growing import GrowingTensor
 from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.memory import BUFFERS, POSITIONS
@@ -47,7 +47,7 @@ class OnlineSequence:
         self.held_prompt: Prompt | None = None  # one that was held when it came
         self._arrived = 0  # tokens the running call stored
         self._low_place: GrowingTensor | None = None  # (1 or P, N) once tokens were evicted, and the gaps say nothing
-        self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
+        self.fixed = 0
         self._low_run: slice | None = None  # places of the low-rank tokens, if they follow one another
 
     # -- filling --------------------------------------------------------------------------------------------------
@@ -308,7 +308,6 @@ class OnlineSequence:
 
     def crop(self, length: int) -> None:
         """Forget tokens from place `length` on. Held ones leave no trace; a basis that has followed others stays."""
-        check_croppable(length, self.fixed)
         low = self.key.coef.length - int((torch.atleast_2d(self.low_position())[0] >= length).sum())
         stays_F = self.full_position.rows < length
         self.staying = int(stays_F[: self.staying].sum())

@@ -97,6 +97,18 @@ def test_flash_is_told_of_padding_and_nothing_else(method, flash):
 
 
 @torch.no_grad()
+def test_flash_refuses_what_would_add_to_scores(flash):
+    model = tiny_model()
+    method = PICKED[-1].build(model, 0.4)
+    flash[0]()
+    ids = torch.arange(1, 41)[None]
+    added = torch.full((40, 40), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with pytest.raises(UserError, match="must be boolean for `flash_attention_2`.*got torch.float32"):
+        model(ids, attention_mask=added, use_cache=False)
+    model(ids, attention_mask=added == 0, past_key_values=method())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("layout", [{}, {"layout": "per_head", "rope": "post"}], ids=["joint", "per_head"])
 def test_flash_is_given_what_eviction_left_in_order(layout, flash):
     """It knows no places, only that what comes later is newer."""

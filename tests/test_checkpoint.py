@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import warnings
 
 import pytest
 import torch
 from methods import dynakv_model, tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dynakv
@@ -219,6 +221,41 @@ def test_settings_of_serving_may_differ_from_training(tmp_path):
             dynakv.attach(fresh, tmp_path / "checkpoint", **overrides)
         with pytest.raises(UserError, match="no DynaKV compressor"):
             dynakv.compressors(fresh)
+
+
+@torch.no_grad()
+def test_caches_keep_to_the_settings_they_were_made_with(ids):
+    model, twin = tiny_model(), tiny_model()
+    for each in (model, twin):
+        dynakv_model(each, 0.4)
+    caches = [dynakv.DynaKVCache.from_model(each) for each in (model, twin)]
+    dynakv.configure(model, threshold=0.6, granularity=16)
+    for part in ids.split([20, ids.shape[1] - 22, 1, 1], dim=1):
+        for each, cache in zip((model, twin), caches, strict=True):
+            each(part, past_key_values=cache)
+    assert caches[0].nbytes == caches[1].nbytes
+    cache = dynakv.DynaKVCache.from_model(model)
+    model(ids, past_key_values=cache)
+    assert cache.nbytes < caches[1].nbytes
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_was(trained, ids, tmp_path):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "damaged")
+    tensors = load_file(tmp_path / "c/compressor.safetensors")
+    tensors.pop("layers.1.value.gate.bias")
+    save_file(tensors, tmp_path / "damaged/compressor.safetensors")
+    model = tiny_model()
+    with pytest.raises(UserError, match="does not fit this model: missing .*layers.1.value.gate.bias"):
+        dynakv.attach(model, tmp_path / "damaged")
+    assert not dynakv.is_attached(model)
+    assert model.config._attn_implementation == "sdpa"
+    dynakv.attach(model, tmp_path / "c")
+    unsupported = tiny_model(attn_implementation="flex_attention")
+    with pytest.raises(UserError, match="attn_implementation='flex_attention'"):
+        dynakv.attach(unsupported, tmp_path / "c")
+    assert not dynakv.is_attached(unsupported)
+    assert not hasattr(unsupported.config, "quantization_config")
 
 
 @pytest.mark.parametrize(

@@ -254,3 +254,4 @@ def test_a_mask_of_ones_own_hides_what_a_plain_one_hides(method):
     model(ids[:, :-1], past_key_values=cache)
     with pytest.raises(UserError, match="it can hide tokens, not weigh them; got torch.float32 with other values"):
         model(ids[:, -1:], past_key_values=cache, attention_mask=weighing, position_ids=torch.tensor([[39]]))
+    assert cache.get_seq_length() == 39

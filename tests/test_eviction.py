@@ -293,6 +293,26 @@ def test_drafts_beside_a_prompt_see_what_is_left_of_it(ids, rate):
 
 
 @torch.no_grad()
+@METHODS
+def test_a_refused_crop_leaves_every_layer_as_it_was(make):
+    """Layers forget different tokens, so that one may be cropped to where another may not."""
+    model = tiny_model()
+    make_cache = make(model, 0.5, 0.5)
+
+    def read(seed):
+        cache = make_cache()
+        ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
+        model(ids, past_key_values=cache, use_cache=True)
+        return cache, [layer.sequences[0].fixed for layer in cache.layers]
+
+    # A text of which the first layer could be cropped further than another.
+    cache, fixed = next((cache, fixed) for cache, fixed in map(read, range(50)) if fixed[0] < max(fixed))
+    with pytest.raises(UserError, match="evicted"):
+        cache.crop(fixed[0] - PROMPT)
+    assert {layer.get_seq_length() for layer in cache.layers} == {PROMPT}
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("seed", range(4))
 def test_a_model_that_evicts_assists(seed):
     ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(seed))

@@ -313,6 +313,16 @@ def test_another_cache_beside_a_compressed_one_is_refused(method, implementation
     assert generate(model, ids, cache).shape == (2, PROMPT + 16)
 
 
+@every_method
+def test_a_dynamic_cache_is_what_a_compressed_one_is(method, ids):
+    model = tiny_model()
+    make_cache = method.build(model, 0.3)
+    expected = generate(model, ids, make_cache())
+    assert torch.equal(generate(model, ids, make_cache(), cache_implementation="dynamic"), expected)
+    if method.name == "dynakv":
+        assert torch.equal(generate(model, ids, cache_implementation="dynamic"), expected)
+
+
 def test_a_static_cache_object_is_refused_by_a_served_model(ids):
     model = tiny_model()
     [method] = [method for method in PICKED if method.name == "dynakv"]

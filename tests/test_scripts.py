@@ -162,6 +162,7 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
             ("--prompt", "x", "--evict", "0"),
             "`eviction.keep` must be in (0, 1]; 0.2 keeps a fifth of a prompt; got 0.0",
         ),
+        (("--prompt", "x", "--chat"), "`--chat` needs a chat template"),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )

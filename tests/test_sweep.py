@@ -10,13 +10,13 @@ import yaml
 from safetensors.torch import load_file
 
 from evaluation.compare import TextConfig
-from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients
+from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
 from lowrank.errors import UserError
 from lowrank.text import CalibrationText
 
 
 def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake, four_steps, text_file, tmp_path):
-    sweep = {
+    settings = {
         "train": str(four_steps),
         "targets": [0.9],
         "alphas": [4],
@@ -26,7 +26,7 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
         "blocks": 2,
     }
     path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
-    path.write_text(yaml.safe_dump(sweep))
+    path.write_text(yaml.safe_dump(settings))
     done = run("scripts/sweep.py", "--config", path, "--output", output)
     rows = json.loads((output / "comparison.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
@@ -74,6 +74,15 @@ def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):
         assert not (tmp_path / "third/checkpoint").exists()
 
 
+def test_a_sweep_says_when_its_recipe_has_no_model(tmp_path):
+    (tmp_path / "train.yaml").write_text("optimizer:\n  steps: 3\n")
+    texts = [TextConfig(label="t", name="t")]
+    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
+    with pytest.raises(UserError, match="`model` must be a hub id or directory in .*train.yaml; got None"):
+        sweep(config, tmp_path / "out", [])
+    assert not (tmp_path / "out").exists()
+
+
 def test_points_of_a_staged_sweep_train_on_from_each_other():
     texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
     recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
@@ -117,6 +126,9 @@ def test_a_sweep_knows_which_recipes_start_from_gradients(tmp_path):
     assert starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[unweighted, weighted]))
     with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
         starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, weighted]))
+    nested = Variant(label="nested", arguments=["--compressor.truncation", "nested"])
+    with pytest.raises(UserError, match="`alphas` is .4.0., but nested draws nested ranks"):
+        starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, nested]))
     path.write_text("model: m\ncompressor:\n  truncation: nested\n")
     assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
     path.write_text("model: m\ncalibration:\n  start: gradient\n")

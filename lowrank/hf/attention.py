@@ -135,6 +135,7 @@ def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if not hasattr(layer, "arm"):
         layer = None
     else:
+        _boolean(kwargs.get("attention_mask"))  # what is refused leaves the cache as it was
         layer.arm(rope)
     _call.begin(module, layer, rope)
 

@@ -79,9 +79,15 @@ def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
-    """Flash attention is causal by itself, the last query aligned with the last key; it is told only of padding."""
+    """Flash attention is causal by itself, the last query aligned with the last key; it is told only of padding, and of
+    documents packed into one sequence by their `position_ids`."""
     seen_BT = None
     if mask is not None:
+        if mask.dtype != torch.bool:
+            raise UserError(
+                f"a four-dimensional `attention_mask` must be boolean for `{_FLASH}`, which cannot add to scores; got "
+                f"{mask.dtype}; load the model with sdpa or eager attention"
+            )
         seen_BT = mask[:, 0].any(dim=1)
         seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
     # transformers looks up which flash attention is meant under the name of the attention that the model has now.

@@ -89,6 +89,10 @@ class LowRankCache(Cache):
         # A chunk that a layer has refused is in the layers before it.
         begun = [layer for layer in self.layers if layer.is_initialized]
         least = min((layer.get_seq_length() for layer in begun), default=0)
+        if tokens_to_remove:
+            for layer in self.compressed_layers():  # all are asked before any forgets
+                if layer.is_initialized:
+                    layer.check_crop(least + int(tokens_to_remove))
         for layer in begun:
             if layer.get_seq_length() > least:
                 layer.crop(least - layer.get_seq_length())

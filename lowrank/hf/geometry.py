@@ -15,9 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from lowrank.config import check_entries
 from lowrank.errors import UserError
 
-# Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGeometry:
@@ -62,7 +59,7 @@ class KVGeometry:
         if self != other:
             raise UserError(
                 f"{what} was made for {other.describe()}, but this model has {self.describe()}; "
-                f"use the model it was trained on, or train one for this model"
+                f"use the model it was made for, or make one for this model"
             )
 
     def describe(self) -> str:

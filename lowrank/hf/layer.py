@@ -159,13 +159,19 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
         # Up to 5.17 drafting passes a tensor, which would become the length of every sequence at once.
         tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(f"`tokens_to_remove` must be zero or negative, got {tokens_to_remove}")
         if tokens_to_remove and self.is_initialized:
-            held = self.get_seq_length()
-            if held + tokens_to_remove < 0:
-                raise UserError(f"the cache holds {held} tokens and cannot be cropped by {-tokens_to_remove}")
-            self.shorten(held + tokens_to_remove)
+            length = self.get_seq_length() + tokens_to_remove
+            self.check_crop(length)
+            self.shorten(length)
+
+    def check_crop(self, length: int) -> None:
+        """Raise :class:`UserError` where the first `length` tokens cannot be kept alone."""
+        held = self.get_seq_length()
+        if not 0 <= length <= held:
+            raise UserError(
+                f"`tokens_to_remove` is {length - held}, but the cache holds {held} tokens: it must be between −{held} and "
+                f"0, and −5 forgets the last five"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

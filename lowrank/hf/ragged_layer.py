@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank.codec import Codec, Encoded
-from lowrank.eviction import best_of, check_croppable, fixed_by
+from lowrank.eviction import best_of, fixed_by
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
@@ -30,7 +30,7 @@ class RaggedSequence:
     def __init__(self, key: RaggedStore, value: RaggedStore):
         self.key, self.value = key, value
         self.length = 0  # tokens seen
-        self.fixed = 0  # tokens that can no longer be cropped: some of them are gone
+        self.fixed = 0
         self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
 
     def note(self, count: int) -> None:
@@ -61,7 +61,6 @@ class RaggedSequence:
         self.fixed = fixed_by(places.start, kept_N[None], rows.stop - rows.start)
 
     def crop(self, length: int) -> None:
-        check_croppable(length, self.fixed)
         rows = length if self._place is None else self._place.length - (self.length - length)
         self.key.crop(rows)
         self.value.crop(rows)

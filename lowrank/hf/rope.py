@@ -16,10 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowrank.errors import UserError
 from lowrank.growing import GrowingTensor
 from lowrank.hf.frequencies import angles, turns_by_frequencies
-from lowrank.hf.geometry import LENGTH_DEPENDENT_ROPE
 from lowrank.ops import native
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Places, Rotate, Rotation
+
+# Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +101,6 @@ class RopeHistory:
     @property
     def length(self) -> int:
         return self._kept[0].length if self._kept else 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held between steps, room to grow included."""

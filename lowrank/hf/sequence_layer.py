@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lowrank.eviction import check_croppable
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer
 from lowrank.memory import BUFFERS
 
@@ -18,9 +19,10 @@ class SequenceState(Protocol):
     """One sequence's compressed keys and values in one layer."""
 
     length: int
+    fixed: int  # tokens that can no longer be cropped: some of them are evicted
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens, at least the fixed ones."""
 
     def clone(self) -> "SequenceState":
         """An independent copy."""
@@ -96,6 +98,11 @@ class SequenceLayer(CompressedLayer):
             return None
         self._last_query_BHWD = None
         return slice(self.prompt_start, self.prompt_end), last_BHWD
+
+    def check_crop(self, length: int) -> None:
+        super().check_crop(length)
+        for sequence in self.sequences:
+            check_croppable(length, sequence.fixed)
 
     def shorten(self, length: int) -> None:
         held = self.get_seq_length()

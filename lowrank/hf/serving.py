@@ -38,7 +38,7 @@ def stop_serving(model: PreTrainedModel) -> None:
 def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
-    check_implementation(generation_config.cache_implementation)
+    check_implementation(generation_config)
     cache_class = self.base_model.__dict__[_STATE][0]
     cache = model_kwargs.get("past_key_values")
     if cache is not None:

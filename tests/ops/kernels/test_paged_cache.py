@@ -88,7 +88,7 @@ def test_copies_of_a_cache_go_their_own_way(model):
     for token in (3, 5):
         # The pages of a copy that is dropped are gone with it, and no others.
         twin = copy.deepcopy(cache)
-        assert twin.layers[0].key.pool is twin.layers[1].value.pool is twin.memory_pages.pool
+        assert twin.layers[0].key.pool is twin.layers[1].value.pool is twin.pages.pool
         other = model(torch.tensor([[token]], device=ids.device), past_key_values=twin).logits
     found = model(ids[:, 10:11], past_key_values=cache).logits
     assert not torch.allclose(found, other)
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_tensors_held(model):
     _, cache = caches(model)
     model(token_ids(model, 2, 12), past_key_values=cache)
     assert cache.memory().total == sum({t.data_ptr(): t.nbytes for _, t in cache.held()}.values())
-    assert cache.memory().kinds["coefficients"] == cache.memory_pages.pool.page_PNY.nbytes
+    assert cache.memory().kinds["coefficients"] == cache.pages.pool.page_PNY.nbytes
     cache.reset()
     assert cache.memory().total == 0
     model(token_ids(model, 5, 12), past_key_values=cache)
@@ -154,7 +154,7 @@ def nearly_full(model) -> tuple[PagedDynaKVCache, torch.Tensor]:
 def test_a_token_there_are_no_pages_for_is_refused_before_anything_is_written(model):
     """No layer has it, nor its key without its value."""
     cache, ids = nearly_full(model)
-    stores, pool = [store for layer in cache.layers for store in (layer.key, layer.value)], cache.memory_pages.pool
+    stores, pool = [store for layer in cache.layers for store in (layer.key, layer.value)], cache.pages.pool
 
     def state() -> list[torch.Tensor]:
         tables = [table for store in stores for table in (store.length_B, store.tile_page_BSK)]
@@ -233,7 +233,7 @@ def test_pages_are_given_up_and_never_shared(model):
     ids = token_ids(model, 1, 20)
     _, cache = caches(model)
     model(ids, past_key_values=cache)
-    pages = weakref.ref(cache.memory_pages.pool.page_PNY)
+    pages = weakref.ref(cache.pages.pool.page_PNY)
     cache.reset()
     assert pages() is None
     twin = copy.deepcopy(cache)
