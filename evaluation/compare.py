@@ -19,6 +19,7 @@ from lowrank.atomic import write_bytes, write_text
 from lowrank.config import configuration, option, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank.paths import name_of
 from lowrank.quantise import STORAGES
 from lowrank.text import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
@@ -143,7 +144,7 @@ def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     order = {label: i for i, label in enumerate(texts)}
     # A directory is a place on this machine; its last part names the model.
-    name = Path(name).name if Path(name).is_dir() else name
+    name = name_of(name)
     rows: list[Row] = []
     for row in _measurements(config, model, tokenizer, texts):
         rows = sorted([*rows, row], key=lambda row: order[row.dataset])

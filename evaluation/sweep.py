@@ -24,7 +24,7 @@ from lowrank.atomic import write_text
 from lowrank.config import configuration, option, read_yaml, require, section
 from lowrank.errors import UserError
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
-from lowrank.paths import expand
+from lowrank.paths import expand, name_of
 from lowrank.text import CalibrationText
 from ojakv import Calibration
 
@@ -127,7 +127,10 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
         require(
             trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
         )
-    name = expand(str(recipe.get("model")))
+    require(
+        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
+    )
+    name = expand(recipe["model"])
     tokenizer = load_tokenizer(name)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     device = device_of(config.device)
@@ -139,13 +142,12 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     if not bases.exists():
         with _moved(model, device):
             calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
-        calibration.save(bases, model=name, text=config.calibration.name)
+        calibration.save(bases, model=name_of(name), text=[name_of(text) for text in config.calibration.name])
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     with _moved(model, device):
         full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
     rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
-    name = Path(name).name if Path(name).is_dir() else name
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
@@ -166,8 +168,8 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
                 dynakv.detach(model)
             write_text(directory / ROWS, json.dumps([dataclasses.asdict(row) for row in found], indent=2) + "\n")
         rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
-        write_comparison(output, name, rows)
-    return name, rows
+        write_comparison(output, name_of(name), rows)
+    return name_of(name), rows
 
 
 @contextlib.contextmanager
@@ -201,6 +203,12 @@ def starts_from_gradients(config: SweepConfig) -> bool:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
+        )
+    nested = [v.label for v in _variants(config) if settings(v, "compressor", "truncation") == "nested"]
+    if nested and config.alphas:
+        raise UserError(
+            f"`alphas` is {config.alphas}, but {', '.join(nested)} draws nested ranks, which have a target and no price: "
+            f"leave `alphas` out, or take it from `variants`"
         )
     # Training starts so of its own accord where it can.
     free = [variant for variant in _variants(config) if starts[variant.label] is None and config.targets]

@@ -8,13 +8,13 @@ also those of the loss's gradients, which training can start from.
 """
 
 import dataclasses
-from pathlib import Path
 
 from lowrank import cli
 from lowrank.atomic import check_replaceable
 from lowrank.config import option, parse_config
 from lowrank.hf.calibration_store import MOMENTS, Calibration
 from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank.paths import name_of
 from lowrank.text import CalibrationText
 
 
@@ -40,9 +40,8 @@ def main(argv: list[str]) -> None:
     calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
     digest = calibration.save(
         config.output,
-        # A directory is a place on this machine; its last part names the model.
-        model=Path(config.model).name if Path(config.model).is_dir() else config.model,
-        text=[Path(name).name if Path(name).exists() else name for name in config.name],
+        model=name_of(config.model),
+        text=[name_of(name) for name in config.name],
     )
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
 

@@ -90,6 +90,8 @@ def encode(tokenizer, arguments: argparse.Namespace):
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt file `{prompt[1:]}` is not UTF-8 text: {error.reason}; convert it") from error
     if arguments.chat:
+        if tokenizer.chat_template is None:
+            raise UserError(f"`--chat` needs a chat template, which `{tokenizer.name_or_path}` has not; leave it out")
         messages = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
