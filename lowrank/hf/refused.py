@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lowrank.errors import UserError
 
 
-def check_implementation(generation_config: Any) -> None:
+def take_cache_implementation(generation_config: Any) -> None:
     """Take the ``cache_implementation`` out of what a `generate()` goes by: beside a cache it takes none.
 
     Raises:
@@ -54,7 +54,7 @@ def _prepare_cache_for_generation(
     # A prepared model generates uncompressed, in whatever cache it is told to, until it is given a compressed one.
     cache = model_kwargs.get("past_key_values")
     if hasattr(cache, "compressed_layers"):
-        check_implementation(generation_config)
+        take_cache_implementation(generation_config)
         cache.expect_prompt(prompt_length(generation_config, model_kwargs))
     type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
 

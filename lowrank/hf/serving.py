@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lowrank.errors import UserError
 from lowrank.hf.attention import prepare
 from lowrank.hf.cache import LowRankCache
-from lowrank.hf.refused import check_implementation, prompt_length
+from lowrank.hf.refused import take_cache_implementation, prompt_length
 
 _STATE = "_compressed_serving"  # attribute of the base model: (cache class, handle of its forward pre-hook)
 
@@ -38,7 +38,7 @@ def stop_serving(model: PreTrainedModel) -> None:
 def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
-    check_implementation(generation_config)
+    take_cache_implementation(generation_config)
     cache_class = self.base_model.__dict__[_STATE][0]
     cache = model_kwargs.get("past_key_values")
     if cache is not None:
