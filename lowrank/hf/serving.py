@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lowrank.errors import UserError
 from lowrank.hf.attention import prepare
 from lowrank.hf.cache import LowRankCache
-from lowrank.hf.refused import take_cache_implementation, prompt_length
+from lowrank.hf.refused import prompt_length, take_cache_implementation
 
 _STATE = "_compressed_serving"  # attribute of the base model: (cache class, handle of its forward pre-hook)
 
