@@ -65,7 +65,9 @@ def main(argv: list[str]) -> None:
         )
     parser.add_argument("--batches", type=_counts, help="sequences, separated by commas [default 1, on a GPU 1,8]")
     parser.add_argument("--dtype", choices=DTYPES, help="[default float32, on a GPU bfloat16]")
-    parser.add_argument("--layers", type=count, default=4, help="caches, one after another [default %(default)s]")
+    parser.add_argument(
+        "--layers", type=count, help="caches, one after another [default 4, on a GPU as many as make 32 with the batch]"
+    )
     parser.add_argument("--repeats", type=count, default=20, help="[default %(default)s]")
     parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
     arguments = parser.parse_args(argv)
@@ -107,7 +109,9 @@ def measured(
     rate: float,
 ) -> list[dict]:
     """One row for each step, checked first."""
-    layers = {name: [make(shape) for _ in range(arguments.layers)] for name, make in makers.items()}
+    # What launching costs must not be seen beside what a GPU does.
+    count = arguments.layers or (4 if shape.device.type == "cpu" else max(4, 32 // shape.batch))
+    layers = {name: [make(shape) for _ in range(count)] for name, make in makers.items()}
     calls = {}
     for name, found in layers.items():
         forget_tuning(shape.device)  # methods and batches share what kernels are tuned by
@@ -123,10 +127,11 @@ def measured(
                 "method": name,
                 "batch": shape.batch,
                 "context": shape.context,
-                "us_per_layer": ms[name] * 1e3 / arguments.layers,
+                "layers": count,
+                "us_per_layer": ms[name] * 1e3 / count,
                 "speedup_over_preallocated": ms[FULL] / ms[name],
                 "speedup_over_concatenated": ms[CAT] / ms[name],
-                "rate": nbytes / (shape.full_bytes * arguments.layers),
+                "rate": nbytes / (shape.full_bytes * count),
                 "bandwidth_fraction": nbytes / seconds / bandwidth,
                 "flop_fraction": flops / seconds / rate,
             }

@@ -26,8 +26,8 @@ from lowrank.paged import PagedStore
 from lowrank.pages import PagePool
 from lowrank.ragged import RaggedStore
 
-# A row of so many coefficients in 16 bits is read in whole 16-byte loads.
-RANK_STEP = 8
+# Kernels read rows of multiples of so many coefficients in wide loads.
+RANK_STEP = 16
 
 
 @dataclasses.dataclass(frozen=True)

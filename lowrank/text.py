@@ -7,8 +7,8 @@ import functools
 import glob
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-import datasets
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,11 @@ _PACKED = (".gz", ".zst", ".xz")
 
 STREAMING_HELP = "read the first documents alone, without a local copy of all, rather than blocks from the whole text"
 
-Documents = datasets.Dataset | datasets.IterableDataset
+# Imported by what reads: measuring on random tokens needs no `datasets`.
+if TYPE_CHECKING:
+    import datasets
+
+Documents: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
 
 def load_documents(name: str, *, subset: str | None, split: str, text_field: str, streaming: bool = False) -> Documents:
@@ -38,6 +42,8 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     Raises:
         UserError: nothing there, no such column, or no text in it.
     """
+    import datasets
+
     format = _format(name)
     if format is None and Path(name).is_file():
         raise UserError(
@@ -175,7 +181,9 @@ def document_blocks(
     They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
     its documents; of documents that are streamed they are the first.
     """
-    limit = count * length if isinstance(rows, datasets.IterableDataset) else None
+    from datasets import IterableDataset
+
+    limit = count * length if isinstance(rows, IterableDataset) else None
     ids: list[int] = []
     starts: list[int] = []
     for row in rows:

@@ -46,6 +46,14 @@ def test_only_lowrank_hf_reaches_into_transformers():
                 assert found <= public, f"{path.relative_to(ROOT)} imports {found}"
 
 
+def test_benchmarks_on_random_tokens_need_no_datasets():
+    modules = [f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")]
+    code = (
+        f"import sys, importlib; sys.modules['datasets'] = None; [importlib.import_module(name) for name in {modules}]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_importing_patches_nothing():
     # Every attribute of transformers' attention, cache and generation modules is the same object before and after.
     code = """

@@ -46,9 +46,22 @@ def forget_tuning() -> None:
         tuner.cache.clear()
 
 
+def tuning_class(room: int, *widths: int) -> int:
+    """What a kernel over growing rows is tuned by beside its blocks: the room, so that it is tuned a few times and not at
+    every length, and, as the sign, whether all widths and strides are multiples of 16: rows are then read in wide loads,
+    and what fits into shared memory differs."""
+    is_wide = all(width % 16 == 0 for width in widths)
+    return triton.next_power_of_2(room) * (1 if is_wide else -1)
+
+
 def block(size: int) -> int:
     """The smallest block that holds `size` and that a matrix product takes."""
     return max(16, triton.next_power_of_2(size))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def splits_of(blocks: int, beside: int, device: torch.device) -> int:
@@ -56,8 +69,7 @@ def splits_of(blocks: int, beside: int, device: torch.device) -> int:
 
     Told by capacities alone, never by lengths, which only the device knows.
     """
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // beside)
+    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // beside)
     return max(1, min(blocks, wanted, MAX_SPLITS))
 
 

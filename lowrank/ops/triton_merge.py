@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "first", "splits"])
 def _merge(
     partial_ptr,
     max_ptr,

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, sequence_stride, softened, tuned
+from lowrank.ops.triton_launch import (
+    LOG2E,
+    block,
+    capped,
+    computing_type,
+    sequence_stride,
+    softened,
+    tuned,
+    tuning_class,
+)
 
 
 @tuned(
@@ -24,9 +33,9 @@ from lowrank.ops.triton_launch import LOG2E, block, capped, computing_type, sequ
     # Where wide heads leave no shared memory for more; the tuner passes over what does not fit.
     triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=1),
     # By blocks, not widths: ranks differ from layer to layer.
-    key=["BLOCK_R", "BLOCK_W", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "room_class"],
+    key=["BLOCK_R", "BLOCK_W", "KEY_BITS", "VALUE_BITS", "BLOCK_M", "tuning_class"],
 )
-@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
+@triton.jit(do_not_specialize=["tuning_class", "mask_stride_b", "mask_stride_q", "splits", "parts", "first"])
 def _attend_split(
     query_ptr,
     key_ptr,
@@ -38,7 +47,7 @@ def _attend_split(
     partial_ptr,
     max_ptr,
     sum_ptr,
-    room_class,
+    tuning_class,
     key_width,
     value_width,
     key_stride_b,
@@ -205,7 +214,7 @@ def attend_split(
         partial_BPSW,
         max_BPX1,
         sum_BPX,
-        triton.next_power_of_2(key_BGNY.shape[2]),  # a growing cache is tuned for a few times, not at every length
+        tuning_class(key_BGNY.shape[2], key_width, value_width, key_BGNY.stride(2), value_BGNY.stride(2)),
         key_width,
         value_width,
         *key_BGNY.stride()[:3],

@@ -5,6 +5,7 @@ must suffice and registers must not spill.
 """
 
 import contextlib
+import re
 import subprocess
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from lowrank.ops import triton_launch  # noqa: E402
 from lowrank.ops.full_tokens import FullTokens  # noqa: E402
 from lowrank.ops.gated_append.triton import gated_append  # noqa: E402
 from lowrank.ops.joint_attention.triton import joint_attention  # noqa: E402
@@ -66,7 +68,8 @@ class Launches:
         def tuned(tuner, *args, **kwargs):
             self.of_tuned(tuner, *args, **kwargs)
 
-        with mock.patch.object(JITFunction, "run", plain), mock.patch.object(Autotuner, "run", tuned):
+        runs = mock.patch.object(JITFunction, "run", plain), mock.patch.object(Autotuner, "run", tuned)
+        with runs[0], runs[1], mock.patch.object(triton_launch, "multiprocessors", return_value=132):
             yield self
 
 
@@ -75,16 +78,17 @@ def compiled(kernel: JITFunction, values: dict, options: dict):
     signature, constants, aligned = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
+        is_special = type(value) is int and not parameter.do_not_specialize
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
             aligned[(index,)] = [["tt.divisibility", 16]]  # as the allocator aligns
-        elif parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        elif parameter.is_constexpr or value is None or (is_special and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if is_special and value % 16 == 0:
                 aligned[(index,)] = [["tt.divisibility", 16]]
     return triton.compile(ASTSource(kernel, signature, constants, aligned), target=HOPPER, options=options)
 
@@ -132,7 +136,7 @@ def paged_launches(
     dtype=torch.bfloat16,
     bits=None,
     rotary=128,
-    tokens=128,
+    tokens=64,
     masked=False,
     queries=1,
     softcap=None,
@@ -240,6 +244,15 @@ def test_paged_attention(tmp_path):
     check_all(paged_launches(masked=True), tmp_path)
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_pages_of_keys_are_read_ahead(bits):
+    """The loop over granules leaves later ones under way while it multiplies one: it waits for all but a few reads."""
+    found = [launch for launch in paged_launches(bits=bits).found if launch[0].__name__ == "_rebuilt_scores"]
+    for kernel, values, options in found:
+        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled(kernel, values, options).asm["ptx"])
+        assert max(map(int, waits)) >= options["num_stages"], (options, waits)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -248,9 +261,9 @@ def test_paged_attention(tmp_path):
         {"rotary": 0},
         {"head_dim": 64, "groups": 3, "heads": 9, "rotary": 64},
         {"head_dim": 96, "groups": 8, "heads": 8, "rotary": 48},
-        {"head_dim": 256, "groups": 4, "heads": 8, "rotary": 256, "tokens": 64},
+        {"head_dim": 256, "groups": 4, "heads": 8, "rotary": 256},
         {"dtype": torch.float16, "queries": 4},
-        {"tokens": 64, "softcap": 50.0},
+        {"tokens": 128, "softcap": 50.0},
     ],
     ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
 )

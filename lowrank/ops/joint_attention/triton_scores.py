@@ -15,7 +15,7 @@ from torch import Tensor
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_keys import pairs, scores_of_halves, store_scores
-from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tuned
+from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tuned, tuning_class
 
 
 @tuned(
@@ -25,9 +25,9 @@ from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tu
     triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
     triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
     # Not for every rank: water-filling gives each layer its own.
-    key=["GROUPS", "HALF", "BLOCK_M", "BITS", "room_class"],
+    key=["GROUPS", "HALF", "BLOCK_M", "BITS", "tuning_class"],
 )
-@triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
+@triton.jit(do_not_specialize=["tuning_class", "room", "mask_stride_b", "mask_stride_q"])
 def _joint_scores(
     query_ptr,
     basis_ptr,
@@ -39,7 +39,7 @@ def _joint_scores(
     place_ptr,
     mask_ptr,
     score_ptr,
-    room_class,
+    tuning_class,
     room,
     rank,
     basis_stride_b,
@@ -160,7 +160,7 @@ def joint_scores(
         place_BN,
         mask_BQN,
         score_BNP,
-        triton.next_power_of_2(room),  # a growing cache is tuned for a few times, not at every length
+        tuning_class(room, keys.rank, row_BNY.stride(1), basis_BCR.stride(2)),
         room,
         keys.rank,
         sequence_stride(basis_BCR),

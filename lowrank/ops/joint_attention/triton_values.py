@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank.ops.latent_attention.operands import LatentRows
-from lowrank.ops.triton_launch import block, computing_type, sequence_stride, softened, tuned
+from lowrank.ops.triton_launch import block, computing_type, sequence_stride, softened, tuned, tuning_class
 
 _MAX_BLOCK_ROWS = 64
 
@@ -22,9 +22,9 @@ _MAX_BLOCK_ROWS = 64
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
     triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
     triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
-    key=["BLOCK_P", "BLOCK_W", "BITS", "room_class"],
+    key=["BLOCK_P", "BLOCK_W", "BITS", "tuning_class"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["tuning_class", "room", "splits", "parts"])
 def _weighted_rows(
     score_ptr,
     row_ptr,
@@ -33,7 +33,7 @@ def _weighted_rows(
     partial_ptr,
     max_ptr,
     sum_ptr,
-    room_class,
+    tuning_class,
     room,
     rank,
     row_stride_b,
@@ -134,7 +134,7 @@ def weighted_rows(
         partial_BPSR,
         max_BPX1,
         sum_BPX,
-        triton.next_power_of_2(room),
+        tuning_class(room, values.rank, row_BNY.stride(1)),
         room,
         values.rank,
         sequence_stride(row_BNY),

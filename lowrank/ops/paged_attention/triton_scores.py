@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank.ops.paged_attention.triton_pages import load_codes
+from lowrank.ops.paged_attention.triton_pages import load_codes, load_page_numbers, page_number
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.triton_keys import pairs, scores_of_halves, store_scores
 from lowrank.ops.triton_launch import block, computing_type, sequence_stride, tuned
@@ -21,7 +21,8 @@ from lowrank.paged import PagedStore
 
 @tuned(
     triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=2),
+    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=4),
+    triton.Config({"GROUPS_EACH": 1}, num_warps=4, num_stages=3),  # for tiles of 64 tokens: of 128 it spills
     triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
     triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
     key=["room_class", "TOKENS", "PAGE_WIDTH", "GROUPS", "HALF", "BLOCK_M", "BITS"],
@@ -57,6 +58,7 @@ def _rebuilt_scores(
     TOKENS: tl.constexpr,
     PAGE_WIDTH: tl.constexpr,
     GRANULES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,11 +79,12 @@ def _rebuilt_scores(
         # Of two codes in a byte one granule's first half of coefficients is in the low bits.
         halves: tl.constexpr = 2 if BITS == 4 else 1
         chunks = tl.load(tile_granules_ptr + tile) * halves
+        page_K = load_page_numbers(tile_page_ptr, tile, GRANULES, BLOCK_K)
         for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
             first_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
             second_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
             for chunk in range(chunks):
-                page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
+                page = page_number(page_K, chunk // halves, BLOCK_K)
                 coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS)
                 if BITS < 16:
                     coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
@@ -124,6 +127,7 @@ def _latent_scores(
     TOKENS: tl.constexpr,
     PAGE_WIDTH: tl.constexpr,
     GRANULES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -139,8 +143,9 @@ def _latent_scores(
         width: tl.constexpr = GRANULES * halves * PAGE_WIDTH
         score_NP = tl.zeros((TOKENS, BLOCK_P), tl.float32)
         query_sum_P = tl.zeros((BLOCK_P,), tl.float32)
+        page_K = load_page_numbers(tile_page_ptr, tile, GRANULES, BLOCK_K)
         for chunk in range(tl.load(tile_granules_ptr + tile) * halves):
-            page = tl.load(tile_page_ptr + tile * GRANULES + chunk // halves)
+            page = page_number(page_K, chunk // halves, BLOCK_K)
             coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
             query_ptrs = query_ptr + (b * P + row_P)[None, :] * width + (chunk * PAGE_WIDTH + y)[:, None]
             query_YP = tl.load(query_ptrs, mask=is_row_P[None, :], other=0.0).to(COMPUTE)
@@ -188,6 +193,7 @@ def paged_scores(
         "TOKENS": pool.tokens,
         "PAGE_WIDTH": page_width,
         "GRANULES": keys.granules,
+        "BLOCK_K": triton.next_power_of_2(keys.granules),
         "BITS": 16 if pool.quantisation is None else pool.quantisation.bits,
         "COMPUTE": computing_type(query_BGMD.dtype),
     }

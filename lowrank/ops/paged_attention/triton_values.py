@@ -21,12 +21,13 @@ _MAX_BLOCK_ROWS = 64
 
 @tuned(
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
     triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
     triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
     key=["room_class", "TOKENS", "BLOCK_P", "ROW_BLOCKS", "PAGE_WIDTH", "BITS"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "parts"])
 def _weighted_latents(
     score_ptr,
     page_ptr,
