@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
@@ -25,9 +26,6 @@ from lowrank.ops.rotation import Rotation
 from lowrank.paged import PagedStore
 from lowrank.pages import PagePool
 from lowrank.ragged import RaggedStore
-
-# Kernels read rows of multiples of so many coefficients in wide loads.
-RANK_STEP = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +43,11 @@ class Shape:
     @property
     def has_kernels(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def rank_step(self) -> int:
+        """Rows of multiples of so many coefficients fill vector registers, or are read by kernels in wide loads."""
+        return 16 if self.has_kernels else 8
 
     @property
     def width(self) -> int:
@@ -93,6 +96,17 @@ def preallocated(shape: Shape) -> Step:
     return _uncompressed(shape, lambda states: states)
 
 
+def flash(shape: Shape) -> Step:
+    """The same by flash attention, whatever torch would choose."""
+    step = preallocated(shape)
+
+    def attend() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return step.attend()
+
+    return dataclasses.replace(step, attend=attend)
+
+
 def concatenated(shape: Shape) -> Step:
     """As a dynamic cache does it: the newest token is joined to all before it, into a new tensor."""
     return _uncompressed(shape, lambda states: torch.cat([states[:, :, :-1], states[:, :, -1:]], dim=2))
@@ -119,7 +133,8 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
     """OjaKV's layouts, all tokens at one rank: coefficients of each KV head after rotation, or joint ones before it."""
     query, (table, rotation) = shape.query(), _turns(shape)
     parts, width = (1, shape.width) if is_joint else (shape.groups, shape.head_dim)
-    ranks = [max(RANK_STEP, round(rate * width / RANK_STEP) * RANK_STEP) for rate in (key_rate, value_rate)]
+    step = shape.rank_step
+    ranks = [max(step, round(rate * width / step) * step) for rate in (key_rate, value_rate)]
     coefs = [shape.random(shape.batch, parts, shape.context, rank) for rank in ranks]
     bases = [shape.random(shape.batch, parts, rank, width, scale=rank**-0.5).mT for rank in ranks]
     length = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)

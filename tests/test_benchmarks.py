@@ -10,6 +10,7 @@ import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
+from benchmarks import decode_shapes
 from benchmarks.harness import check_close
 from lowrank.errors import UserError
 
@@ -51,6 +52,14 @@ def read(output: Path, name: str, printed: str) -> dict[str, dict]:
     for method in found:
         assert f"{method}  " in printed
     return found
+
+
+def test_flash_attends_as_torch_chooses():
+    shape = decode_shapes.Shape(2, 6, 2, 16, 70, torch.bfloat16, torch.device("cpu"))
+    torch.manual_seed(0)
+    step = decode_shapes.flash(shape)
+    expected = step.reference()
+    assert (step.attend().double() - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_decoding_end_to_end(rows, caches):
