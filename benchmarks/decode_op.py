@@ -114,8 +114,8 @@ def measured(
 ) -> list[dict]:
     """One row for each step, checked first."""
     # What launching costs must not be seen beside what a GPU does.
-    count = arguments.layers or (4 if shape.device.type == "cpu" else max(4, 32 // shape.batch))
-    layers = {name: [make(shape) for _ in range(count)] for name, make in makers.items()}
+    depth = arguments.layers or (4 if shape.device.type == "cpu" else max(4, 32 // shape.batch))
+    layers = {name: [make(shape) for _ in range(depth)] for name, make in makers.items()}
     calls = {}
     for name, found in layers.items():
         forget_tuning(shape.device)  # methods and batches share what kernels are tuned by
@@ -132,11 +132,11 @@ def measured(
                 "method": name,
                 "batch": shape.batch,
                 "context": shape.context,
-                "layers": count,
-                "us_per_layer": ms[name] * 1e3 / count,
+                "layers": depth,
+                "us_per_layer": ms[name] * 1e3 / depth,
                 "speedup_over_preallocated": fastest / ms[name],
                 "speedup_over_concatenated": ms[CAT] / ms[name],
-                "rate": nbytes / (shape.full_bytes * count),
+                "rate": nbytes / (shape.full_bytes * depth),
                 "bandwidth_fraction": nbytes / seconds / bandwidth,
                 "flop_fraction": flops / seconds / rate,
             }

@@ -46,7 +46,7 @@ CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"
 
 @dataclasses.dataclass(kw_only=True)
 class RunState:
-    """Where a run is: beside what is trained and its optimizer, all that changes from step to step.
+    """Where a run is: beside what is trained and its optimizer, all that is needed to go on.
 
     Attributes:
         step: optimizer steps done.
