@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowrank.atomic import write_text
 from lowrank.hf.loading import device_of
+from lowrank.paths import name_of
 
 
 def count(text: str) -> int:
@@ -82,9 +83,7 @@ def write_results(path: str | Path, name: str, settings: dict[str, Any], rows: l
     """Write one benchmark's JSON, whole or not at all. The settings name a `device`; of a path in them only the last part is
     kept."""
     settings = {key: value for key, value in settings.items() if key != "json" and value is not None}
-    for key, value in settings.items():
-        if isinstance(value, str) and Path(value).expanduser().exists():
-            settings[key] = Path(value).name
+    settings = {key: name_of(value) if isinstance(value, str) else value for key, value in settings.items()}
     values = {"benchmark": name, "settings": settings, "environment": environment(settings["device"]), "rows": rows}
     write_text(path, json.dumps(values, indent=2) + "\n")
 

@@ -143,7 +143,6 @@ def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
     check_length(model, config.block_length, "block_length")
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     order = {label: i for i, label in enumerate(texts)}
-    # A directory is a place on this machine; its last part names the model.
     name = name_of(name)
     rows: list[Row] = []
     for row in _measurements(config, model, tokenizer, texts):

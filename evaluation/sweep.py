@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -120,8 +121,8 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
     check_plot()
-    gradients = starts_from_gradients(config)
     recipe = read_yaml(config.train)
+    gradients = starts_from_gradients(config, recipe)
     for variant in _variants(config):
         trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
         require(
@@ -130,19 +131,21 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     require(
         isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
     )
-    name = expand(recipe["model"])
-    tokenizer = load_tokenizer(name)
+    source = expand(recipe["model"])
+    name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     device = device_of(config.device)
-    model = load_model(name, dtype=config.dtype, device="cpu")  # while it is not in use: training needs the device, too
+    model = load_model(
+        source, dtype=config.dtype, device="cpu"
+    )  # while it is not in use: training needs the device, too
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
     extra = {"gradients": True} if gradients else {}
-    _check_same(output / CALIBRATION, {"model": name} | dataclasses.asdict(config.calibration) | extra)
+    _check_same(output / CALIBRATION, {"model": source} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
         with _moved(model, device):
             calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
-        calibration.save(bases, model=name_of(name), text=[name_of(text) for text in config.calibration.name])
+        calibration.save(bases, model=name, text=[name_of(text) for text in config.calibration.name])
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     with _moved(model, device):
@@ -168,8 +171,8 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
                 dynakv.detach(model)
             write_text(directory / ROWS, json.dumps([dataclasses.asdict(row) for row in found], indent=2) + "\n")
         rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
-        write_comparison(output, name_of(name), rows)
-    return name_of(name), rows
+        write_comparison(output, name, rows)
+    return name, rows
 
 
 @contextlib.contextmanager
@@ -182,29 +185,32 @@ def _moved(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
         model.to("cpu")
 
 
-def starts_from_gradients(config: SweepConfig) -> bool:
+def starts_from_gradients(config: SweepConfig, recipe: dict[str, Any]) -> bool:
     """Whether some of its runs do, so that the calibration must have the loss's gradients.
+
+    Args:
+        config: of the sweep.
+        recipe: what `config.train` holds.
 
     Raises:
         UserError: such a run would have a price and no target.
     """
-    recipe = read_yaml(config.train)
 
-    def settings(variant: Variant, section: str, key: str) -> str | None:
-        values = recipe.get(section) or {}
+    def setting(variant: Variant, part: str, key: str) -> str | None:
+        values = recipe.get(part) or {}
         if not isinstance(values, dict):
-            raise UserError(f"`{section}` must be a section with keys, got {values!r} in {config.train}")
-        value = _given(variant.arguments, f"--{section}.{key}", values.get(key))
+            raise UserError(f"`{part}` must be a section with keys, got {values!r} in {config.train}")
+        value = _given(variant.arguments, f"--{part}.{key}", values.get(key))
         return None if value in ("null", "none") else value
 
-    starts = {variant.label: settings(variant, "calibration", "start") for variant in _variants(config)}
+    starts = {variant.label: setting(variant, "calibration", "start") for variant in _variants(config)}
     asked = [label for label, start in starts.items() if start == GRADIENT]
     if asked and config.alphas:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
         )
-    nested = [v.label for v in _variants(config) if settings(v, "compressor", "truncation") == "nested"]
+    nested = [v.label for v in _variants(config) if setting(v, "compressor", "truncation") == "nested"]
     if nested and config.alphas:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(nested)} draws nested ranks, which have a target and no price: "
@@ -212,7 +218,7 @@ def starts_from_gradients(config: SweepConfig) -> bool:
         )
     # Training starts so of its own accord where it can.
     free = [variant for variant in _variants(config) if starts[variant.label] is None and config.targets]
-    can = [all(settings(v, "compressor", key) != value for key, value in STARTS_FROM_PCA.items()) for v in free]
+    can = [all(setting(v, "compressor", key) != value for key, value in STARTS_FROM_PCA.items()) for v in free]
     return bool(asked) or any(can)
 
 

@@ -17,7 +17,8 @@ def home() -> Path:
 
 def name_of(source: str) -> str:
     """How results call a hub id, or a file or directory: by its last part, as where it lies is this machine's own."""
-    return Path(source).name if Path(source).exists() else source
+    path = Path(source).expanduser()
+    return path.name if path.exists() else source
 
 
 def expand(text: str) -> str:

@@ -111,26 +111,26 @@ def test_points_of_a_staged_sweep_train_on_from_each_other():
     assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
 
 
-def test_a_sweep_knows_which_recipes_start_from_gradients(tmp_path):
-    path = tmp_path / "train.yaml"
-    path.write_text("model: m\n")
-    settings = {"train": str(path), "texts": [TextConfig(label="t", name="t")]}
+def test_a_sweep_knows_which_recipes_start_from_gradients():
+    def starts(recipe=None, **options):
+        config = SweepConfig(train="train.yaml", texts=[TextConfig(label="t", name="t")], **options)
+        return starts_from_gradients(config, {"model": "m"} | (recipe or {}))
+
     plain = Variant(label="plain")
     weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
     unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
     orthogonal = Variant(label="orthogonal", arguments=["--compressor.inverse", "orthogonal"])
     # Where nothing is said, runs that have a target and can.
-    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
-    assert not starts_from_gradients(SweepConfig(**settings, alphas=[4.0]))
-    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[orthogonal, unweighted]))
-    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5], variants=[unweighted, weighted]))
+    assert starts(targets=[0.5])
+    assert not starts(alphas=[4.0])
+    assert not starts(targets=[0.5], variants=[orthogonal, unweighted])
+    assert starts(targets=[0.5], variants=[unweighted, weighted])
     with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
-        starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, weighted]))
+        starts(alphas=[4.0], variants=[plain, weighted])
     nested = Variant(label="nested", arguments=["--compressor.truncation", "nested"])
     with pytest.raises(UserError, match="`alphas` is .4.0., but nested draws nested ranks"):
-        starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[plain, nested]))
-    path.write_text("model: m\ncompressor:\n  truncation: nested\n")
-    assert not starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
-    path.write_text("model: m\ncalibration:\n  start: gradient\n")
-    assert starts_from_gradients(SweepConfig(**settings, targets=[0.5]))
-    assert not starts_from_gradients(SweepConfig(**settings, alphas=[4.0], variants=[unweighted]))
+        starts(alphas=[4.0], variants=[plain, nested])
+    assert not starts({"compressor": {"truncation": "nested"}}, targets=[0.5])
+    weighs = {"calibration": {"start": "gradient"}}
+    assert starts(weighs, targets=[0.5])
+    assert not starts(weighs, alphas=[4.0], variants=[unweighted])
