@@ -17,7 +17,7 @@
 #include "scores.h"
 #include "store.h"
 
-enum { BLOCK = 48 };
+enum { BLOCK = 24 };
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {

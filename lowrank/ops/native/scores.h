@@ -87,33 +87,42 @@ static inline int fits_registers(int64_t depth, int64_t queries) { return depth 
 static inline __attribute__((always_inline)) void rebuilt_tile(
     const int tokens, const int adds, const struct rebuilt *keys, int64_t first, int64_t d, int64_t queries, const float *query,
     float *partial) {
-    const int64_t far = keys->depth / 2;
+    const int64_t depth = keys->depth, far = depth / 2;
     vector key[TILE];
 #pragma GCC unroll 32
     for (int i = 0; i < tokens * VECTORS; i++) key[i] = (vector){0};
     accumulate(tokens, VECTORS, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
                keys->decoder_stride, far, key);
-    partial += first * queries * LANES;
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         vector *own = key + t * VECTORS;
-        const float *at = keys->cos + keys->place[first + t] + d, *sine = keys->sin + keys->place[first + t] + d;
+        const float *cosine = keys->cos + keys->place[first + t] + d, *sine = keys->sin + keys->place[first + t] + d;
 #pragma GCC unroll 4
         for (int j = 0; j < HALF; j++) {
-            const vector cos = *(const vector *)(at + j * LANES), x = own[j];
+            const vector cos = *(const vector *)(cosine + j * LANES), x = own[j];
             const vector sin = *(const vector *)(sine + j * LANES), y = own[j + HALF];
             own[j] = x * cos - y * sin;
             own[j + HALF] = y * cos + x * sin;
         }
-        const float *with = query + d;
-        for (int64_t m = 0; m < queries; m++, with += keys->depth, partial += LANES) {
-            vector sum = adds ? *(vector *)partial : (vector){0};
+    }
+    partial += first * queries * LANES;
+    query += d;
+    for (int64_t m = 0; m < queries; m++, query += depth, partial += LANES) {
+        vector with[VECTORS]; /* read once for all tokens */
+#pragma GCC unroll 4
+        for (int j = 0; j < HALF; j++) {
+            with[j] = *(const vector *)(query + j * LANES);
+            with[j + HALF] = *(const vector *)(query + far + j * LANES);
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < tokens; t++) {
+            vector *found = (vector *)(partial + t * queries * LANES), sum = adds ? *found : (vector){0};
 #pragma GCC unroll 4
             for (int j = 0; j < HALF; j++) {
-                sum += own[j] * *(const vector *)(with + j * LANES);
-                sum += own[j + HALF] * *(const vector *)(with + far + j * LANES);
+                sum += key[t * VECTORS + j] * with[j];
+                sum += key[t * VECTORS + j + HALF] * with[j + HALF];
             }
-            *(vector *)partial = sum;
+            *found = sum;
         }
     }
 }
