@@ -135,9 +135,8 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     device = device_of(config.device)
-    model = load_model(
-        source, dtype=config.dtype, device="cpu"
-    )  # while it is not in use: training needs the device, too
+    # Training needs the device, too: the model is there only while it is in use.
+    model = load_model(source, dtype=config.dtype, device="cpu")
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
     extra = {"gradients": True} if gradients else {}
