@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.joint_attention.reference import joint_attention as joint_reference
 from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
@@ -173,7 +174,7 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
 def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
     """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean."""
     query, (table, rotation) = shape.query(), _turns(shape)
-    decoders = [shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)]
+    decoders = Decoders(*[shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)])
     coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
     ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
     options = {"scaling": shape.scaling}
@@ -190,10 +191,10 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
         options["rotation"] = table
 
         def attend() -> Tensor:
-            return paged_attention(query, *stores, *decoders, **options)
+            return paged_attention(query, *stores, decoders, **options)
 
         def reference() -> Tensor:
-            return paged_reference(query.double(), *stores, *decoders, **options)
+            return paged_reference(query.double(), *stores, decoders, **options)
     else:
         pairs = []
         for b in range(shape.batch):
@@ -205,11 +206,11 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
         options["rotation"] = rotation
 
         def attend() -> Tensor:
-            steps = [ragged_attention(query[b], *pairs[b], *decoders, **options) for b in range(shape.batch)]
+            steps = [ragged_attention(query[b], *pairs[b], decoders, **options) for b in range(shape.batch)]
             return torch.stack(steps)
 
         def reference() -> Tensor:
-            steps = [ragged_reference(query[b].double(), *pairs[b], *decoders, **options) for b in range(shape.batch)]
+            steps = [ragged_reference(query[b].double(), *pairs[b], decoders, **options) for b in range(shape.batch)]
             return torch.stack(steps)
 
     numbers = [int(rank.sum()) for rank in ranks]

@@ -123,8 +123,10 @@ class Coefficients:
 
     def count_one(self) -> None:
         """A row has been written behind the last, into the room to grow."""
-        for held in self._changing():
-            held.count_one()
+        self.memo = None
+        self._values.count_one()
+        if self._scales is not None:
+            self._scales.count_one()
 
     def empty_like(self, capacity: int) -> "Coefficients":
         """No rows yet, but room for `capacity` of them."""

@@ -292,9 +292,11 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
     assert encoder.serves(key, value)
     assert not encoder.serves(key, value.bfloat16()), "it would read beyond the values"
     unrotated = key if rope is None else rope.unrotate(key)
-    coefs, ranks, appended = encoder.encode(key, value, None if rope is None else rope.halves_rotation)
-    assert appended == ([0, 0], [0, 0])
-    for coef, rank, side, states in zip(coefs, ranks, (codec.key, codec.value), (unrotated, value), strict=True):
+    new = encoder.encode(key, value, None if rope is None else rope.halves_rotation)
+    assert [new.appended(side, b) for side in (0, 1) for b in (0, 1)] == [0] * 4
+    assert [[new.ranks(side, b) for b in (0, 1)] for side in (0, 1)] == new.rank_SBT.tolist()
+    sides = (codec.key, codec.value), (unrotated, value)
+    for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
         torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
         assert rank.tolist() == plain_rank.tolist()

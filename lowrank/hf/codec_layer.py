@@ -12,6 +12,7 @@ from lowrank.codec import Encoded, LayerCodec, prefix_mask
 from lowrank.hf.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
+from lowrank.ops.decoders import Decoders
 
 
 class CodecLayer(CompressedLayer):
@@ -24,12 +25,12 @@ class CodecLayer(CompressedLayer):
         super().__init__()
         self.codec = codec
         self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
-        self._decoder_pair: tuple[Tensor, Tensor] | None = None  # of keys and values
+        self._decoders: Decoders | None = None
         self._encoder: native.Encoder | None = None  # a faster way for a few new tokens
 
     def start(self) -> None:
         codecs = self.codec.key, self.codec.value
-        self._decoder_pair = tuple(codec.decoder(self.dtype, self.device) for codec in codecs)
+        self._decoders = Decoders(*(codec.decoder(self.dtype, self.device) for codec in codecs))
         self._encoder = None
         # Asked first: a gate takes its basis in fp32, which nothing else needs.
         if native.encodes(self.dtype, self.device):
@@ -66,8 +67,8 @@ class CodecLayer(CompressedLayer):
     def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
         """New tokens' keys and their values as they are held."""
         if self._encodes_compiled(key_BGTD, value_BGTD, rope):
-            coef, rank, _ = self._encode_compiled(key_BGTD, value_BGTD, rope)
-            return (coef[0], rank[0]), (coef[1], rank[1])
+            new = self._encode_compiled(key_BGTD, value_BGTD, rope)
+            return tuple(zip(new.coef_SBTC, new.rank_SBT, strict=True))
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
@@ -81,20 +82,18 @@ class CodecLayer(CompressedLayer):
 
     def _encode_compiled(
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.Entrance] = ()
-    ) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+    ) -> native.NewTokens:
         """See :meth:`native.Encoder.encode`; where :meth:`_encodes_compiled`."""
         rotated_by = None if rope is None else rope.halves_rotation
         return self._encoder.encode(key_BGTD, value_BGTD, rotated_by, entrances)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
-        _, value_decoder = self._decoder_pair
-        return self._keys(key_coef, rope), split_heads(value_coef @ value_decoder, self.head_dim)
+        return self._keys(key_coef, rope), split_heads(value_coef @ self._decoders.value_CC, self.head_dim)
 
     def _keys(self, coef_BTC: Tensor, rope: Rope | None) -> Tensor:
         """Rotated keys from coefficients, (B, G, T, D)."""
-        key_decoder, _ = self._decoder_pair
-        key_BGTD = split_heads(coef_BTC @ key_decoder, self.head_dim)
+        key_BGTD = split_heads(coef_BTC @ self._decoders.key_CC, self.head_dim)
         return key_BGTD if rope is None else rope.rotate(key_BGTD)
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:

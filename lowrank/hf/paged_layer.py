@@ -110,14 +110,12 @@ class PagedLayer(CodecLayer):
         configured); a few queries at a time attend in the kernels."""
         if not self.is_decoding(query):
             return inner(module, query, *self._rebuild(), mask, **kwargs)
-        key_decoder, value_decoder = self._decoder_pair
         with launching_on(self.device):
             output_BHQD = paged_attention(
                 query,
                 self.key,
                 self.value,
-                key_decoder,
-                value_decoder,
+                self._decoders,
                 scaling=kwargs["scaling"],
                 rotation=None if self.history is None else self.history.table(),
                 softcap=inner.softcap(kwargs),

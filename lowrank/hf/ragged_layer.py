@@ -105,15 +105,14 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             (entrance_of(sequence.key, count), entrance_of(sequence.value, count), sequence.key.length)
             for sequence in self.sequences
         ]
-        coef, rank, appended = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
-        ranks = rank.tolist()
+        new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
         for b, sequence in enumerate(self.sequences):
             for side, store in enumerate((sequence.key, sequence.value)):
-                done, own = appended[side][b], ranks[side][b]
-                for each in own[:done]:
-                    store.count_one(each)
+                ranks, done = new.ranks(side, b), new.appended(side, b)
+                for rank in ranks[:done]:
+                    store.count_one(rank)
                 if done < count:
-                    append_few(store, coef[side, b, done:], own[done:])
+                    append_few(store, new.coef_SBTC[side, b, done:], ranks[done:])
             sequence.note(count)
 
     def store(self, key: Encoded, value: Encoded) -> None:
@@ -146,6 +145,9 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
         if not self.codec.eviction.is_on:
+            # Every decoded token of most caches: straight, as a step calls this for each layer.
+            if self.is_decoding(query):
+                return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
             return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
         end, queries = self.get_seq_length(), query.shape[2]
         if end - queries < self.prompt_end < end:
@@ -213,22 +215,20 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         return torch.cat(outputs)
 
     def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-        key_decoder, value_decoder = self._decoder_pair
-        outputs = [
-            ragged_attention(
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            output_HQD = ragged_attention(
                 query[b],
                 sequence.key,
                 sequence.value,
-                key_decoder,
-                value_decoder,
+                self._decoders,
                 scaling=scaling,
                 rotation=None if self.history is None else self.history.rotation(b, self.device),
                 softcap=softcap,
                 place_T=sequence.places(),
                 mask_QT=None if mask is None else _mask_of(mask, b, sequence),
             )
-            for b, sequence in enumerate(self.sequences)
-        ]
+            outputs.append(output_HQD)
         return join_sequences(outputs)
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:

@@ -21,17 +21,15 @@ def table_of(store: RaggedStore) -> native.Table:
     return store.memo
 
 
+def enters(store: RaggedStore) -> bool:
+    """Whether compiled code can append to such a store."""
+    return store.quantisation is None and native.appends(store.dtype, store.device)
+
+
 def entrance_of(store: RaggedStore, rows: int) -> native.Table | None:
-    """:func:`table_of`, for compiled code to append so many rows to it; None where it cannot. What has been appended must be
-    counted by :meth:`RaggedStore.count_one`."""
-    if (
-        store.length
-        and store.quantisation is None
-        and store.can_count(rows)
-        and native.appends(store.dtype, store.device)
-    ):
-        return table_of(store)
-    return None
+    """:func:`table_of`, for compiled code to append so many rows to it; None where there are none yet, or their places would
+    not fit the index. What has been appended must be counted by :meth:`RaggedStore.count_one`. Only where :func:`enters`."""
+    return table_of(store) if store.length and store.can_count(rows) else None
 
 
 def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
@@ -42,8 +40,9 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
         coef_TC: in the store's dtype and on its device; C contiguous.
     """
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
+    is_open = enters(store)
     for t, rank in enumerate(ranks):
-        table = entrance_of(store, 1)
+        table = entrance_of(store, 1) if is_open else None
         if table is not None and table.append(address + t * row_bytes, rank, store.length):
             store.count_one(rank)
         else:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lowrank.ops import native
 from lowrank.ops.rotary_table import RotaryTable
 
 # Where tokens lie in their sequence: a slice where they follow one another, which needs no gathering.
@@ -42,6 +43,16 @@ class Rotation:
 
     rotate: Rotate
     table: RotaryTable | None = None
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether there is a table."""
+        return self.table is not None
+
+    @functools.cached_property
+    def turns(self) -> native.Turns:
+        """The table for compiled code; only where there is one."""
+        return native.Turns(self.table)
 
     @functools.cached_property
     def angle_TF(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)

@@ -20,6 +20,7 @@ from triton.runtime.autotuner import Autotuner  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from lowrank.ops import triton_launch  # noqa: E402
+from lowrank.ops.decoders import Decoders  # noqa: E402
 from lowrank.ops.full_tokens import FullTokens  # noqa: E402
 from lowrank.ops.gated_append.triton import gated_append  # noqa: E402
 from lowrank.ops.joint_attention.triton import joint_attention  # noqa: E402
@@ -154,7 +155,7 @@ def paged_launches(
     if masked:
         options["mask_BQT"] = torch.empty(batch, queries, 32768, dtype=torch.bool, device=META)
     with Launches().recorded() as launches:
-        assert paged_attention(query, *stores, decoder, decoder, **options).shape == query.shape
+        assert paged_attention(query, *stores, Decoders(decoder, decoder), **options).shape == query.shape
     return launches
 
 

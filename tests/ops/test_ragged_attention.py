@@ -4,6 +4,7 @@ import pytest
 import torch
 from rotations import rotation
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.native.library import library
 from lowrank.ops.ragged_attention import bucketed, compiled, ragged_attention
 from lowrank.ops.ragged_attention import reference as plain_form
@@ -43,7 +44,7 @@ def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quant
         ranks = torch.randint(0, WIDTH + 1, (700,), generator=generator)
         store.append(torch.randn(700, WIDTH, generator=generator), ranks)
         stores.append(store)
-    decoders = (torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
+    decoders = Decoders(*(torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
     return query, stores, decoders, {"scaling": 0.25, "rotation": rotation(700, HEAD_DIM, generator)}
 
@@ -55,10 +56,10 @@ def test_a_key_that_is_no_number_is_not_passed_over(operation):
     bucket.coef.rows()[40, 3] = torch.nan
     query, decoders = (
         torch.randn(HEADS, 1, HEAD_DIM, generator=generator),
-        torch.randn(2, WIDTH, WIDTH, generator=generator),
+        Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator)),
     )
     options = {"scaling": 100.0, "rotation": rotation(100, HEAD_DIM, generator)}
-    assert operation.ragged_attention(query, keys, values, *decoders, **options).isnan().all()
+    assert operation.ragged_attention(query, keys, values, decoders, **options).isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 128])
@@ -72,10 +73,10 @@ def test_any_shape_of_heads_equals_the_reference(operation, head_dim, heads_of_a
         ranks = torch.randint(0, width + 1, (200,), generator=generator)
         stores[-1].append(torch.randn(200, width, generator=generator), ranks)
     query = torch.randn(3 * heads_of_a_group, 1, head_dim, generator=generator)
-    decoders = torch.randn(2, width, width, generator=generator) / width**0.5
+    decoders = Decoders(*(torch.randn(2, width, width, generator=generator) / width**0.5))
     options = {"scaling": 0.25, "rotation": rotation(200, head_dim, generator)}
-    actual = operation.ragged_attention(query, *stores, *decoders, **options)
-    torch.testing.assert_close(actual, reference(query, *stores, *decoders, **options), atol=2e-5, rtol=2e-5)
+    actual = operation.ragged_attention(query, *stores, decoders, **options)
+    torch.testing.assert_close(actual, reference(query, *stores, decoders, **options), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
@@ -86,11 +87,11 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
     generator = torch.Generator().manual_seed(tokens)
     keys, values = filled_store(tokens, generator, rank), filled_store(tokens, generator, rank)
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
-    key_decoder, value_decoder = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     mask = None
     if queries > 1:
         mask = torch.arange(tokens) <= torch.arange(tokens - queries, tokens)[:, None]
-    arguments = (query, keys, values, key_decoder, value_decoder)
+    arguments = (query, keys, values, decoders)
     options = {"scaling": 0.25, "mask_QT": mask, "softcap": softcap}
     if rotated:
         rotary = 8 if rotated == "partial" else None
@@ -108,14 +109,14 @@ def test_masked_tokens_have_no_weight():
     generator = torch.Generator().manual_seed(0)
     keys, values = filled_store(40, generator), filled_store(40, generator)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
-    decoders = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     mask = torch.arange(40)[None] >= 15
-    hidden = ragged_attention(query, keys, values, *decoders, scaling=0.25, mask_QT=mask)
+    hidden = ragged_attention(query, keys, values, decoders, scaling=0.25, mask_QT=mask)
     without = RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"))
     without_values = RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"))
     without.append(keys.dense()[15:], keys.ranks()[15:])
     without_values.append(values.dense()[15:], values.ranks()[15:])
-    torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, *decoders, scaling=0.25))
+    torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, decoders, scaling=0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -133,13 +134,13 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
     options |= {"softcap": softcap, "mask_QT": mask}
     if not rotated:
         options["rotation"] = None
-    actual = way.ragged_attention(query, *stores, *decoders, **options)
+    actual = way.ragged_attention(query, *stores, decoders, **options)
     assert not actual[:, 1].any()
-    expected = reference(query.double(), *stores, *decoders, **options)
+    expected = reference(query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
     # A query that is no number is not passed over where it sees something.
-    actual = way.ragged_attention(query * torch.nan, *stores, *decoders, **options)
+    actual = way.ragged_attention(query * torch.nan, *stores, decoders, **options)
     assert not actual[:, 1].any()
     assert actual[:, ::2].isnan().all()
 
@@ -150,8 +151,8 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
 def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     generator = torch.Generator().manual_seed(2)
     query, stores, decoders, options = operands(generator, dtype, Quantisation(bits=bits, group=group))
-    actual = operation.ragged_attention(query, *stores, *decoders, **options)
-    expected = reference(query.double(), *stores, *decoders, **options)
+    actual = operation.ragged_attention(query, *stores, decoders, **options)
+    expected = reference(query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -161,11 +162,11 @@ def test_places_move_the_rotation(operation):
     generator = torch.Generator().manual_seed(3)
     keys, values = filled_store(200, generator), filled_store(200, generator)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
-    decoders = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     place = torch.randperm(900, generator=generator)[:200].sort().values
     options = {"scaling": 0.25, "rotation": rotation(900, HEAD_DIM, generator), "place_T": place}
-    actual = operation.ragged_attention(query, keys, values, *decoders, **options)
-    expected = reference(query, keys, values, *decoders, **options)
+    actual = operation.ragged_attention(query, keys, values, decoders, **options)
+    expected = reference(query, keys, values, decoders, **options)
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -173,9 +174,9 @@ def test_equal_inputs_give_equal_bits(operation):
     generator = torch.Generator().manual_seed(4)
     keys, values = filled_store(5000, generator), filled_store(5000, generator)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
-    decoders = torch.randn(2, WIDTH, WIDTH, generator=generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     options = {"scaling": 0.25, "rotation": rotation(5000, HEAD_DIM, generator)}
-    first, *others = [operation.ragged_attention(query, keys, values, *decoders, **options) for _ in range(5)]
+    first, *others = [operation.ragged_attention(query, keys, values, decoders, **options) for _ in range(5)]
     assert all(torch.equal(first, other) for other in others)
 
 
@@ -183,7 +184,7 @@ def test_equal_inputs_give_equal_bits(operation):
 def test_half_precision_is_near_the_reference(dtype, allowed):
     generator = torch.Generator().manual_seed(1)
     query, stores, decoders, options = operands(generator, dtype)
-    actual = ragged_attention(query, *stores, *decoders, **options)
+    actual = ragged_attention(query, *stores, decoders, **options)
     assert actual.dtype == dtype
-    expected = reference(query.double(), *stores, *decoders, **options)
+    expected = reference(query.double(), *stores, decoders, **options)
     assert (actual.double() - expected).norm() / expected.norm() < allowed

@@ -23,7 +23,7 @@ def refusal(
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    return native.refusal(keys.coef.dtype, keys.coef.device, rotation)
+    return native.refusal(keys.coef.dtype, keys.coef.device, in_pairs=rotation is None or rotation.in_pairs)
 
 
 def lowrank_attention(
@@ -40,18 +40,18 @@ def lowrank_attention(
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
     groups, _, head_dim = keys.full.buffer.shape
     low, full = keys.coef.length, keys.full.length
-    low_query_MX, options = query_HQD, {}
+    low_query_MX, key_decoder_PRW, options = query_HQD, None, {}
     if rotation is None:
         low_query_MX = query_HQD.reshape(groups, -1, head_dim).float() @ keys.head_basis().float()
     else:
-        options = {"decoder_PRW": keys.decoder_PRW, "turns": rotation.table, "place_T": places}
+        key_decoder_PRW, options = keys.decoder_PRW, {"turns": rotation.turns, "place_T": places}
     tokens = [
         native.Tokens(
             low_query_MX,
             _table(keys.coef),
             _table(values.coef),
             slots=low,
-            value_decoder_PRW=values.decoder_PRW,
+            decoders=native.Decoders(key_decoder_PRW, values.decoder_PRW),
             mask_QT=None if mask_QT is None else mask_QT[:, :low],
             **options,
         )

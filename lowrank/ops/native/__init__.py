@@ -1,17 +1,20 @@
 """What decoding does at every token, on a CPU in compiled code, where the machine has a C compiler: attention, the
 rotations it needs, and new tokens' way into a cache."""
 
-from lowrank.ops.native.attention import Tokens, attend, refusal
-from lowrank.ops.native.encoding import Encoder, Entrance, encoder_of, encodes
+from lowrank.ops.native.attention import Decoders, Tokens, Turns, attend, refusal
+from lowrank.ops.native.encoding import Encoder, Entrance, NewTokens, encoder_of, encodes
 from lowrank.ops.native.rotating import angles, computes_angles
 from lowrank.ops.native.table import Piece, Table, appends
 
 __all__ = [
+    "Decoders",
     "Encoder",
     "Entrance",
+    "NewTokens",
     "Piece",
     "Table",
     "Tokens",
+    "Turns",
     "angles",
     "appends",
     "attend",

@@ -17,18 +17,22 @@
 #include "scores.h"
 #include "store.h"
 
-enum { BLOCK = 24 };
+enum { BLOCK = 24 }; /* tokens whose keys of one head, and what is summed for their scores, stay in the first cache */
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
     const struct store *keys, *values;
-    const float *query;   /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
-    const float *decoder; /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
+    int64_t slots, depth;
+    const float *query;     /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
+    const int64_t *place;   /* of each slot, in `cos` and `sin`; NULL: the slot + first_place */
+    int64_t first_place;
+    const uint8_t *mask;    /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
+    int64_t mask_stride;
     const float *cos, *sin; /* (places, pairs): turn rebuilt keys; NULL when they are not rotated */
-    const int64_t *place; /* of each slot, in `cos` and `sin`; NULL: the slot + first_place */
-    const uint8_t *mask;  /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
+    int64_t pairs;
+    const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
-    int64_t slots, parts, depth, pairs, decoder_stride, value_width, first_place, mask_stride;
+    int64_t decoder_stride, value_width, parts;
     /* The same in all tasks of a softmax: */
     float *output;        /* (heads, head_dim), out */
     int64_t groups;       /* KV heads */

@@ -14,36 +14,75 @@ from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import KINDS, Table
 from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.rotation import Rotation
 
 # The members of `struct task` in attend.c, in their order.
-_TASK = struct.Struct("2q7q8q7q2f")
+_TASK = struct.Struct("4q5q3q5q7q2f")
+_UNTURNED = (0, 0, 0)
 
 
-def refusal(dtype: torch.dtype, device: torch.device, rotation: Rotation | None) -> str | None:
+def refusal(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
     """What keeps compiled code from attending; None on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at
     all."""
     if device.type != "cpu":
         return "compiled code runs on a CPU"
     if dtype not in KINDS:
         return "compiled code reads fp32 and bf16"
-    if rotation is not None and rotation.table is None:
+    if not in_pairs:
         return "compiled code rotates keys in pairs"
     return ABSENT if library() is None else None
+
+
+class Decoders:
+    """What gives keys and values from coefficients, as compiled code reads it.
+
+    Args:
+        key_PRW: rebuilds keys, as many rows as the keys' :class:`Table` has coefficients; (R, W) of one part. None where
+            queries stand over the coefficients themselves.
+        value_PRW: the same of values, which are not rebuilt one by one.
+
+    Attributes:
+        is_copy: whether it holds tensors of its own.
+    """
+
+    def __init__(self, key_PRW: Tensor | None, value_PRW: Tensor):
+        key = None if key_PRW is None else _padded(key_PRW)
+        value = plain(value_PRW)
+        self._held = key, value  # kept alive: addresses in them follow
+        self.is_copy = key is not key_PRW or value is not value_PRW
+        self.members = (
+            0 if key is None else key.data_ptr(),
+            value.data_ptr(),
+            0 if key is None else key.shape[-1],
+            value.shape[-1],
+            value.shape[0] if value.dim() == 3 else 1,
+        )
+
+    def __reduce__(self) -> tuple:
+        return Decoders, self._held
+
+
+class Turns:
+    """The rotations of rebuilt keys, as compiled code reads them.
+
+    Args:
+        table: of a batch of one, by which the pairs (j, j + F) of keys are turned.
+    """
+
+    def __init__(self, table: RotaryTable):
+        cos, sin = self._held = plain(table.cos_BTF), plain(table.sin_BTF)  # kept alive: addresses in them follow
+        self.members = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
 
 
 class Tokens:
     """Tokens of one softmax that are held in one way.
 
     Args:
-        query_MX: rotated queries (X = D), or what stands for them over the coefficients (X = R) without a decoder; M = H·Q
-            rows, over as many dims as is convenient.
+        query_MX: rotated queries (X = D), or what stands for them over the coefficients (X = R) where no decoder rebuilds
+            keys; M = H·Q rows, over as many dims as is convenient.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
         slots: T.
-        value_decoder_PRW: gives values from coefficients, R of `values`; (R, W) of one part. None where each KV head's
-            coefficients are its values.
-        decoder_PRW: rebuilds keys, R of `keys`; (R, W) of one part.
-        turns: of a batch of one, by which the pairs (j, j + F) of rebuilt keys are turned; None to leave them.
+        decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
+        turns: of rebuilt keys; None to leave them.
         place_T: the place of each slot in `turns`; None where they are the same.
         mask_QT: bool, True where a query may see a token; None when it may see all.
     """
@@ -55,42 +94,33 @@ class Tokens:
         values: Table,
         *,
         slots: int,
-        value_decoder_PRW: Tensor | None = None,
-        decoder_PRW: Tensor | None = None,
-        turns: RotaryTable | None = None,
+        decoders: Decoders | None = None,
+        turns: Turns | None = None,
         place_T: Tensor | slice | None = None,
         mask_QT: Tensor | None = None,
     ):
-        self.keys, self.values, self.slots = keys, values, slots
-        self.query = plain(query_MX)
-        self.value_decoder = None if value_decoder_PRW is None else plain(value_decoder_PRW)
-        self.decoder = None if decoder_PRW is None else _padded(decoder_PRW)
-        self.cos, self.sin = (None, None) if turns is None else (plain(turns.cos_BTF), plain(turns.sin_BTF))
-        self.place = None if place_T is None or isinstance(place_T, slice) else place_T.long().contiguous()
-        self.first_place = place_T.start if isinstance(place_T, slice) else 0
-        self.mask = mask_QT if mask_QT is None or mask_QT.stride(1) == 1 else mask_QT.contiguous()
+        query_MX = plain(query_MX)
+        self._addressed = [query_MX, keys, values, decoders, turns]  # kept alive until the call is over
+        place, first_place, mask, mask_stride = 0, 0, 0, 0
+        if isinstance(place_T, slice):
+            first_place = place_T.start
+        elif place_T is not None:
+            place_T = place_T.long().contiguous()
+            self._addressed.append(place_T)
+            place = place_T.data_ptr()
+        if mask_QT is not None:
+            mask_QT = mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous()
+            self._addressed.append(mask_QT)
+            mask, mask_stride = mask_QT.data_ptr(), mask_QT.stride(0)
+        tokens = (keys.address, values.address, slots, query_MX.shape[-1])
+        self._members = (*tokens, query_MX.data_ptr(), place, first_place, mask, mask_stride)
+        self._members += _UNTURNED if turns is None else turns.members
+        self._decoders = decoders
 
     def pack(self, common: tuple, groups: int) -> bytes:
         """``struct task``."""
-        query, decoder, mask, value_decoder = self.query, self.decoder, self.mask, self.value_decoder
-        tensors = (query, decoder, self.cos, self.sin, self.place, mask, value_decoder)
-        parts = groups
-        if value_decoder is not None:
-            parts = value_decoder.shape[0] if value_decoder.dim() == 3 else 1
-        return _TASK.pack(
-            self.keys.address,
-            self.values.address,
-            *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
-            self.slots,
-            parts,
-            query.shape[-1],
-            0 if self.cos is None else self.cos.shape[2],
-            0 if decoder is None else decoder.shape[-1],
-            0 if value_decoder is None else value_decoder.shape[-1],
-            self.first_place,
-            0 if mask is None else mask.stride(0),
-            *common,
-        )
+        decoders = (0, 0, 0, 0, groups) if self._decoders is None else self._decoders.members
+        return _TASK.pack(*self._members, *decoders, *common)
 
 
 def attend(

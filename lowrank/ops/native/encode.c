@@ -13,12 +13,12 @@ struct side {
     const float *gate;   /* (width, width) */
     const float *bias;   /* (width) */
     const float *spread; /* (width): what coefficients are divided by once the gate has seen them; NULL: nothing */
-    const float *states; /* (batch, heads, tokens, head_dim), of the strides below */
-    int64_t batch_stride, head_stride, token_stride;
-    float *coef;   /* (batch, tokens, width), out */
-    int64_t *rank; /* (batch, tokens), out */
     int64_t granularity;
     float threshold;
+    float *coef;         /* (batch, tokens, width), out */
+    int64_t *rank;       /* (batch, tokens), out */
+    const float *states; /* (batch, heads, tokens, head_dim), of the strides below */
+    int64_t batch_stride, head_stride, token_stride;
 };
 
 /* Where a sequence's tokens go. */
@@ -30,10 +30,11 @@ struct entrance {
 
 struct encoding {
     struct side sides[2];    /* keys, values */
-    const float *cos, *sin;  /* (batch or 1, tokens, rotary): rotated the keys; NULL where they are not rotated */
-    int64_t rope_stride;     /* from one sequence to the next; 0 where all share one rotation */
     struct entrance *entrances; /* (batch) */
-    int64_t batch, tokens, heads, head_dim, rotary, threads;
+    int64_t batch, tokens, heads, head_dim, threads;
+    const float *cos, *sin; /* (batch or 1, tokens, rotary): rotated the keys; NULL where they are not rotated */
+    int64_t rope_stride;    /* from one sequence to the next; 0 where all share one rotation */
+    int64_t rotary;
 };
 
 /* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; width is a

@@ -5,6 +5,7 @@ Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotar
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +21,62 @@ from lowrank.ops.native.table import Table
 MAX_TOKENS = 16
 
 # The members of `struct side` and the others of `struct encoding` in encode.c, in order.
-_TASK = struct.Struct("12qfxxxx" * 2 + "10q")
+_TASK = struct.Struct("6qfxxxx6q" * 2 + "10q")
 _ENTRANCE = 5  # members of `struct entrance`
 
 Entrance = tuple[Table | None, Table | None, int]
+
+
+class NewTokens:
+    """What an encoder has made of new tokens.
+
+    Attributes:
+        coef_SBTC: coefficients of keys and of values (S = 2), fp32.
+        rank_SBT: their ranks, int64.
+    """
+
+    def __init__(self, batch: int, tokens: int, width: int):
+        self.shape = batch, tokens, width
+        with torch.inference_mode(False):  # else none but that mode could go on with it
+            self.coef_SBTC = torch.empty(2, batch, tokens, width, dtype=torch.float32, device=CPU)
+            self.rank_SBT = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
+        self._ranks = (ctypes.c_int64 * (2 * batch * tokens)).from_address(self.rank_SBT.data_ptr())
+        self._entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
+        self.side_members = [
+            (coef_BTC.data_ptr(), rank_BT.data_ptr())
+            for coef_BTC, rank_BT in zip(self.coef_SBTC, self.rank_SBT, strict=True)
+        ]
+        self.members = ctypes.addressof(self._entrances), batch, tokens
+
+    def enter(self, entrances: Sequence[Entrance]) -> None:
+        """The tokens about to be encoded go there."""
+        numbers = self._entrances
+        for b in range(self.shape[0]):
+            key, value, slot = entrances[b] if entrances else (None, None, 0)
+            place = b * _ENTRANCE
+            numbers[place] = 0 if key is None else key.address
+            numbers[place + 1] = 0 if value is None else value.address
+            numbers[place + 2] = slot
+
+    def ranks(self, side: int, sequence: int) -> list[int]:
+        """Those of one sequence's keys (`side` 0) or values (1)."""
+        batch, tokens, _ = self.shape
+        start = (side * batch + sequence) * tokens
+        return self._ranks[start : start + tokens]
+
+    def appended(self, side: int, sequence: int) -> int:
+        """How many of these tokens are in their store: those before the first that found no room."""
+        return self._entrances[sequence * _ENTRANCE + 3 + side]
+
+
+class _Last(threading.local):
+    """Memory for what a call gives out, which nearly every call could take over from the one before, whatever its layer: to
+    ask torch for it takes as long as much of the encoding."""
+
+    new: NewTokens | None = None
+
+
+_last = _Last()
 
 
 class Encoder:
@@ -34,17 +87,22 @@ class Encoder:
     """
 
     def __init__(self, key: TokenGate, value: TokenGate):
-        self._sides = [_weights(gate) for gate in (key, value)]  # kept alive: addresses in them follow
+        self._gates = key, value
+        self._sides = [_weights(gate) for gate in self._gates]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
         self._members = [
-            ([0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
-            for tensors, gate in zip(self._sides, (key, value), strict=True)
+            (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
+            for tensors, gate in zip(self._sides, self._gates, strict=True)
         ]
+
+    def __reduce__(self) -> tuple:
+        return Encoder, self._gates
 
     def serves(self, key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
         """Whether these are few tokens, in fp32 on a CPU."""
+        batch, _, tokens, _ = key_BGTD.shape
         return (
-            key_BGTD.shape[0] * key_BGTD.shape[2] <= MAX_TOKENS
+            batch * tokens <= MAX_TOKENS
             and key_BGTD.dtype == value_BGTD.dtype == torch.float32
             and key_BGTD.is_cpu
             and value_BGTD.is_cpu
@@ -56,7 +114,7 @@ class Encoder:
         value_BGTD: Tensor,
         rotated_by: tuple[Tensor, Tensor] | None,
         entrances: Sequence[Entrance] = (),
-    ) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+    ) -> NewTokens:
         """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
 
         Args:
@@ -67,50 +125,36 @@ class Encoder:
                 they are not), and the slot of the first.
 
         Returns:
-            the coefficients of keys and values, (2, B, T, C) fp32; their ranks, (2, B, T) int64; and how many tokens' keys
-            and how many tokens' values were appended, of each sequence: those before the first that found no room.
+            what the tokens have become; the thread's next call, of whatever layer, writes over it.
         """
         batch, groups, tokens, head_dim = key_BGTD.shape
-        coef = torch.empty(2, batch, tokens, self._width, dtype=torch.float32, device=CPU)
-        rank = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
-        numbers = [number for key, value, slot in entrances for number in (_address(key), _address(value), slot, 0, 0)]
-        places = (ctypes.c_int64 * (_ENTRANCE * batch))(*numbers)
-        cos, sin = (None, None) if rotated_by is None else [plain(table) for table in rotated_by]
-        members, kept = [], []
-        coef_address, rank_address = coef.data_ptr(), rank.data_ptr()
-        for states_BGTD, (weights, granularity, threshold) in zip((key_BGTD, value_BGTD), self._members, strict=True):
-            strides = states_BGTD.stride()
-            if strides[3] != 1:
-                states_BGTD = states_BGTD.contiguous()
-                strides = states_BGTD.stride()
-            kept.append(states_BGTD)
-            members += (
-                *weights,
-                states_BGTD.data_ptr(),
-                *strides[:3],
-                coef_address,
-                rank_address,
-                granularity,
-                threshold,
-            )
-            coef_address += batch * tokens * self._width * 4
-            rank_address += batch * tokens * 8
+        new = _last.new
+        if new is None or new.shape != (batch, tokens, self._width):
+            new = _last.new = NewTokens(batch, tokens, self._width)
+        new.enter(entrances)
+        key_BGTD, value_BGTD = _rows(key_BGTD), _rows(value_BGTD)
+        turned = 0, 0, 0, 0
+        if rotated_by is not None:
+            cos, sin = plain(rotated_by[0]), plain(rotated_by[1])
+            turned = cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
         packed = _TASK.pack(
-            *members,
-            0 if cos is None else cos.data_ptr(),
-            0 if sin is None else sin.data_ptr(),
-            0 if cos is None or cos.shape[0] == 1 else cos.stride(0),
-            ctypes.addressof(places),
-            batch,
-            tokens,
+            *self._members[0],
+            *new.side_members[0],
+            key_BGTD.data_ptr(),
+            *key_BGTD.stride()[:3],
+            *self._members[1],
+            *new.side_members[1],
+            value_BGTD.data_ptr(),
+            *value_BGTD.stride()[:3],
+            *new.members,
             groups,
             head_dim,
-            0 if cos is None else cos.shape[2],
             torch.get_num_threads(),
+            *turned,
         )
         if library().encode(packed):
             raise MemoryError("no memory for the scratch space of compiled encoding")
-        return coef, rank, (places[3::_ENTRANCE], places[4::_ENTRANCE])
+        return new
 
 
 def encodes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -139,8 +183,9 @@ def encoder_of(key: TokenGate | None, value: TokenGate | None) -> Encoder | None
     return None if because else Encoder(key, value)
 
 
-def _address(table: Table | None) -> int:
-    return 0 if table is None else table.address
+def _rows(states_BGTD: Tensor) -> Tensor:
+    """The same with the dims of a head side by side."""
+    return states_BGTD if states_BGTD.stride(3) == 1 else states_BGTD.contiguous()
 
 
 def _weights(gate: TokenGate) -> list[Tensor | None]:

@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, D head dim, C = G·D join
 import torch
 from torch import Tensor
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.softmax_reference import joined_attention
 from lowrank.paged import PagedStore
@@ -15,8 +16,7 @@ def paged_attention(
     query_BHQD: Tensor,
     keys: PagedStore,
     values: PagedStore,
-    key_decoder_CC: Tensor,
-    value_decoder_CC: Tensor,
+    decoders: Decoders,
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
@@ -32,7 +32,7 @@ def paged_attention(
     def rebuild(store: PagedStore, decoder_CC: Tensor) -> Tensor:
         return (store.dense().double() @ decoder_CC.double()).unflatten(2, (-1, head_dim)).transpose(1, 2)
 
-    key_BGTD, value_BGTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
+    key_BGTD, value_BGTD = rebuild(keys, decoders.key_CC), rebuild(values, decoders.value_CC)
     if rotation is not None:
         place_T = torch.arange(key_BGTD.shape[2], device=query_BHQD.device)
         key_BGTD = rotation.rotate(key_BGTD, place_T.expand(batch, -1))

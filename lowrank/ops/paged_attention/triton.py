@@ -11,6 +11,7 @@ joint width, T capacity, K granules of the width, X parts of the softmax.
 from torch import Tensor
 
 from lowrank.config import require
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.paged_attention.triton_scores import paged_scores
 from lowrank.ops.paged_attention.triton_values import weighted_latents
 from lowrank.ops.rotary_table import RotaryTable
@@ -23,8 +24,7 @@ def paged_attention(
     query_BHQD: Tensor,
     keys: PagedStore,
     values: PagedStore,
-    key_decoder_CC: Tensor,
-    value_decoder_CC: Tensor,
+    decoders: Decoders,
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
@@ -39,7 +39,7 @@ def paged_attention(
     Args:
         query_BHQD: rotated queries, fp32, fp16 or bf16.
         keys, values: stores of the same tokens and capacity; their ranks need not agree.
-        key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values in the queries' dtype, rows in order of the coefficients.
+        decoders: of keys and values, in the queries' dtype.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
@@ -63,7 +63,7 @@ def paged_attention(
     score_BTP = paged_scores(
         softmax.query_BGMD,
         keys,
-        key_decoder_CC,
+        decoders.key_CC,
         queries=queries,
         scaling=scaling,
         rotation=rotation,
@@ -73,5 +73,5 @@ def paged_attention(
     partial_BPSC = weighted_latents(
         score_BTP, values, softmax.max_BPXV, softmax.sum_BPX, splits=low, dtype=query_BHQD.dtype
     )
-    value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
+    value_decoder_GCD = decoders.value_CC.view(-1, groups, head_dim).transpose(0, 1)
     return softmax.attended(partial_BPSC, value_decoder_GCD, block_width=values.pool.granule)

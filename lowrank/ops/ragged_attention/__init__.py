@@ -6,6 +6,7 @@ Shapes: H query heads, Q new queries, D head dim, C joint width, T cached tokens
 from torch import Tensor
 
 from lowrank.ops.chosen import log_choice
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.ragged_attention import bucketed, compiled
 from lowrank.ops.rotation import Rotation
 from lowrank.ragged import RaggedStore
@@ -17,8 +18,7 @@ def ragged_attention(
     query_HQD: Tensor,
     keys: RaggedStore,
     values: RaggedStore,
-    key_decoder_CC: Tensor,
-    value_decoder_CC: Tensor,
+    decoders: Decoders,
     *,
     scaling: float,
     rotation: Rotation | None = None,
@@ -31,7 +31,7 @@ def ragged_attention(
     Args:
         query_HQD: rotated queries.
         keys, values: the sequence's coefficient stores, T rows each; their ranks need not agree.
-        key_decoder_CC, value_decoder_CC: U⁻¹ of keys and values, rows in order of the coefficients.
+        decoders: of keys and values.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
         place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
@@ -49,8 +49,7 @@ def ragged_attention(
         query_HQD,
         keys,
         values,
-        key_decoder_CC,
-        value_decoder_CC,
+        decoders,
         scaling=scaling,
         rotation=rotation,
         place_T=place_T,

@@ -12,6 +12,7 @@ T cached tokens, N tokens of a bucket or tile, R rank.
 import torch
 from torch import Tensor
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ops.softmax import softmax_weights
@@ -22,8 +23,7 @@ def ragged_attention(
     query_HQD: Tensor,
     keys: RaggedStore,
     values: RaggedStore,
-    key_decoder_CC: Tensor,
-    value_decoder_CC: Tensor,
+    decoders: Decoders,
     *,
     scaling: float,
     rotation: Rotation | None = None,
@@ -33,12 +33,12 @@ def ragged_attention(
 ) -> Tensor:
     """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
     heads, queries, head_dim = query_HQD.shape
-    groups = key_decoder_CC.shape[1] // head_dim
+    groups = decoders.key_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     if rotation is None:
-        score_GMT = _scores_absorbed(query_GMD, keys, key_decoder_CC)
+        score_GMT = _scores_absorbed(query_GMD, keys, decoders.key_CC)
     else:
-        score_GMT = _scores_rebuilt(query_GMD, keys, key_decoder_CC, rotation, place_T)
+        score_GMT = _scores_rebuilt(query_GMD, keys, decoders.key_CC, rotation, place_T)
     score_HQT = score_GMT.view(heads, queries, -1)
     weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
@@ -49,7 +49,7 @@ def ragged_attention(
         buckets, weight_PT[:, values.order()].split([coef.length for coef in buckets], dim=1), strict=True
     ):
         latent_PC[:, : coef.rank] += coef.weighted_sum(weight_PN)
-    value_decoder_GCD = value_decoder_CC.view(-1, groups, head_dim).transpose(0, 1)
+    value_decoder_GCD = decoders.value_CC.view(-1, groups, head_dim).transpose(0, 1)
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
 

@@ -6,6 +6,7 @@ Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint wid
 import torch
 from torch import Tensor
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.rotation import Rotation
 from lowrank.ops.softmax_reference import plain_attention
 from lowrank.ragged import RaggedStore
@@ -15,8 +16,7 @@ def ragged_attention(
     query_HQD: Tensor,
     keys: RaggedStore,
     values: RaggedStore,
-    key_decoder_CC: Tensor,
-    value_decoder_CC: Tensor,
+    decoders: Decoders,
     *,
     scaling: float,
     rotation: Rotation | None = None,
@@ -29,13 +29,13 @@ def ragged_attention(
     Arguments and result as in :func:`lowrank.ops.ragged_attention.ragged_attention`.
     """
     heads, _, head_dim = query_HQD.shape
-    width = key_decoder_CC.shape[1]
+    width = decoders.key_CC.shape[1]
     groups = width // head_dim
 
     def rebuild(store: RaggedStore, decoder_CC: Tensor) -> Tensor:
         return (store.dense().double() @ decoder_CC.double()).view(store.length, groups, head_dim).transpose(0, 1)
 
-    key_GTD, value_GTD = rebuild(keys, key_decoder_CC), rebuild(values, value_decoder_CC)
+    key_GTD, value_GTD = rebuild(keys, decoders.key_CC), rebuild(values, decoders.value_CC)
     if rotation is not None:
         place_T = torch.arange(keys.length, device=query_HQD.device) if place_T is None else place_T
         key_GTD = rotation.rotate(key_GTD, place_T).double()

@@ -5,6 +5,7 @@ import torch
 from attended_rows import moved
 from errors import check_near
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.paged_attention.reference import paged_attention as reference
 from lowrank.ops.paged_attention.triton import paged_attention
 from lowrank.ops.rotary_table import RotaryTable
@@ -52,7 +53,7 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
     shape |= {name: case[name] for name in ("bits", "ranks", "granule", "tokens") if name in case}
     keys = paged_store(width, lengths, **shape | case.get("keys", {}))
     values = paged_store(width, lengths, **shape)
-    decoders = (torch.randn(2, width, width, generator=generator) / width**0.5).to(dtype)
+    decoders = Decoders(*(torch.randn(2, width, width, generator=generator) / width**0.5).to(device, dtype))
     query = torch.randn(batch, heads, queries, head_dim, generator=generator).to(dtype)
     options = {"scaling": 0.25, "softcap": case.get("softcap")}
     if "rotary" in case:
@@ -62,7 +63,7 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
     if case.get("masked"):
         mask = torch.rand(batch, queries, keys.capacity, generator=generator) < 0.7
         options["mask_BQT"] = mask.to(device)
-    arguments = (keys, values, *decoders.to(device))
+    arguments = (keys, values, decoders)
     expected = reference(query.to(device).double(), *arguments, **options)
     actual = paged_attention(query.to(device), *arguments, splits=case.get("splits", 2), **options)
     check_near(actual, expected, dtype)
@@ -123,12 +124,12 @@ def test_fp32(device, generator):
 def test_a_query_that_sees_nothing_gets_nothing(device, generator):
     shape = {"dtype": torch.float16, "device": device, "generator": generator}
     keys, values = (paged_store(64, (50, 0), **shape) for _ in range(2))
-    decoders = torch.randn(2, 64, 64, generator=generator).half().to(device)
+    decoders = Decoders(*torch.randn(2, 64, 64, generator=generator).half().to(device))
     query = torch.randn(2, 4, 2, 32, generator=generator).half().to(device)
     mask = torch.ones(1, 2, keys.capacity, dtype=torch.bool, device=device)
     mask[:, 1] = False
     for attend in (paged_attention, reference):
-        actual = attend(query, keys, values, *decoders, scaling=0.25, mask_BQT=mask)
+        actual = attend(query, keys, values, decoders, scaling=0.25, mask_BQT=mask)
         assert actual[0, :, 0].any()
         assert not actual[0, :, 1].any()
         assert not actual[1].any()
@@ -137,7 +138,7 @@ def test_a_query_that_sees_nothing_gets_nothing(device, generator):
 def test_values_without_coefficients_are_nothing(device, generator):
     shape = {"dtype": torch.float16, "device": device, "generator": generator}
     keys, values = paged_store(64, (50, 9), **shape), paged_store(64, (50, 9), ranks=0, **shape)
-    decoders = torch.randn(2, 64, 64, generator=generator).half().to(device)
+    decoders = Decoders(*torch.randn(2, 64, 64, generator=generator).half().to(device))
     query = torch.randn(2, 4, 1, 32, generator=generator).half().to(device)
-    actual = paged_attention(query, keys, values, *decoders, scaling=0.25)
+    actual = paged_attention(query, keys, values, decoders, scaling=0.25)
     assert torch.equal(actual, torch.zeros_like(actual))

@@ -1,0 +1,40 @@
+"""A cache that `torch.save` has written goes on where it was, in another process, too."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from methods import METHODS, tiny_model
+
+GOES_ON = """
+import sys
+
+import torch
+from methods import METHODS, tiny_model
+
+name, directory = sys.argv[1:]
+model = tiny_model()
+[make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
+make_cache()
+cache, tokens = torch.load(f"{directory}/cache.pt", weights_only=False)
+with torch.no_grad():
+    logits = [model(step, past_key_values=cache).logits for step in tokens.split(1, dim=1)]
+torch.save(torch.cat(logits, dim=1), f"{directory}/logits.pt")
+"""
+
+
+@pytest.mark.parametrize("name", ["dynakv", "ojakv", "ojakv-joint"])
+@torch.no_grad()
+def test_a_saved_cache_goes_on_in_another_process(name, tmp_path):
+    model = tiny_model()
+    [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    cache = make_cache()
+    model(ids[:, :30], past_key_values=cache)
+    model(ids[:, 30:31], past_key_values=cache)  # what compiled code keeps ready is made
+    torch.save((cache, ids[:, 31:]), tmp_path / "cache.pt")
+    expected = torch.cat([model(step, past_key_values=cache).logits for step in ids[:, 31:].split(1, dim=1)], dim=1)
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n{GOES_ON}"
+    subprocess.run([sys.executable, "-c", code, name, str(tmp_path)], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=0)
