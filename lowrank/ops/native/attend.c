@@ -4,7 +4,7 @@
  * while they are in the core's cache, and only the scores are written. Pass 2 weighs the values' coefficients by the
  * softmax of the scores, which is never written. Values are not rebuilt.
  *
- * The work is divided among threads by its cost alone and their results are added in order, so that equal inputs give
+ * Each thread serves its share of the slots in both passes, and their results are added in order, so that equal inputs give
  * equal bits.
  */
 #include <float.h>
@@ -165,11 +165,9 @@ int64_t lanes(void) { return LANES; }
 /* Runs one pass of one thread over its share of a store. */
 static void run_share(const struct task *task, int64_t thread, const float *largest, struct scratch *scratch) {
     const struct store *store = largest ? task->values : task->keys;
-    const int64_t total = total_cost(store);
-    int64_t before = 0;
     for (int64_t p = 0; p < store->count; p++) {
         const struct piece *piece = store->pieces + p;
-        const struct share share = share_of(piece, before, total, thread, task->threads);
+        const struct share share = share_of(store, piece, task->slots, thread, task->threads);
         for (int64_t t = share.first; t < share.end; t += BLOCK) {
             const int64_t count = share.end - t < BLOCK ? share.end - t : BLOCK;
             if (largest)
@@ -177,7 +175,6 @@ static void run_share(const struct task *task, int64_t thread, const float *larg
             else
                 score_block(task, piece, t, count, scratch);
         }
-        before += piece->count * (piece->rank + OVERHEAD);
     }
 }
 

@@ -11,7 +11,7 @@ enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
 struct piece {
     uint8_t *rows;         /* (parts, capacity, row_bytes) */
     const uint8_t *scales; /* integers: (parts, capacity, 2K) bfloat16, K steps and then K least values */
-    void *slot;            /* each token's row in the scores; NULL: 0, 1, … */
+    void *slot;            /* each token's row in the scores, rising; NULL: 0, 1, … */
     int64_t count, capacity, rank, row_bytes, part_bytes, scale_part_bytes;
 };
 
@@ -103,26 +103,26 @@ static inline void fetch_rows(const struct piece *piece, int64_t part, int64_t f
 
 /* -- dividing the work ------------------------------------------------------------------------------------------- */
 
-/* Tokens first..end of a piece that a thread serves, when every token of a piece costs rank + overhead. */
+/* Tokens of a piece that are in slots before this one. */
+static int64_t tokens_before(const struct store *store, const struct piece *piece, int64_t slot) {
+    if (!piece->slot) return slot < piece->count ? slot : piece->count;
+    int64_t first = 0, end = piece->count;
+    while (first < end) {
+        const int64_t middle = (first + end) / 2;
+        if (slot_of(store, piece, middle) < slot)
+            first = middle + 1;
+        else
+            end = middle;
+    }
+    return first;
+}
+
+/* Tokens first..end of a piece that a thread serves: those in its share of the slots. What a thread writes of a slot it reads
+ * itself, for which another core would have to wait. */
 struct share { int64_t first, end; };
 
-enum { OVERHEAD = 24 };
-
-static int64_t total_cost(const struct store *store) {
-    int64_t cost = 0;
-    for (int64_t p = 0; p < store->count; p++) cost += store->pieces[p].count * (store->pieces[p].rank + OVERHEAD);
-    return cost;
-}
-
-static inline int64_t tokens_below(int64_t cost, int64_t each, int64_t count) {
-    if (cost <= 0) return 0;
-    const int64_t tokens = (cost + each - 1) / each;
-    return tokens < count ? tokens : count;
-}
-
-/* `before` is the cost of the pieces before this one. */
-static inline struct share share_of(const struct piece *piece, int64_t before, int64_t total, int64_t thread, int64_t threads) {
-    const int64_t each = piece->rank + OVERHEAD;
-    return (struct share){tokens_below(total * thread / threads - before, each, piece->count),
-                          tokens_below(total * (thread + 1) / threads - before, each, piece->count)};
+static inline struct share share_of(const struct store *store, const struct piece *piece, int64_t slots, int64_t thread,
+                                    int64_t threads) {
+    return (struct share){thread ? tokens_before(store, piece, slots * thread / threads) : 0,
+                          thread + 1 < threads ? tokens_before(store, piece, slots * (thread + 1) / threads) : piece->count};
 }
