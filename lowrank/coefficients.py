@@ -124,9 +124,9 @@ class Coefficients:
     def count_one(self) -> None:
         """A row has been written behind the last, into the room to grow."""
         self.memo = None
-        self._values.count_one()
+        self._values.length += 1
         if self._scales is not None:
-            self._scales.count_one()
+            self._scales.length += 1
 
     def empty_like(self, capacity: int) -> "Coefficients":
         """No rows yet, but room for `capacity` of them."""

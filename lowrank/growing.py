@@ -17,6 +17,7 @@ class GrowingTensor:
         dim: the dimension that grows.
 
     Attributes:
+        length: rows in use. Whoever has written one behind the last, into the room to grow, counts it here.
         buffer: the rows and the room to grow.
         memo: whatever a reader has worked out about the buffer; forgotten when another takes its place.
     """
@@ -69,10 +70,6 @@ class GrowingTensor:
         buffer = writable(self.buffer)
         if buffer is not self.buffer:  # the memo is of the buffer
             self.buffer = buffer
-
-    def count_one(self) -> None:
-        """A row has been written behind the last, into the room to grow."""
-        self.length += 1
 
     def reserve(self, capacity: int) -> None:
         """Move to a buffer of exactly `capacity` rows, at least those in use."""

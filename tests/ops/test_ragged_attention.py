@@ -180,6 +180,30 @@ def test_equal_inputs_give_equal_bits(operation):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 700])
+def test_threads_divide_the_tokens_among_them(threads, tokens):
+    """Each its share of the places, however the ranks lie in them: here they rise."""
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(tokens)
+    stores = []
+    for step in (1, 7):
+        ranks = torch.arange(tokens) * WIDTH // (step * tokens)
+        stores.append(RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu")))
+        stores[-1].append(torch.randn(tokens, WIDTH, generator=generator), ranks)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
+    options = {"scaling": 0.25, "rotation": rotation(tokens, HEAD_DIM, generator)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        actual = compiled.ragged_attention(query, *stores, decoders, **options)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(actual, reference(query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_half_precision_is_near_the_reference(dtype, allowed):
     generator = torch.Generator().manual_seed(1)
