@@ -30,8 +30,8 @@ class Piece:
         rank: R, which is Y unless the rows are integers.
         scale_PNS: of integers.
         count: N, where there is room to grow.
-        slot_N: where each is in the order that the mask's columns and places have, rising, contiguous, with room to grow; None
-            where token n is at n.
+        slot_N: where each is in the order that the mask's columns and places have, rising; contiguous, with room to grow.
+            None where token n is at n.
         kind: of the rows, as in `store.h`.
         group: of integers: coefficients that share a scale; 0 when all of a row do.
     """
