@@ -1,5 +1,6 @@
 """A cache that `torch.save` has written goes on where it was, in another process, too."""
 
+import os
 import subprocess
 import sys
 
@@ -25,8 +26,9 @@ torch.save(torch.cat(logits, dim=1), f"{directory}/logits.pt")
 
 
 @pytest.mark.parametrize("name", ["dynakv", "ojakv", "ojakv-joint"])
+@pytest.mark.parametrize("compiled", ["1", "0"], ids=["", "without compiled code"])
 @torch.no_grad()
-def test_a_saved_cache_goes_on_in_another_process(name, tmp_path):
+def test_a_saved_cache_goes_on_in_another_process(name, compiled, tmp_path):
     model = tiny_model()
     [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
     ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -36,5 +38,6 @@ def test_a_saved_cache_goes_on_in_another_process(name, tmp_path):
     torch.save((cache, ids[:, 31:]), tmp_path / "cache.pt")
     expected = torch.cat([model(step, past_key_values=cache).logits for step in ids[:, 31:].split(1, dim=1)], dim=1)
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{GOES_ON}"
-    subprocess.run([sys.executable, "-c", code, name, str(tmp_path)], check=True)
+    environment = os.environ | {"ADAPTIVE_KV_NATIVE": compiled}
+    subprocess.run([sys.executable, "-c", code, name, str(tmp_path)], check=True, env=environment)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=0)

@@ -10,8 +10,8 @@ from lowrank.ragged import RaggedStore
 
 
 def table_of(store: RaggedStore) -> native.Table:
-    """The store's rows, of which there must be some; kept with the store until it changes otherwise than by
-    :func:`append_few`."""
+    """The store's rows, of which there must be some; kept with the store until it changes otherwise than by compiled code's
+    appending."""
     if store.memo is None:
         buckets = store.filled()
         for bucket in buckets:

@@ -180,21 +180,25 @@ def test_equal_inputs_give_equal_bits(operation):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.parametrize("rising", [True, False], ids=["rising", "mixed"])
 @pytest.mark.parametrize("threads", [1, 3, 8])
 @pytest.mark.parametrize("tokens", [1, 5, 700])
-def test_threads_divide_the_tokens_among_them(threads, tokens):
-    """Each its share of the places, however the ranks lie in them: here they rise."""
+def test_threads_divide_the_tokens_among_them(threads, tokens, rising):
+    """Each its share of the places, however the ranks lie in them."""
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(tokens)
     stores = []
     for step in (1, 7):
         ranks = torch.arange(tokens) * WIDTH // (step * tokens)
+        if not rising:
+            ranks = ranks[torch.randperm(tokens, generator=generator)]
         stores.append(RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu")))
         stores[-1].append(torch.randn(tokens, WIDTH, generator=generator), ranks)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     options = {"scaling": 0.25, "rotation": rotation(tokens, HEAD_DIM, generator)}
+    options["mask_QT"] = torch.rand(1, tokens, generator=generator) < 0.7
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

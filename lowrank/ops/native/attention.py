@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
-from lowrank.ops.native.table import KINDS, Table
+from lowrank.ops.native.table import KINDS, NOTHING, Table
 from lowrank.ops.rotary_table import RotaryTable
 
 # The members of `struct task` in attend.c, in their order.
@@ -58,7 +58,7 @@ class Decoders:
         )
 
     def __reduce__(self) -> tuple:
-        return Decoders, self._held
+        return NOTHING
 
 
 class Turns:
@@ -71,6 +71,9 @@ class Turns:
     def __init__(self, table: RotaryTable):
         cos, sin = self._held = plain(table.cos_BTF), plain(table.sin_BTF)  # kept alive: addresses in them follow
         self.members = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
 
 
 class Tokens:

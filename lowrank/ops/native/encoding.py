@@ -1,6 +1,6 @@
 """Calling the compiled way of a few new tokens into a cache.
 
-Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
+Shapes: S sides (keys, values), B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ class NewTokens:
     """What an encoder has made of new tokens.
 
     Attributes:
-        coef_SBTC: coefficients of keys and of values (S = 2), fp32.
+        coef_SBTC: coefficients, fp32.
         rank_SBT: their ranks, int64.
     """
 
@@ -96,7 +96,7 @@ class Encoder:
         ]
 
     def __reduce__(self) -> tuple:
-        return Encoder, self._gates
+        return _made_again, self._gates
 
     def serves(self, key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
         """Whether these are few tokens, in fp32 on a CPU."""
@@ -181,6 +181,11 @@ def encoder_of(key: TokenGate | None, value: TokenGate | None) -> Encoder | None
         because = "compiled code encodes widths that fill vector registers"
     log_choice("encode", "torch" if because else "compiled", torch.float32, CPU, because)
     return None if because else Encoder(key, value)
+
+
+def _made_again(key: TokenGate, value: TokenGate) -> Encoder | None:
+    """A copy, by the compiled code that there is where it is made."""
+    return encoder_of(key, value) if encodes(torch.float32, CPU) else None
 
 
 def _rows(states_BGTD: Tensor) -> Tensor:

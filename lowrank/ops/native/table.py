@@ -19,7 +19,7 @@ _QUANTISED = {8: 2, 4: 3}
 _PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
 _COUNT = struct.calcsize("3q")  # where a piece's count is in it
 
-_NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
+NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
 
 class Piece:
@@ -64,7 +64,7 @@ class Piece:
         )
 
     def __reduce__(self) -> tuple:
-        return _NOTHING
+        return NOTHING
 
     @classmethod
     def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
@@ -109,7 +109,7 @@ class Table:
         self._memory.raw = b"".join([store, *(piece.members for piece in pieces)])
 
     def __reduce__(self) -> tuple:
-        return _NOTHING
+        return NOTHING
 
     def count_whole(self, count: int) -> None:
         """There are so many tokens in the only piece, :meth:`Piece.whole`."""
