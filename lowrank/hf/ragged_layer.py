@@ -19,8 +19,10 @@ from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
 from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.memory import POSITIONS
-from lowrank.ops.ragged_attention import ragged_attention
-from lowrank.ops.ragged_table import append_few, entrance_of
+from lowrank.ops import native
+from lowrank.ops.chosen import log_choice
+from lowrank.ops.ragged_attention import compiled, ragged_attention
+from lowrank.ops.ragged_table import append_few, entrance_of, table_of
 from lowrank.ragged import RaggedStore
 
 
@@ -84,6 +86,8 @@ class RaggedSequence:
 class RaggedLayer(SequenceLayer, CodecLayer):
     """A ragged store for each sequence."""
 
+    _is_compiled: bool | None = None  # see `_attends_compiled`
+
     def new_sequence(self) -> RaggedSequence:
         def store(codec: Codec) -> RaggedStore:
             return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
@@ -93,6 +97,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def start(self) -> None:
         SequenceLayer.start(self)
         CodecLayer.start(self)
+        self._is_compiled = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_is_compiled": None}  # where a cache is loaded there may be no compiled code
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         is_prompt = not self.get_seq_length()
@@ -145,9 +153,9 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
         if not self.codec.eviction.is_on:
-            # Every decoded token of most caches: straight, as a step calls this for each layer.
-            if self.is_decoding(query):
-                return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
+            is_newest = mask is None and query.shape[2] == 1 and query.dtype == self.dtype and self._prompt is None
+            if is_newest and self._attends_compiled():
+                return self._attend_newest(query, kwargs["scaling"], inner.softcap(kwargs)), None
             return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
         end, queries = self.get_seq_length(), query.shape[2]
         if end - queries < self.prompt_end < end:
@@ -213,6 +221,29 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None, :, rows]
             outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
         return torch.cat(outputs)
+
+    def _attends_compiled(self) -> bool:
+        """Whether compiled code attends, in fp32 and over rotated keys; asked when there are some, and kept."""
+        if self._is_compiled is None:
+            self._is_compiled = (
+                self.dtype == torch.float32
+                and self.history is not None
+                and compiled.refusal(self.sequences[0].key, self.history.rotation(0, self.device)) is None
+            )
+            if self._is_compiled:
+                log_choice("ragged_attention", "compiled", self.dtype, self.device)
+        return self._is_compiled
+
+    def _attend_newest(self, query_BH1D: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """What :meth:`_attend_compressed` gives, of the newest token over all: nearly every decoded token, in every layer. Each
+        step of Python finds its data gone from the processor's caches for the model's weights, so there are few."""
+        held = []
+        for b, sequence in enumerate(self.sequences):
+            turns = self.history.rotation(b, self.device).turns
+            held.append((table_of(sequence.key), table_of(sequence.value), sequence.length, turns))
+        groups = self.codec.key.width // self.head_dim
+        decoders = self._decoders.compiled()
+        return native.attend_newest(query_BH1D, held, decoders, groups=groups, scaling=scaling, softcap=softcap)
 
     def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         outputs = []

@@ -4,11 +4,13 @@ import pytest
 import torch
 from rotations import rotation
 
+from lowrank.ops import native
 from lowrank.ops.decoders import Decoders
 from lowrank.ops.native.library import library
 from lowrank.ops.ragged_attention import bucketed, compiled, ragged_attention
 from lowrank.ops.ragged_attention import reference as plain_form
 from lowrank.ops.ragged_attention.reference import ragged_attention as reference
+from lowrank.ops.ragged_table import table_of
 from lowrank.quantise import Quantisation
 from lowrank.ragged import RaggedStore
 
@@ -178,6 +180,24 @@ def test_equal_inputs_give_equal_bits(operation):
     options = {"scaling": 0.25, "rotation": rotation(5000, HEAD_DIM, generator)}
     first, *others = [operation.ragged_attention(query, keys, values, decoders, **options) for _ in range(5)]
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
+def test_the_newest_tokens_of_a_batch_equal_the_reference(softcap):
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(6)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
+    query = torch.randn(3, 1, HEADS, HEAD_DIM, generator=generator).transpose(1, 2)
+    held, expected = [], []
+    for query_H1D, tokens in zip(query, (1, 90, 700), strict=True):
+        stores = filled_store(tokens, generator), filled_store(tokens, generator)
+        turned = rotation(tokens, HEAD_DIM, generator)
+        held.append((*map(table_of, stores), tokens, turned.turns))
+        options = {"scaling": 0.25, "softcap": softcap, "rotation": turned}
+        expected.append(reference(query_H1D, *stores, decoders, **options).transpose(0, 1))
+    actual = native.attend_newest(query, held, decoders.compiled(), groups=GROUPS, scaling=0.25, softcap=softcap)
+    torch.testing.assert_close(actual, torch.stack(expected), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("rising", [True, False], ids=["rising", "mixed"])

@@ -152,8 +152,45 @@ def attend(
     shapes = (groups, rows, rows + -rows % lanes(), head_dim, queries)
     common = (output_HQD.data_ptr(), *shapes, torch.get_num_threads(), scaling, softcap or 0.0)
     if library().attend(b"".join([each.pack(common, groups) for each in tokens]), len(tokens)):
-        raise MemoryError("no memory for the scratch space of compiled decode attention")
+        raise _no_memory()
     return output_HQD
+
+
+def attend_newest(
+    query_BH1D: Tensor,
+    held: list[tuple[Table, Table, int, Turns]],
+    decoders: Decoders,
+    *,
+    groups: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """:func:`attend` of one new token of each sequence, in as few steps as that takes.
+
+    Args:
+        query_BH1D: rotated queries, fp32.
+        held: of each sequence the keys, the values, T and the turns, as :class:`Tokens` takes them; all tokens are seen.
+        decoders: of all of them.
+        groups, scaling, softcap: as for :func:`attend`.
+
+    Returns:
+        (B, 1, H, D) fp32.
+    """
+    batch, heads, _, head_dim = query_BH1D.shape
+    query_BH1D = plain(query_BH1D)
+    output_B1HD = torch.empty(batch, 1, heads, head_dim, dtype=torch.float32, device=CPU)
+    query, output, row = query_BH1D.data_ptr(), output_B1HD.data_ptr(), heads * head_dim * 4
+    shapes = (groups, heads, heads + -heads % lanes(), head_dim, 1, torch.get_num_threads(), scaling, softcap or 0.0)
+    for keys, values, slots, turns in held:
+        tokens = (keys.address, values.address, slots, head_dim, query, 0, 0, 0, 0)
+        if library().attend(_TASK.pack(*tokens, *turns.members, *decoders.members, output, *shapes), 1):
+            raise _no_memory()
+        query, output = query + row, output + row
+    return output_B1HD
+
+
+def _no_memory() -> MemoryError:
+    return MemoryError("no memory for the scratch space of compiled decode attention")
 
 
 def _padded(states: Tensor) -> Tensor:
