@@ -235,8 +235,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         return self._is_compiled
 
     def _attend_newest(self, query_BH1D: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """What :meth:`_attend_compressed` gives, of the newest token over all: nearly every decoded token, in every layer. Each
-        step of Python finds its data gone from the processor's caches for the model's weights, so there are few."""
+        """What :meth:`_attend_compressed` gives, of the newest token over all: nearly every decoded token, in every layer.
+        Each step of Python finds its data gone from the processor's caches for the model's weights, so there are few."""
         held = []
         for b, sequence in enumerate(self.sequences):
             turns = self.history.rotation(b, self.device).turns
