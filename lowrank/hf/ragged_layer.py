@@ -230,13 +230,12 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 and self.history is not None
                 and compiled.refusal(self.sequences[0].key, self.history.rotation(0, self.device)) is None
             )
-            if self._is_compiled:
-                log_choice("ragged_attention", "compiled", self.dtype, self.device)
         return self._is_compiled
 
     def _attend_newest(self, query_BH1D: Tensor, scaling: float, softcap: float | None) -> Tensor:
         """What :meth:`_attend_compressed` gives, of the newest token over all: nearly every decoded token, in every layer.
         Each step of Python finds its data gone from the processor's caches for the model's weights, so there are few."""
+        log_choice("ragged_attention", "compiled", self.dtype, self.device)
         held = []
         for b, sequence in enumerate(self.sequences):
             turns = self.history.rotation(b, self.device).turns

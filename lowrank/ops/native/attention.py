@@ -1,7 +1,7 @@
 """Calling the compiled decode attention.
 
-Shapes: H query heads, G KV heads, Q new queries, P parts (1, or G where heads are compressed apart), D head dim, W width of
-a part, T tokens in all, R rank, F pairs of a rotation.
+Shapes: B batch, H query heads, G KV heads, Q new queries, P parts (1, or G where heads are compressed apart), D head dim,
+W width of a part, T tokens in all, R rank, F pairs of a rotation.
 """
 
 import struct
@@ -169,8 +169,9 @@ def attend_newest(
 
     Args:
         query_BH1D: rotated queries, fp32.
-        held: of each sequence the keys, the values, T and the turns, as :class:`Tokens` takes them; all tokens are seen.
-        decoders: of all of them.
+        held: of each of the B sequences the keys, the values, T and the turns of rebuilt keys, as :class:`Tokens` takes
+            them; all tokens are seen.
+        decoders: of all of them, keys among them.
         groups, scaling, softcap: as for :func:`attend`.
 
     Returns:
