@@ -20,7 +20,7 @@ from lowrank.ops.latent_attention.operands import LatentRows
 from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank.ops.paged_attention.reference import paged_attention as paged_reference
-from lowrank.ops.ragged_attention import ragged_attention
+from lowrank.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank.ops.ragged_attention.reference import ragged_attention as ragged_reference
 from lowrank.ops.rotary_table import RotaryTable
 from lowrank.ops.rotation import Rotation
@@ -196,22 +196,18 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
         def reference() -> Tensor:
             return paged_reference(query.double(), *stores, decoders, **options)
     else:
-        pairs = []
+        sequences = []
         for b in range(shape.batch):
             pair = [RaggedStore(shape.width, dtype=shape.dtype, device=shape.device) for _ in range(2)]
             for store, coef, rank in zip(pair, coefs, ranks, strict=True):
                 store.append(coef[b], rank[b], is_prompt=True)
-            pairs.append(pair)
-
-        options["rotation"] = rotation
+            sequences.append(RaggedTokens(*pair, rotation))
 
         def attend() -> Tensor:
-            steps = [ragged_attention(query[b], *pairs[b], decoders, **options) for b in range(shape.batch)]
-            return torch.stack(steps)
+            return ragged_attention(query, sequences, decoders, **options).transpose(1, 2)
 
         def reference() -> Tensor:
-            steps = [ragged_reference(query[b].double(), *pairs[b], decoders, **options) for b in range(shape.batch)]
-            return torch.stack(steps)
+            return ragged_reference(query.double(), sequences, decoders, **options).transpose(1, 2)
 
     numbers = [int(rank.sum()) for rank in ranks]
     positions = 2 * shape.batch * shape.context * 4

@@ -123,10 +123,8 @@ class Coefficients:
 
     def count_one(self) -> None:
         """A row has been written behind the last, into the room to grow."""
-        self.memo = None
-        self._values.length += 1
-        if self._scales is not None:
-            self._scales.length += 1
+        for held in self._changing():
+            held.count_one()
 
     def empty_like(self, capacity: int) -> "Coefficients":
         """No rows yet, but room for `capacity` of them."""

@@ -17,7 +17,7 @@ class GrowingTensor:
         dim: the dimension that grows.
 
     Attributes:
-        length: rows in use. Whoever has written one behind the last, into the room to grow, counts it here.
+        length: rows in use.
         buffer: the rows and the room to grow.
         memo: whatever a reader has worked out about the buffer; forgotten when another takes its place.
     """
@@ -64,6 +64,10 @@ class GrowingTensor:
             self.reserve(grown(self.capacity, self.length + 1))
         self._make_writable()
         self.buffer[self.length] = number
+        self.length += 1
+
+    def count_one(self) -> None:
+        """A row has been written behind the last, into the room to grow."""
         self.length += 1
 
     def _make_writable(self) -> None:

@@ -37,7 +37,7 @@ class Bucket:
 
     def count_one(self) -> None:
         self.coef.count_one()
-        self.position_N.length += 1
+        self.position_N.count_one()
 
     def crop(self, count: int) -> None:
         """Keep the first `count` rows."""

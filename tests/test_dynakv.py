@@ -18,7 +18,6 @@ from dynakv.projection import Projection
 from lowrank.errors import UserError
 from lowrank.hf.layer import join_heads
 from lowrank.hf.loading import recompute_activations
-from lowrank.hf.ragged_layer import RaggedLayer
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
 from lowrank.ops.native.library import library
@@ -302,30 +301,6 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
         assert rank.tolist() == plain_rank.tolist()
         assert rank.unique().numel() > 3
-
-
-@pytest.mark.parametrize("storage", ["model", "int8"])
-@pytest.mark.parametrize("length", [1, 20])
-@torch.no_grad()
-def test_the_straight_way_of_the_newest_token_is_the_same_attention(length, storage, monkeypatch):
-    if library() is None:
-        pytest.skip("there is no C compiler")
-    model = tiny_model()
-    make_cache = dynakv_model(model, 0.4, storage=storage)
-    ids = torch.randint(1, 97, (2, length + 3), generator=torch.Generator().manual_seed(0))
-    straight, found = native.attend_newest, {}
-    for way in ("straight", "other"):
-        calls = []
-        monkeypatch.setattr(native, "attend_newest", lambda *a, calls=calls, **k: calls.append(a) or straight(*a, **k))
-        if way == "other":
-            monkeypatch.setattr(RaggedLayer, "_attends_compiled", lambda layer: False)
-        cache = make_cache()
-        steps = [ids[:, :length], *ids[:, length:].split(1, dim=1)]
-        logits = [model(step, past_key_values=cache).logits for step in steps]
-        found[way] = torch.cat(logits, dim=1)
-        # Rounded coefficients of a prompt of one token are attended so, too.
-        assert len(calls) >= 3 * model.config.num_hidden_layers if way == "straight" else not calls
-    assert torch.equal(found["straight"], found["other"])
 
 
 @pytest.mark.parametrize("storage", ["model", "int8", "int4"])

@@ -15,14 +15,12 @@ from lowrank.eviction import best_of, fixed_by
 from lowrank.growing import GrowingTensor
 from lowrank.hf.backends import Backend
 from lowrank.hf.codec_layer import CodecLayer
-from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.memory import POSITIONS
-from lowrank.ops import native
-from lowrank.ops.chosen import log_choice
-from lowrank.ops.ragged_attention import compiled, ragged_attention
-from lowrank.ops.ragged_table import append_few, entrance_of, table_of
+from lowrank.ops.ragged_attention import RaggedTokens, ragged_attention
+from lowrank.ops.ragged_table import append_few, entrance_of
 from lowrank.ragged import RaggedStore
 
 
@@ -86,8 +84,6 @@ class RaggedSequence:
 class RaggedLayer(SequenceLayer, CodecLayer):
     """A ragged store for each sequence."""
 
-    _is_compiled: bool | None = None  # see `_attends_compiled`
-
     def new_sequence(self) -> RaggedSequence:
         def store(codec: Codec) -> RaggedStore:
             return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
@@ -97,10 +93,6 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def start(self) -> None:
         SequenceLayer.start(self)
         CodecLayer.start(self)
-        self._is_compiled = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_is_compiled": None}  # where a cache is loaded there may be no compiled code
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         is_prompt = not self.get_seq_length()
@@ -153,9 +145,6 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
         ones, where so configured); a few queries at a time attend in the compressed form."""
         if not self.codec.eviction.is_on:
-            is_newest = mask is None and query.shape[2] == 1 and query.dtype == self.dtype and self._prompt is None
-            if is_newest and self._attends_compiled():
-                return self._attend_newest(query, kwargs["scaling"], inner.softcap(kwargs)), None
             return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
         end, queries = self.get_seq_length(), query.shape[2]
         if end - queries < self.prompt_end < end:
@@ -222,44 +211,18 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
         return torch.cat(outputs)
 
-    def _attends_compiled(self) -> bool:
-        """Whether compiled code attends, in fp32 and over rotated keys; asked when there are some, and kept."""
-        if self._is_compiled is None:
-            self._is_compiled = (
-                self.dtype == torch.float32
-                and self.history is not None
-                and compiled.refusal(self.sequences[0].key, self.history.rotation(0, self.device)) is None
-            )
-        return self._is_compiled
-
-    def _attend_newest(self, query_BH1D: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """What :meth:`_attend_compressed` gives, of the newest token over all: nearly every decoded token, in every layer.
-        Each step of Python finds its data gone from the processor's caches for the model's weights, so there are few."""
-        log_choice("ragged_attention", "compiled", self.dtype, self.device)
-        held = []
-        for b, sequence in enumerate(self.sequences):
-            turns = self.history.rotation(b, self.device).turns
-            held.append((table_of(sequence.key), table_of(sequence.value), sequence.length, turns))
-        groups = self.codec.key.width // self.head_dim
-        decoders = self._decoders.compiled()
-        return native.attend_newest(query_BH1D, held, decoders, groups=groups, scaling=scaling, softcap=softcap)
-
     def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-        outputs = []
-        for b, sequence in enumerate(self.sequences):
-            output_HQD = ragged_attention(
-                query[b],
+        sequences = [
+            RaggedTokens(
                 sequence.key,
                 sequence.value,
-                self._decoders,
-                scaling=scaling,
-                rotation=None if self.history is None else self.history.rotation(b, self.device),
-                softcap=softcap,
-                place_T=sequence.places(),
-                mask_QT=None if mask is None else _mask_of(mask, b, sequence),
+                None if self.history is None else self.history.rotation(b, self.device),
+                sequence.places(),
+                None if mask is None else _mask_of(mask, b, sequence),
             )
-            outputs.append(output_HQD)
-        return join_sequences(outputs)
+            for b, sequence in enumerate(self.sequences)
+        ]
+        return ragged_attention(query, sequences, self._decoders, scaling=scaling, softcap=softcap)
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""

@@ -44,11 +44,6 @@ class Rotation:
     rotate: Rotate
     table: RotaryTable | None = None
 
-    @property
-    def in_pairs(self) -> bool:
-        """Whether there is a table."""
-        return self.table is not None
-
     @functools.cached_property
     def turns(self) -> native.Turns:
         """The table for compiled code; only where there is one."""
@@ -84,6 +79,11 @@ class Rotation:
             return key_NGD.transpose(0, 1)
 
         return _paired(query_GMD.float(), head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn
+
+
+def turns_in_pairs(rotation: Rotation | None) -> bool:
+    """Whether keys are rotated by a table, or not at all."""
+    return rotation is None or rotation.table is not None
 
 
 def _paired(states_XC: Tensor, head_dim: int, rotary: int) -> Tensor:

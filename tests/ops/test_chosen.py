@@ -13,7 +13,7 @@ from lowrank.ops import chosen, native
 from lowrank.ops.decoders import Decoders
 from lowrank.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank.ops.native.library import library
-from lowrank.ops.ragged_attention import ragged_attention
+from lowrank.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank.ragged import RaggedStore
 
 CPU = torch.device("cpu")
@@ -40,11 +40,11 @@ def attend_ragged(dtype: torch.dtype, *, pairs: bool = True) -> None:
     stores = [RaggedStore(32, dtype=dtype, device=CPU) for _ in range(2)]
     for store in stores:
         store.append(torch.randn(20, 32, generator=generator), torch.full((20,), 8))
-    query = torch.randn(4, 1, 16, generator=generator).to(dtype)
+    query = torch.randn(1, 4, 1, 16, generator=generator).to(dtype)
     decoders = Decoders(*torch.randn(2, 32, 32, generator=generator).to(dtype))
-    options = {"scaling": 0.25, "rotation": rotation(20, 16, generator, pairs=pairs)}
+    tokens = RaggedTokens(*stores, rotation(20, 16, generator, pairs=pairs))
     for _ in range(3):
-        ragged_attention(query, *stores, decoders, **options)
+        ragged_attention(query, [tokens], decoders, scaling=0.25)
 
 
 def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> None:

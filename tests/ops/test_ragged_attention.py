@@ -4,13 +4,10 @@ import pytest
 import torch
 from rotations import rotation
 
-from lowrank.ops import native
+from lowrank.ops import ragged_attention as whichever
 from lowrank.ops.decoders import Decoders
 from lowrank.ops.native.library import library
-from lowrank.ops.ragged_attention import bucketed, compiled, ragged_attention
-from lowrank.ops.ragged_attention import reference as plain_form
-from lowrank.ops.ragged_attention.reference import ragged_attention as reference
-from lowrank.ops.ragged_table import table_of
+from lowrank.ops.ragged_attention import RaggedTokens, bucketed, compiled, reference
 from lowrank.quantise import Quantisation
 from lowrank.ragged import RaggedStore
 
@@ -38,6 +35,13 @@ def operation(request):
     return {"bucketed": bucketed, "compiled": compiled}[request.param]
 
 
+def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **options) -> torch.Tensor:
+    """One sequence's attention, (H, Q, D)."""
+    tokens = RaggedTokens(keys, values, **options)
+    [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, scaling=scaling, softcap=softcap)
+    return output_QHD.transpose(0, 1)
+
+
 def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quantisation | None = None):
     """(query, stores, decoders, options) of 700 tokens of every rank."""
     stores = []
@@ -61,7 +65,7 @@ def test_a_key_that_is_no_number_is_not_passed_over(operation):
         Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator)),
     )
     options = {"scaling": 100.0, "rotation": rotation(100, HEAD_DIM, generator)}
-    assert operation.ragged_attention(query, keys, values, decoders, **options).isnan().all()
+    assert attend(operation, query, keys, values, decoders, **options).isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 128])
@@ -77,8 +81,8 @@ def test_any_shape_of_heads_equals_the_reference(operation, head_dim, heads_of_a
     query = torch.randn(3 * heads_of_a_group, 1, head_dim, generator=generator)
     decoders = Decoders(*(torch.randn(2, width, width, generator=generator) / width**0.5))
     options = {"scaling": 0.25, "rotation": rotation(200, head_dim, generator)}
-    actual = operation.ragged_attention(query, *stores, decoders, **options)
-    torch.testing.assert_close(actual, reference(query, *stores, decoders, **options), atol=2e-5, rtol=2e-5)
+    actual = attend(operation, query, *stores, decoders, **options)
+    torch.testing.assert_close(actual, attend(reference, query, *stores, decoders, **options), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("rotated", ["pairs", "partial", "function", None])
@@ -100,11 +104,11 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
         turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
         options["rotation"] = turned
     if operation is compiled and rotated == "function":
-        assert compiled.refusal(keys, options["rotation"])
+        assert compiled.refusal([RaggedTokens(keys, values, options["rotation"])])
         return
-    actual = operation.ragged_attention(*arguments, **options)
+    actual = attend(operation, *arguments, **options)
     assert actual.shape == query.shape
-    torch.testing.assert_close(actual, reference(*arguments, **options), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(actual, attend(reference, *arguments, **options), atol=2e-4, rtol=2e-4)
 
 
 def test_masked_tokens_have_no_weight():
@@ -113,18 +117,18 @@ def test_masked_tokens_have_no_weight():
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     mask = torch.arange(40)[None] >= 15
-    hidden = ragged_attention(query, keys, values, decoders, scaling=0.25, mask_QT=mask)
+    hidden = attend(whichever, query, keys, values, decoders, scaling=0.25, mask_QT=mask)
     without = RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"))
     without_values = RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"))
     without.append(keys.dense()[15:], keys.ranks()[15:])
     without_values.append(values.dense()[15:], values.ranks()[15:])
-    torch.testing.assert_close(hidden, ragged_attention(query, without, without_values, decoders, scaling=0.25))
+    torch.testing.assert_close(hidden, attend(whichever, query, without, without_values, decoders, scaling=0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
-@pytest.mark.parametrize("way", [bucketed, compiled, plain_form], ids=["bucketed", "compiled", "reference"])
+@pytest.mark.parametrize("way", [bucketed, compiled, reference], ids=["bucketed", "compiled", "reference"])
 def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
     if way is compiled and library() is None:
         pytest.skip("there is no C compiler")
@@ -136,13 +140,13 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
     options |= {"softcap": softcap, "mask_QT": mask}
     if not rotated:
         options["rotation"] = None
-    actual = way.ragged_attention(query, *stores, decoders, **options)
+    actual = attend(way, query, *stores, decoders, **options)
     assert not actual[:, 1].any()
-    expected = reference(query.double(), *stores, decoders, **options)
+    expected = attend(reference, query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
     # A query that is no number is not passed over where it sees something.
-    actual = way.ragged_attention(query * torch.nan, *stores, decoders, **options)
+    actual = attend(way, query * torch.nan, *stores, decoders, **options)
     assert not actual[:, 1].any()
     assert actual[:, ::2].isnan().all()
 
@@ -153,8 +157,8 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
 def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     generator = torch.Generator().manual_seed(2)
     query, stores, decoders, options = operands(generator, dtype, Quantisation(bits=bits, group=group))
-    actual = operation.ragged_attention(query, *stores, decoders, **options)
-    expected = reference(query.double(), *stores, decoders, **options)
+    actual = attend(operation, query, *stores, decoders, **options)
+    expected = attend(reference, query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -167,8 +171,8 @@ def test_places_move_the_rotation(operation):
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     place = torch.randperm(900, generator=generator)[:200].sort().values
     options = {"scaling": 0.25, "rotation": rotation(900, HEAD_DIM, generator), "place_T": place}
-    actual = operation.ragged_attention(query, keys, values, decoders, **options)
-    expected = reference(query, keys, values, decoders, **options)
+    actual = attend(operation, query, keys, values, decoders, **options)
+    expected = attend(reference, query, keys, values, decoders, **options)
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -178,26 +182,31 @@ def test_equal_inputs_give_equal_bits(operation):
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     options = {"scaling": 0.25, "rotation": rotation(5000, HEAD_DIM, generator)}
-    first, *others = [operation.ragged_attention(query, keys, values, decoders, **options) for _ in range(5)]
+    first, *others = [attend(operation, query, keys, values, decoders, **options) for _ in range(5)]
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
-def test_the_newest_tokens_of_a_batch_equal_the_reference(softcap):
-    if library() is None:
-        pytest.skip("there is no C compiler")
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_each_sequence_of_a_batch_is_attended_alone(operation, queries, rotated, softcap):
     generator = torch.Generator().manual_seed(6)
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
-    query = torch.randn(3, 1, HEADS, HEAD_DIM, generator=generator).transpose(1, 2)
-    held, expected = [], []
-    for query_H1D, tokens in zip(query, (1, 90, 700), strict=True):
-        stores = filled_store(tokens, generator), filled_store(tokens, generator)
-        turned = rotation(tokens, HEAD_DIM, generator)
-        held.append((*map(table_of, stores), tokens, turned.turns))
-        options = {"scaling": 0.25, "softcap": softcap, "rotation": turned}
-        expected.append(reference(query_H1D, *stores, decoders, **options).transpose(0, 1))
-    actual = native.attend_newest(query, held, decoders.compiled(), groups=GROUPS, scaling=0.25, softcap=softcap)
-    torch.testing.assert_close(actual, torch.stack(expected), atol=2e-4, rtol=2e-4)
+    query = torch.randn(4, queries, HEADS, HEAD_DIM, generator=generator).transpose(1, 2)  # as a model has them
+    sequences = []
+    for b, tokens in enumerate((1, 90, 90, 700)):
+        options = {}
+        if rotated:
+            options["rotation"] = rotation(2 * tokens, HEAD_DIM, generator)
+        if b == 2:
+            options["place_T"] = torch.arange(tokens) * 2
+            options["mask_QT"] = torch.rand(queries, tokens, generator=generator) < 0.7
+        sequences.append(RaggedTokens(filled_store(tokens, generator), filled_store(tokens, generator), **options))
+    actual = operation.ragged_attention(query, sequences, decoders, scaling=0.25, softcap=softcap)
+    assert actual.is_contiguous()
+    assert actual.shape == (4, queries, HEADS, HEAD_DIM)
+    expected = reference.ragged_attention(query, sequences, decoders, scaling=0.25, softcap=softcap)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("rising", [True, False], ids=["rising", "mixed"])
@@ -222,17 +231,17 @@ def test_threads_divide_the_tokens_among_them(threads, tokens, rising):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        actual = compiled.ragged_attention(query, *stores, decoders, **options)
+        actual = attend(compiled, query, *stores, decoders, **options)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(actual, reference(query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(actual, attend(reference, query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_half_precision_is_near_the_reference(dtype, allowed):
     generator = torch.Generator().manual_seed(1)
     query, stores, decoders, options = operands(generator, dtype)
-    actual = ragged_attention(query, *stores, decoders, **options)
+    actual = attend(whichever, query, *stores, decoders, **options)
     assert actual.dtype == dtype
-    expected = reference(query.double(), *stores, decoders, **options)
+    expected = attend(reference, query.double(), *stores, decoders, **options)
     assert (actual.double() - expected).norm() / expected.norm() < allowed

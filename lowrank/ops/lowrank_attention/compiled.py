@@ -9,7 +9,8 @@ from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
 from lowrank.ops import native
 from lowrank.ops.lowrank_attention.dense import Operands
-from lowrank.ops.rotation import Places, Rotation
+from lowrank.ops.native.plain import plain
+from lowrank.ops.rotation import Places, Rotation, turns_in_pairs
 
 
 def refusal(
@@ -23,7 +24,7 @@ def refusal(
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    return native.refusal(keys.coef.dtype, keys.coef.device, in_pairs=rotation is None or rotation.in_pairs)
+    return native.refusal(keys.coef.dtype, keys.coef.device, in_pairs=turns_in_pairs(rotation))
 
 
 def lowrank_attention(
@@ -40,33 +41,22 @@ def lowrank_attention(
     """See :func:`lowrank.ops.lowrank_attention.lowrank_attention`."""
     groups, _, head_dim = keys.full.buffer.shape
     low, full = keys.coef.length, keys.full.length
-    low_query_MX, key_decoder_PRW, options = query_HQD, None, {}
+    query_1HQD = plain(query_HQD)[None]
+    mask_of_low, mask_of_full = (None, None) if mask_QT is None else (mask_QT[:, :low], mask_QT[:, low:])
+    low_query_BMX, key_decoder_PRW, turns = query_1HQD, None, None
     if rotation is None:
-        low_query_MX = query_HQD.reshape(groups, -1, head_dim).float() @ keys.head_basis().float()
+        low_query_BMX, places = query_1HQD.reshape(1, groups, -1, head_dim) @ keys.head_basis().float(), None
     else:
-        key_decoder_PRW, options = keys.decoder_PRW, {"turns": rotation.turns, "place_T": places}
-    tokens = [
-        native.Tokens(
-            low_query_MX,
-            _table(keys.coef),
-            _table(values.coef),
-            slots=low,
-            decoders=native.Decoders(key_decoder_PRW, values.decoder_PRW),
-            mask_QT=None if mask_QT is None else mask_QT[:, :low],
-            **options,
-        )
-    ]
+        key_decoder_PRW, turns = keys.decoder_PRW, rotation.turns
+    held = _table(keys.coef), _table(values.coef), low
+    decoders = native.Decoders(key_decoder_PRW, values.decoder_PRW)
+    tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]
     if full:
-        tokens.append(
-            native.Tokens(
-                query_HQD,
-                _whole_table(keys.full),
-                _whole_table(values.full),
-                slots=full,
-                mask_QT=None if mask_QT is None else mask_QT[:, low:],
-            )
-        )
-    output_HQD = native.attend(tokens, query_HQD.shape, groups=groups, scaling=scaling, softcap=softcap)
+        held = _whole_table(keys.full), _whole_table(values.full), full
+        tokens.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
+    shape_BHQD = 1, *query_HQD.shape
+    [output_QHD] = native.attend([tokens], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    output_HQD = output_QHD.transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 
 

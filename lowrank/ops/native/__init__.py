@@ -1,7 +1,7 @@
 """What decoding does at every token, on a CPU in compiled code, where the machine has a C compiler: attention, the
 rotations it needs, and new tokens' way into a cache."""
 
-from lowrank.ops.native.attention import Decoders, Tokens, Turns, attend, attend_newest, refusal
+from lowrank.ops.native.attention import Decoders, Tokens, Turns, attend, refusal
 from lowrank.ops.native.encoding import Encoder, Entrance, NewTokens, encoder_of, encodes
 from lowrank.ops.native.rotating import angles, computes_angles
 from lowrank.ops.native.table import Piece, Table, appends
@@ -18,7 +18,6 @@ __all__ = [
     "angles",
     "appends",
     "attend",
-    "attend_newest",
     "computes_angles",
     "encoder_of",
     "encodes",

@@ -34,7 +34,7 @@ struct task {
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t decoder_stride, value_width, parts;
     /* The same in all tasks of a softmax: */
-    float *output;        /* (heads, head_dim), out */
+    float *output;        /* (queries, heads / queries, head_dim), out */
     int64_t groups;       /* KV heads */
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
     int64_t head_dim;
@@ -195,11 +195,16 @@ static void run(const struct task *tasks, int count, float *scores, const float 
     }
 }
 
+/* Where the attention of a row of queries is given out: as a model's layer goes on with it, the heads of a token together. */
+static inline float *output_of(const struct task *task, int64_t head) {
+    return task->output + (head % task->queries * (task->heads / task->queries) + head / task->queries) * task->head_dim;
+}
+
 /* Adds the value of the head's weighted coefficients, its own dims of it, to the output. */
 static void decode_value(const struct task *task, int64_t head, const float *latent, float scale) {
     const int64_t rows = task->heads / task->groups, group = head / rows, part_groups = task->groups / task->parts;
     const int64_t head_dim = task->head_dim;
-    float *restrict out = task->output + head * head_dim;
+    float *restrict out = output_of(task, head);
     if (!task->value_decoder) {
         for (int64_t d = 0; d < head_dim; d++) out[d] += latent[d] * scale;
         return;
@@ -255,7 +260,7 @@ int attend(const struct task *tasks, int count) {
     for (int64_t head = 0; head < heads; head++) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
-        memset(tasks->output + head * tasks->head_dim, 0, tasks->head_dim * sizeof(float));
+        memset(output_of(tasks, head), 0, tasks->head_dim * sizeof(float));
         /* Who may see nothing has weighed all tokens alike; a sum that is no number is of some that were seen. */
         if (largest[head] == -FLT_MAX && sum == sum) continue;
         int64_t before = 0;

@@ -5,6 +5,8 @@ W width of a part, T tokens in all, R rank, F pairs of a rotation.
 """
 
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,12 +78,12 @@ class Turns:
         return NOTHING
 
 
-class Tokens:
+class Tokens(NamedTuple):
     """Tokens of one softmax that are held in one way.
 
-    Args:
-        query_MX: rotated queries (X = D), or what stands for them over the coefficients (X = R) where no decoder rebuilds
-            keys; M = H·Q rows, over as many dims as is convenient.
+    Attributes:
+        query_BMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) where no decoder rebuilds
+            keys; of all sequences, M = H·Q rows of each, over as many dims as is convenient; as :func:`plain` has them.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
         slots: T.
         decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
@@ -90,108 +92,80 @@ class Tokens:
         mask_QT: bool, True where a query may see a token; None when it may see all.
     """
 
-    def __init__(
-        self,
-        query_MX: Tensor,
-        keys: Table,
-        values: Table,
-        *,
-        slots: int,
-        decoders: Decoders | None = None,
-        turns: Turns | None = None,
-        place_T: Tensor | slice | None = None,
-        mask_QT: Tensor | None = None,
-    ):
-        query_MX = plain(query_MX)
-        self._addressed = [query_MX, keys, values, decoders, turns]  # kept alive until the call is over
-        place, first_place, mask, mask_stride = 0, 0, 0, 0
-        if isinstance(place_T, slice):
-            first_place = place_T.start
-        elif place_T is not None:
-            place_T = place_T.long().contiguous()
-            self._addressed.append(place_T)
-            place = place_T.data_ptr()
-        if mask_QT is not None:
-            mask_QT = mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous()
-            self._addressed.append(mask_QT)
-            mask, mask_stride = mask_QT.data_ptr(), mask_QT.stride(0)
-        tokens = (keys.address, values.address, slots, query_MX.shape[-1])
-        self._members = (*tokens, query_MX.data_ptr(), place, first_place, mask, mask_stride)
-        self._members += _UNTURNED if turns is None else turns.members
-        self._decoders = decoders
-
-    def pack(self, common: tuple, groups: int) -> bytes:
-        """``struct task``."""
-        decoders = (0, 0, 0, 0, groups) if self._decoders is None else self._decoders.members
-        return _TASK.pack(*self._members, *decoders, *common)
+    query_BMX: Tensor
+    keys: Table
+    values: Table
+    slots: int
+    decoders: Decoders | None = None
+    turns: Turns | None = None
+    place_T: Tensor | slice | None = None
+    mask_QT: Tensor | None = None
 
 
 def attend(
-    tokens: list[Tokens],
-    shape_HQD: torch.Size,
+    softmaxes: Sequence[Sequence[Tokens]],
+    shape_BHQD: Sequence[int],
     *,
     groups: int,
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention over all tokens in one softmax.
+    """Attention of each sequence over all its tokens in one softmax.
 
     Args:
-        tokens: of every way in which some are held.
-        shape_HQD: query heads, new queries, head dim.
+        softmaxes: of each of the B sequences the tokens of every way in which some are held.
+        shape_BHQD: query heads, new queries and head dim of B sequences.
         groups: G.
         scaling: of the scores.
         softcap: see :func:`lowrank.ops.ragged_attention.ragged_attention`.
 
     Returns:
-        (H, Q, D) fp32; 0 for a query that may see nothing.
+        (B, Q, H, D) fp32; 0 for a query that may see nothing.
     """
-    heads, queries, head_dim = shape_HQD
+    batch, heads, queries, head_dim = shape_BHQD
     rows = heads * queries
-    output_HQD = torch.empty(shape_HQD, dtype=torch.float32, device=CPU)  # whatever torch's defaults are set to
-    shapes = (groups, rows, rows + -rows % lanes(), head_dim, queries)
-    common = (output_HQD.data_ptr(), *shapes, torch.get_num_threads(), scaling, softcap or 0.0)
-    if library().attend(b"".join([each.pack(common, groups) for each in tokens]), len(tokens)):
-        raise _no_memory()
-    return output_HQD
+    # On the CPU, whatever torch's defaults are set to.
+    output_BQHD = torch.empty(batch, queries, heads, head_dim, dtype=torch.float32, device=CPU)
+    output, row_bytes = output_BQHD.data_ptr(), rows * head_dim * 4
+    threads = torch.get_num_threads()
+    common = groups, rows, rows + -rows % lanes(), head_dim, queries, threads, scaling, softcap or 0.0
+    for b, tokens in enumerate(softmaxes):
+        copies: list[Tensor] = []
+        packed = b""
+        for each in tokens:
+            packed += _packed(each, b, copies, output + b * row_bytes, common)
+        if library().attend(packed, len(tokens)):
+            raise MemoryError("no memory for the scratch space of compiled decode attention")
+    return output_BQHD
 
 
-def attend_newest(
-    query_BH1D: Tensor,
-    held: list[tuple[Table, Table, int, Turns]],
-    decoders: Decoders,
-    *,
-    groups: int,
-    scaling: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """:func:`attend` of one new token of each sequence, in as few steps as that takes.
-
-    Args:
-        query_BH1D: rotated queries, fp32.
-        held: of each of the B sequences the keys, the values, T and the turns of rebuilt keys, as :class:`Tokens` takes
-            them; all tokens are seen.
-        decoders: of all of them, keys among them.
-        groups, scaling, softcap: as for :func:`attend`.
-
-    Returns:
-        (B, 1, H, D) fp32.
-    """
-    batch, heads, _, head_dim = query_BH1D.shape
-    query_BH1D = plain(query_BH1D)
-    output_B1HD = torch.empty(batch, 1, heads, head_dim, dtype=torch.float32, device=CPU)
-    query, output, row = query_BH1D.data_ptr(), output_B1HD.data_ptr(), heads * head_dim * 4
-    shapes = (groups, heads, heads + -heads % lanes(), head_dim, 1, torch.get_num_threads(), scaling, softcap or 0.0)
-    for keys, values, slots, turns in held:
-        tokens = (keys.address, values.address, slots, head_dim, query, 0, 0, 0, 0)
-        if library().attend(_TASK.pack(*tokens, *turns.members, *decoders.members, output, *shapes), 1):
-            raise _no_memory()
-        query, output = query + row, output + row
-    return output_B1HD
-
-
-def _no_memory() -> MemoryError:
-    return MemoryError("no memory for the scratch space of compiled decode attention")
+def _packed(tokens: Tokens, b: int, copies: list[Tensor], output: int, common: tuple) -> bytes:
+    """``struct task`` of sequence `b`, in use as long as `copies` live; of `common` the first is G."""
+    query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT = tokens
+    place, first_place, mask, mask_stride = 0, 0, 0, 0
+    if isinstance(place_T, slice):
+        first_place = place_T.start
+    elif place_T is not None:
+        copies.append(place_T.long().contiguous())
+        place = copies[-1].data_ptr()
+    if mask_QT is not None:
+        copies.append(mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous())
+        mask, mask_stride = copies[-1].data_ptr(), copies[-1].stride(0)
+    return _TASK.pack(
+        keys.address,
+        values.address,
+        slots,
+        query_BMX.shape[-1],
+        query_BMX.data_ptr() + b * query_BMX.stride(0) * 4,
+        place,
+        first_place,
+        mask,
+        mask_stride,
+        *(_UNTURNED if turns is None else turns.members),
+        *((0, 0, 0, 0, common[0]) if decoders is None else decoders.members),
+        output,
+        *common,
+    )
 
 
 def _padded(states: Tensor) -> Tensor:

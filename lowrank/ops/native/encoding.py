@@ -25,6 +25,7 @@ _TASK = struct.Struct("6qfxxxx6q" * 2 + "10q")
 _ENTRANCE = 5  # members of `struct entrance`
 
 Entrance = tuple[Table | None, Table | None, int]
+_NO_ENTRANCE: Entrance = None, None, 0
 
 
 class NewTokens:
@@ -51,8 +52,7 @@ class NewTokens:
     def enter(self, entrances: Sequence[Entrance]) -> None:
         """The tokens about to be encoded go there."""
         numbers = self._entrances
-        for b in range(self.shape[0]):
-            key, value, slot = entrances[b] if entrances else (None, None, 0)
+        for b, (key, value, slot) in enumerate(entrances or [_NO_ENTRANCE] * self.shape[0]):
             place = b * _ENTRANCE
             numbers[place] = 0 if key is None else key.address
             numbers[place + 1] = 0 if value is None else value.address

@@ -117,8 +117,8 @@ static int64_t tokens_before(const struct store *store, const struct piece *piec
     return first;
 }
 
-/* Tokens first..end of a piece that a thread serves: those in its share of the slots. What a thread writes of a slot it reads
- * itself, for which another core would have to wait. */
+/* Tokens first..end of a piece that a thread serves: those in its share of the slots. So it reads itself what it wrote of a
+ * slot, in its core's cache, where it would have to wait for what another core wrote. */
 struct share { int64_t first, end; };
 
 static inline struct share share_of(const struct store *store, const struct piece *piece, int64_t slots, int64_t thread,

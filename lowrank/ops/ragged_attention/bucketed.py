@@ -5,14 +5,17 @@ compressed before rotation are rebuilt tile by tile; values never are: out = (so
 bracket is a single (C,) vector per query whatever the number of tokens. The same folding serves keys that were
 compressed after rotation: q · (coef_k · decoder_k)ᵀ = (q · decoder_kᵀ) · coef_kᵀ.
 
-Shapes: H query heads, G KV heads, J = H/G queries per KV head, Q new queries, D head dim, C = G·D joint width,
+Shapes: B batch, H query heads, G KV heads, J = H/G queries per KV head, Q new queries, D head dim, C = G·D joint width,
 T cached tokens, N tokens of a bucket or tile, R rank.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lowrank.ops.decoders import Decoders
+from lowrank.ops.ragged_attention.tokens import RaggedTokens
 from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ops.softmax import softmax_weights
@@ -20,18 +23,25 @@ from lowrank.ragged import RaggedStore
 
 
 def ragged_attention(
-    query_HQD: Tensor,
-    keys: RaggedStore,
-    values: RaggedStore,
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
     decoders: Decoders,
     *,
     scaling: float,
-    rotation: Rotation | None = None,
-    place_T: Tensor | None = None,
     softcap: float | None = None,
-    mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
+    outputs = [
+        _attention_of_one(query_HQD, tokens, decoders, scaling, softcap)
+        for query_HQD, tokens in zip(query_BHQD, sequences, strict=True)
+    ]
+    return torch.stack(outputs).transpose(1, 2).contiguous()
+
+
+def _attention_of_one(
+    query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
+) -> Tensor:
+    keys, values, rotation, place_T, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
     groups = decoders.key_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head

@@ -1,53 +1,54 @@
 """Decode attention over a ragged cache on a CPU, in compiled code.
 
-Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, R rank, T cached tokens.
+Nearly every decoded token runs through this in every layer, and each step of Python finds its data gone from the processor's
+caches for the model's weights: there are few.
+
+Shapes: B batch, H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, M rows of queries that share a KV
+head.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from lowrank.ops import native
 from lowrank.ops.decoders import Decoders
+from lowrank.ops.native.plain import plain
+from lowrank.ops.ragged_attention.tokens import RaggedTokens
 from lowrank.ops.ragged_table import table_of
-from lowrank.ops.rotation import Rotation
-from lowrank.ragged import RaggedStore
+from lowrank.ops.rotation import turns_in_pairs
 
 
-def refusal(keys: RaggedStore, rotation: Rotation | None) -> str | None:
-    """What keeps :func:`ragged_attention` from attending over these stores; None where it can."""
-    if not keys.length:
-        return "there are no tokens"
-    return native.refusal(keys.dtype, keys.device, in_pairs=rotation is None or rotation.in_pairs)
+def refusal(sequences: Sequence[RaggedTokens]) -> str | None:
+    """What keeps :func:`ragged_attention` from attending over these tokens; None where it can."""
+    for tokens in sequences:
+        if not tokens.keys.length:
+            return "there are no tokens"
+    first = sequences[0]
+    return native.refusal(first.keys.dtype, first.keys.device, in_pairs=turns_in_pairs(first.rotation))
 
 
 def ragged_attention(
-    query_HQD: Tensor,
-    keys: RaggedStore,
-    values: RaggedStore,
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
     decoders: Decoders,
     *,
     scaling: float,
-    rotation: Rotation | None = None,
-    place_T: Tensor | None = None,
     softcap: float | None = None,
-    mask_QT: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
-    groups = decoders.key_CC.shape[1] // query_HQD.shape[2]
-    if rotation is None:
-        head_decoder_GCD = decoders.key_CC.unflatten(1, (groups, -1)).transpose(0, 1)
-        query_MX = query_HQD.reshape(groups, -1, query_HQD.shape[2]).float() @ head_decoder_GCD.mT.float()
-        read_by, turns = native.Decoders(None, decoders.value_CC), None
+    shape_BHQD = query_BHQD.shape
+    groups = decoders.key_CC.shape[1] // shape_BHQD[3]
+    if sequences[0].rotation is None:
+        query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
+        queries = query_BGMD @ decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
+        read_by = native.Decoders(None, decoders.value_CC)
     else:
-        query_MX, read_by, turns = query_HQD, decoders.compiled(), rotation.turns
-    tokens = native.Tokens(
-        query_MX,
-        table_of(keys),
-        table_of(values),
-        slots=keys.length,
-        decoders=read_by,
-        turns=turns,
-        place_T=place_T,
-        mask_QT=mask_QT,
-    )
-    output_HQD = native.attend([tokens], query_HQD.shape, groups=groups, scaling=scaling, softcap=softcap)
-    return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
+        queries, read_by = plain(query_BHQD), decoders.compiled()
+    softmaxes = []
+    for keys, values, rotation, place_T, mask_QT in sequences:
+        turns = None if rotation is None else rotation.turns
+        held = table_of(keys), table_of(values), keys.length
+        softmaxes.append([native.Tokens(queries, *held, read_by, turns, place_T, mask_QT)])
+    output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

@@ -1,33 +1,42 @@
 """Plain form of decode attention over a ragged cache: rebuild everything, then attend.
 
-Shapes: H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, T cached tokens.
+Shapes: B batch, H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, T cached tokens.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lowrank.ops.decoders import Decoders
-from lowrank.ops.rotation import Rotation
+from lowrank.ops.ragged_attention.tokens import RaggedTokens
 from lowrank.ops.softmax_reference import plain_attention
 from lowrank.ragged import RaggedStore
 
 
 def ragged_attention(
-    query_HQD: Tensor,
-    keys: RaggedStore,
-    values: RaggedStore,
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
     decoders: Decoders,
     *,
     scaling: float,
-    rotation: Rotation | None = None,
-    place_T: Tensor | None = None,
     softcap: float | None = None,
-    mask_QT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
 
     Arguments and result as in :func:`lowrank.ops.ragged_attention.ragged_attention`.
     """
+    outputs = [
+        _attention_of_one(query_HQD, tokens, decoders, scaling, softcap)
+        for query_HQD, tokens in zip(query_BHQD, sequences, strict=True)
+    ]
+    return torch.stack(outputs).transpose(1, 2)
+
+
+def _attention_of_one(
+    query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
+) -> Tensor:
+    keys, values, rotation, place_T, mask_QT = tokens
     heads, _, head_dim = query_HQD.shape
     width = decoders.key_CC.shape[1]
     groups = width // head_dim
