@@ -15,7 +15,7 @@ from lowrank.hf.backends import Backend
 from lowrank.hf.cache import LowRankCache
 from lowrank.hf.calibration_store import Calibration
 from lowrank.hf.geometry import geometry_of
-from lowrank.hf.layer import MAX_DECODE_QUERIES, join_sequences
+from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.ops.lowrank_attention import lowrank_attention
@@ -151,7 +151,7 @@ class OjaKVLayer(SequenceLayer):
                     mask_QT=mask_QT,
                 )
             )
-        return join_sequences(outputs)
+        return _joined(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All keys (rotated) and values as the cache gives them back, (B, G, T, D) each."""
@@ -237,3 +237,11 @@ class OjaKVCache(LowRankCache):
             for sequence in layer.sequences
             for side in (sequence.key, sequence.value)
         ]
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """Attention's (H, Q, D) of each sequence → (B, Q, H, D)."""
+    [first, *others] = outputs
+    if not others and first.shape[1] == 1:  # one view, at every token of every layer
+        return first.view(1, 1, first.shape[0], first.shape[2])
+    return torch.stack(outputs).transpose(1, 2).contiguous()

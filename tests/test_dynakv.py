@@ -303,6 +303,16 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         assert rank.unique().numel() > 3
 
 
+@pytest.mark.parametrize(("storage", "allowed"), [("model", 1e-4), ("int8", 0.1)])
+@torch.no_grad()
+def test_a_prompt_may_be_one_token(storage, allowed):
+    model = tiny_model()
+    cache = dynakv_model(model, 1, storage=storage)()
+    ids = torch.randint(1, 97, (2, 5), generator=torch.Generator().manual_seed(0))
+    found = torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(found, tiny_model()(ids).logits, atol=allowed, rtol=0)
+
+
 @pytest.mark.parametrize("storage", ["model", "int8", "int4"])
 @pytest.mark.parametrize("length", [2, 16])
 @torch.no_grad()

@@ -30,14 +30,6 @@ def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
     return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-def join_sequences(outputs: list[Tensor]) -> Tensor:
-    """Attention's (H, Q, D) of each sequence → (B, Q, H, D)."""
-    [first, *others] = outputs
-    if not others and first.shape[1] == 1:  # one view, at every token of every layer
-        return first.view(1, 1, first.shape[0], first.shape[2])
-    return torch.stack(outputs).transpose(1, 2).contiguous()
-
-
 class CompressedLayer(CacheLayerMixin, abc.ABC):
     """One layer of a compressed cache.
 

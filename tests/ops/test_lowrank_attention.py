@@ -159,3 +159,18 @@ def test_half_precision_is_near_the_reference(dtype, rotated):
     expected = reference(query.double(), keys, values, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
+def test_autocast_changes_nothing_but_precision(operation, rotated):
+    """Under it a product of fp32 matrices is in bf16."""
+    generator = torch.Generator().manual_seed(9)
+    keys, values = (operands(60, 3, rank, joint=True, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25}
+    if rotated:
+        options |= {"rotation": rotation(63, HEAD_DIM, generator), "places": torch.arange(60)}
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = operation.lowrank_attention(query, keys, values, **options)
+    expected = reference(query, keys, values, **options)
+    assert (actual - expected).norm() / expected.norm() < 1e-2

@@ -4,6 +4,7 @@ import pytest
 import torch
 from rotations import rotation
 
+from lowrank.errors import UserError
 from lowrank.ops import ragged_attention as whichever
 from lowrank.ops.decoders import Decoders
 from lowrank.ops.native.library import library
@@ -189,10 +190,17 @@ def test_equal_inputs_give_equal_bits(operation):
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_each_sequence_of_a_batch_is_attended_alone(operation, queries, rotated, softcap):
+@pytest.mark.parametrize(
+    ("dtype", "bits", "allowed"),
+    [(torch.float32, None, 1e-5), (torch.float32, 8, 1e-5), (torch.bfloat16, None, 1e-2), (torch.bfloat16, 4, 1e-2)],
+)
+def test_each_sequence_of_a_batch_is_attended_alone(operation, dtype, bits, allowed, queries, rotated, softcap):
     generator = torch.Generator().manual_seed(6)
-    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
-    query = torch.randn(4, queries, HEADS, HEAD_DIM, generator=generator).transpose(1, 2)  # as a model has them
+    quantisation = Quantisation(bits=bits) if bits else None
+    decoders = Decoders(*(torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype))
+    query = (
+        torch.randn(4, queries, HEADS, HEAD_DIM, generator=generator).to(dtype).transpose(1, 2)
+    )  # as a model has them
     sequences = []
     for b, tokens in enumerate((1, 90, 90, 700)):
         options = {}
@@ -201,12 +209,40 @@ def test_each_sequence_of_a_batch_is_attended_alone(operation, queries, rotated,
         if b == 2:
             options["place_T"] = torch.arange(tokens) * 2
             options["mask_QT"] = torch.rand(queries, tokens, generator=generator) < 0.7
-        sequences.append(RaggedTokens(filled_store(tokens, generator), filled_store(tokens, generator), **options))
+        pair = [RaggedStore(WIDTH, dtype=dtype, device=query.device, quantisation=quantisation) for _ in range(2)]
+        for store in pair:
+            coef = torch.randn(tokens, WIDTH, generator=generator)
+            store.append(coef, torch.randint(0, WIDTH + 1, (tokens,), generator=generator))
+        sequences.append(RaggedTokens(*pair, **options))
     actual = operation.ragged_attention(query, sequences, decoders, scaling=0.25, softcap=softcap)
     assert actual.is_contiguous()
     assert actual.shape == (4, queries, HEADS, HEAD_DIM)
-    expected = reference.ragged_attention(query, sequences, decoders, scaling=0.25, softcap=softcap)
-    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
+    expected = reference.ragged_attention(query.double(), sequences, decoders, scaling=0.25, softcap=softcap)
+    error = (actual.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert (error < allowed).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_each_query_needs_a_sequence(count):
+    generator = torch.Generator().manual_seed(7)
+    query, stores, decoders, options = operands(generator, torch.float32)
+    tokens = RaggedTokens(*stores, options["rotation"])
+    with pytest.raises(UserError, match=f"`sequences` are {count}, but `query_BHQD` has queries of 2"):
+        whichever.ragged_attention(torch.stack([query, query]), [tokens] * count, decoders, scaling=0.25)
+
+
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_autocast_changes_nothing_but_precision(operation, dtype, rotated):
+    """Under it a product of fp32 matrices is in bf16."""
+    generator = torch.Generator().manual_seed(8)
+    query, stores, decoders, options = operands(generator, dtype)
+    if not rotated:
+        options["rotation"] = None
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = attend(operation, query, *stores, decoders, **options)
+    expected = attend(reference, query.double(), *stores, decoders, **options)
+    assert (actual.double() - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.parametrize("rising", [True, False], ids=["rising", "mixed"])

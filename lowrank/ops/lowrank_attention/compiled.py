@@ -43,11 +43,12 @@ def lowrank_attention(
     low, full = keys.coef.length, keys.full.length
     query_1HQD = plain(query_HQD)[None]
     mask_of_low, mask_of_full = (None, None) if mask_QT is None else (mask_QT[:, :low], mask_QT[:, low:])
-    low_query_BMX, key_decoder_PRW, turns = query_1HQD, None, None
     if rotation is None:
-        low_query_BMX, places = query_1HQD.reshape(1, groups, -1, head_dim) @ keys.head_basis().float(), None
+        query_1GMD = query_1HQD.reshape(1, groups, -1, head_dim)
+        low_query_BMX = plain(query_1GMD @ keys.head_basis().float())
+        key_decoder_PRW, turns, places = None, None, None
     else:
-        key_decoder_PRW, turns = keys.decoder_PRW, rotation.turns
+        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.turns
     held = _table(keys.coef), _table(values.coef), low
     decoders = native.Decoders(key_decoder_PRW, values.decoder_PRW)
     tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]

@@ -133,14 +133,14 @@ def attend(
         copies: list[Tensor] = []
         packed = b""
         for each in tokens:
-            packed += _packed(each, b, copies, output + b * row_bytes, common)
+            packed += _packed(each, b, copies, groups, (output + b * row_bytes, *common))
         if library().attend(packed, len(tokens)):
             raise MemoryError("no memory for the scratch space of compiled decode attention")
     return output_BQHD
 
 
-def _packed(tokens: Tokens, b: int, copies: list[Tensor], output: int, common: tuple) -> bytes:
-    """``struct task`` of sequence `b`, in use as long as `copies` live; of `common` the first is G."""
+def _packed(tokens: Tokens, b: int, copies: list[Tensor], groups: int, common: tuple) -> bytes:
+    """``struct task`` of sequence `b`, valid as long as `copies` live; `common` are the members from the output on."""
     query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT = tokens
     place, first_place, mask, mask_stride = 0, 0, 0, 0
     if isinstance(place_T, slice):
@@ -162,8 +162,7 @@ def _packed(tokens: Tokens, b: int, copies: list[Tensor], output: int, common: t
         mask,
         mask_stride,
         *(_UNTURNED if turns is None else turns.members),
-        *((0, 0, 0, 0, common[0]) if decoders is None else decoders.members),
-        output,
+        *((0, 0, 0, 0, groups) if decoders is None else decoders.members),
         *common,
     )
 

@@ -51,8 +51,8 @@ class NewTokens:
 
     def enter(self, entrances: Sequence[Entrance]) -> None:
         """The tokens about to be encoded go there."""
-        numbers = self._entrances
-        for b, (key, value, slot) in enumerate(entrances or [_NO_ENTRANCE] * self.shape[0]):
+        numbers, batch = self._entrances, self.shape[0]
+        for b, (key, value, slot) in zip(range(batch), entrances or [_NO_ENTRANCE] * batch, strict=True):
             place = b * _ENTRANCE
             numbers[place] = 0 if key is None else key.address
             numbers[place + 1] = 0 if value is None else value.address

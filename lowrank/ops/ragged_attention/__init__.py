@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lowrank.errors import UserError
 from lowrank.ops.chosen import log_choice
 from lowrank.ops.decoders import Decoders
 from lowrank.ops.ragged_attention import bucketed, compiled
@@ -27,7 +28,7 @@ def ragged_attention(
 
     Args:
         query_BHQD: rotated queries.
-        sequences: the tokens of each of the B sequences; either all rotate their keys or none.
+        sequences: the tokens of each of the B sequences, whose stores and rotations are all of one kind.
         decoders: of keys and values.
         scaling: the model's own score scale, usually 1/√D.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
@@ -35,7 +36,13 @@ def ragged_attention(
     Returns:
         (B, Q, H, D), contiguous, in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in
         fp32.
+
+    Raises:
+        UserError: there are not as many sequences as queries of them.
     """
+    batch = query_BHQD.shape[0]
+    if len(sequences) != batch:  # compiled code would write as many outputs
+        raise UserError(f"`sequences` are {len(sequences)}, but `query_BHQD` has queries of {batch}; pass one of each")
     operation, backend, because = compiled, "compiled", compiled.refusal(sequences)
     if because is not None:
         operation, backend = bucketed, "bucketed"

@@ -41,8 +41,8 @@ def ragged_attention(
     groups = decoders.key_CC.shape[1] // shape_BHQD[3]
     if sequences[0].rotation is None:
         query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
-        queries = query_BGMD @ decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
-        read_by = native.Decoders(None, decoders.value_CC)
+        head_decoder_GDC = decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
+        queries, read_by = plain(query_BGMD @ head_decoder_GDC), native.Decoders(None, decoders.value_CC)
     else:
         queries, read_by = plain(query_BHQD), decoders.compiled()
     softmaxes = []

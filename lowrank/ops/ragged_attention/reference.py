@@ -30,7 +30,7 @@ def ragged_attention(
         _attention_of_one(query_HQD, tokens, decoders, scaling, softcap)
         for query_HQD, tokens in zip(query_BHQD, sequences, strict=True)
     ]
-    return torch.stack(outputs).transpose(1, 2)
+    return torch.stack(outputs).transpose(1, 2).contiguous()
 
 
 def _attention_of_one(
