@@ -20,6 +20,7 @@ from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.ops.lowrank_attention import lowrank_attention
 from lowrank.ops.rotation import Rotate, Rotation
+from lowrank.ops.sequences import join_sequences
 from ojakv.config import OjaKVConfig
 from ojakv.plan import Plan, eviction_parts, make_plan
 from ojakv.sequence import OnlineSequence, columns_of
@@ -151,7 +152,7 @@ class OjaKVLayer(SequenceLayer):
                     mask_QT=mask_QT,
                 )
             )
-        return _joined(outputs)
+        return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All keys (rotated) and values as the cache gives them back, (B, G, T, D) each."""
@@ -237,11 +238,3 @@ class OjaKVCache(LowRankCache):
             for sequence in layer.sequences
             for side in (sequence.key, sequence.value)
         ]
-
-
-def _joined(outputs: list[Tensor]) -> Tensor:
-    """Attention's (H, Q, D) of each sequence → (B, Q, H, D)."""
-    [first, *others] = outputs
-    if not others and first.shape[1] == 1:  # one view, at every token of every layer
-        return first.view(1, 1, first.shape[0], first.shape[2])
-    return torch.stack(outputs).transpose(1, 2).contiguous()

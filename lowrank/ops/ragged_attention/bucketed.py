@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.decoders import Decoders
-from lowrank.ops.ragged_attention.tokens import RaggedTokens
+from lowrank.ops.ragged_attention.tokens import RaggedTokens, one_by_one
 from lowrank.ops.rebuilt import precise, rebuilt_scores
 from lowrank.ops.rotation import Rotation
 from lowrank.ops.softmax import softmax_weights
@@ -31,11 +31,7 @@ def ragged_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """See :func:`lowrank.ops.ragged_attention.ragged_attention`."""
-    outputs = [
-        _attention_of_one(query_HQD, tokens, decoders, scaling, softcap)
-        for query_HQD, tokens in zip(query_BHQD, sequences, strict=True)
-    ]
-    return torch.stack(outputs).transpose(1, 2).contiguous()
+    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap)
 
 
 def _attention_of_one(

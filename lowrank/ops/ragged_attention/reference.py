@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowrank.ops.decoders import Decoders
-from lowrank.ops.ragged_attention.tokens import RaggedTokens
+from lowrank.ops.ragged_attention.tokens import RaggedTokens, one_by_one
 from lowrank.ops.softmax_reference import plain_attention
 from lowrank.ragged import RaggedStore
 
@@ -26,11 +26,7 @@ def ragged_attention(
 
     Arguments and result as in :func:`lowrank.ops.ragged_attention.ragged_attention`.
     """
-    outputs = [
-        _attention_of_one(query_HQD, tokens, decoders, scaling, softcap)
-        for query_HQD, tokens in zip(query_BHQD, sequences, strict=True)
-    ]
-    return torch.stack(outputs).transpose(1, 2).contiguous()
+    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap)
 
 
 def _attention_of_one(

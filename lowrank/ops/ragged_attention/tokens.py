@@ -1,13 +1,16 @@
-"""What ragged attention is told of one sequence.
+"""What ragged attention is told of one sequence, and attending to one after another.
 
-Shapes: Q new queries, T cached tokens.
+Shapes: B batch, H query heads, D head dim, Q new queries, T cached tokens.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from lowrank.ops.decoders import Decoders
 from lowrank.ops.rotation import Rotation
+from lowrank.ops.sequences import join_sequences
 from lowrank.ragged import RaggedStore
 
 
@@ -26,3 +29,20 @@ class RaggedTokens(NamedTuple):
     rotation: Rotation | None = None
     place_T: Tensor | None = None
     mask_QT: Tensor | None = None
+
+
+# (query_HQD, tokens, decoders, scaling, softcap) → (H, Q, D)
+AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, float, float | None], Tensor]
+
+
+def one_by_one(
+    attention_of_one: AttentionOfOne,
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
+    decoders: Decoders,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Ragged attention, (B, Q, H, D), by a form that takes one sequence at a time."""
+    pairs = zip(query_BHQD, sequences, strict=True)
+    return join_sequences([attention_of_one(query, tokens, decoders, scaling, softcap) for query, tokens in pairs])
