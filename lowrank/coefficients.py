@@ -121,10 +121,10 @@ class Coefficients:
             for held in self._tensors():
                 held.append(held.buffer.new_empty(*lead, count, held.buffer.shape[-1]), exact=exact)
 
-    def count_one(self) -> None:
-        """A row has been written behind the last, into the room to grow."""
+    def count(self, length: int) -> None:
+        """There are so many rows, the last of which have been written into the room to grow."""
         for held in self._changing():
-            held.count_one()
+            held.count(length)
 
     def empty_like(self, capacity: int) -> "Coefficients":
         """No rows yet, but room for `capacity` of them."""

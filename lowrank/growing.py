@@ -66,9 +66,9 @@ class GrowingTensor:
         self.buffer[self.length] = number
         self.length += 1
 
-    def count_one(self) -> None:
-        """A row has been written behind the last, into the room to grow."""
-        self.length += 1
+    def count(self, length: int) -> None:
+        """There are so many rows, the last of which have been written into the room to grow."""
+        self.length = length
 
     def _make_writable(self) -> None:
         buffer = writable(self.buffer)

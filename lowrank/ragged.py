@@ -5,7 +5,7 @@ Shapes: N rows of one bucket, T rows of the sequence, C width, R rank of a bucke
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,11 @@ class Bucket:
         self.coef.append(coef_1R)
         self.position_N.append_number(position)
 
-    def count_one(self) -> None:
-        self.coef.count_one()
-        self.position_N.count_one()
+    def count(self, length: int) -> None:
+        """There are so many rows, the last of which have been written into the room to grow."""
+        if length != self.coef.length:  # else what is known of them stays
+            self.coef.count(length)
+            self.position_N.count(length)
 
     def crop(self, count: int) -> None:
         """Keep the first `count` rows."""
@@ -62,6 +64,13 @@ class Bucket:
         return Bucket(self.coef.clone(), self.position_N.clone())
 
 
+class Reader(Protocol):
+    """What has been worked out about all rows, by one who may write more into the room to grow."""
+
+    def counts(self) -> list[int]:
+        """The rows of each of :meth:`RaggedStore.filled`, those that have been written included."""
+
+
 class RaggedStore:
     """One sequence's coefficients, row t keeping only its first r_t entries (DynaKV section 3.2, equation 2).
 
@@ -76,8 +85,9 @@ class RaggedStore:
         quantisation: how they are held as integers; None to hold them in `dtype`.
 
     Attributes:
-        memo: whatever a reader has worked out about all rows; forgotten when they change otherwise than by
-            :meth:`count_one`. Those of the buckets outlive it: a new token changes one of many.
+        length: T.
+        memo: what a reader has worked out about all rows; forgotten when they change otherwise than by its writing. Those of
+            the buckets outlive it: a new token changes one of many.
     """
 
     def __init__(
@@ -86,8 +96,9 @@ class RaggedStore:
         self.width, self.dtype, self.device, self.quantisation = width, dtype, device, quantisation
         self.index_dtype = torch.int16
         self.length = 0
-        self.memo: Any = None
+        self.memo: Reader | None = None
         self._buckets: dict[int, Bucket] = {}
+        self._counted = 0  # rows that the buckets know of
 
     def append(self, coef_TC: Tensor, rank_T: Tensor, *, is_prompt: bool = False) -> None:
         """Add T rows at the end; only the first ``rank_T[t]`` entries of row t are read and kept.
@@ -109,26 +120,23 @@ class RaggedStore:
                 used = bucket.coef.length + len(row_N)
                 bucket.reserve(used + used // _PROMPT_ROWS_PER_SPARE)
             bucket.append(coef_TC[row_N, :rank], position_N)
-        self.length += count
+        self.length = self._counted = self.length + count
 
     def append_one(self, coef_1R: Tensor) -> None:
         """Add one row at the end, all of whose entries are kept."""
         self._about_to_change(self.length + 1)
         self._bucket(coef_1R.shape[1]).append_one(coef_1R.detach(), self.length)
-        self.length += 1
+        self.length = self._counted = self.length + 1
 
-    def can_count(self, rows: int = 1) -> bool:
-        """Whether the places of so many more rows fit the index, as :meth:`count_one` needs."""
-        return self._fits(self.length + rows)
-
-    def count_one(self, rank: int) -> None:
-        """The holder of :attr:`memo` has written a row and its place behind those of its rank."""
-        self._buckets[rank].count_one()
-        self.length += 1
+    def count(self, rows: int) -> None:
+        """The reader has written so many rows, and their places, behind those of their ranks. For every decoded token of every
+        layer: buckets are told when they are next asked."""
+        self.length += rows
 
     def filled(self) -> list["Bucket"]:
         """The buckets that hold rows, in order of rank."""
-        return [self._buckets[rank] for rank in sorted(self._buckets) if self._buckets[rank].coef.length]
+        self._settle()
+        return self._filled()
 
     def buckets(self) -> list[Coefficients]:
         """The coefficients of :meth:`filled`, (N, R) each."""
@@ -161,14 +169,16 @@ class RaggedStore:
         """Keep the first `length` rows. Buckets keep their buffers, so that a rolled-back draft costs no copy."""
         if not 0 <= length <= self.length:
             raise ValueError(f"`length` must be in 0..{self.length}, got {length}")
+        self._settle()
         self.memo = None
         for bucket in self._buckets.values():
             # Positions rise within a bucket, so what goes is a suffix.
             bucket.crop(int((bucket.position_N.rows < length).sum()))
-        self.length = length
+        self.length = self._counted = length
 
     def keep(self, row_N: Tensor) -> None:
         """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
+        self._settle()
         self.memo = None
         new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
         new_T[row_N] = torch.arange(len(row_N), device=self.device)
@@ -176,12 +186,13 @@ class RaggedStore:
             new_N = new_T[bucket.position_N.rows.long()]
             stays_N = torch.nonzero(new_N >= 0).flatten()
             bucket.keep(stays_N, new_N[stays_N].to(self.index_dtype))
-        self.length = len(row_N)
+        self.length = self._counted = len(row_N)
 
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""
         copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)
-        copy.index_dtype, copy.length = self.index_dtype, self.length
+        self._settle()
+        copy.index_dtype, copy.length, copy._counted = self.index_dtype, self.length, self.length
         for rank, bucket in self._buckets.items():
             copy._buckets[rank] = bucket.clone()
         return copy
@@ -204,14 +215,25 @@ class RaggedStore:
             self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]
 
-    def _fits(self, length: int) -> bool:
-        """Whether the index can count so many rows."""
-        return self.index_dtype != torch.int16 or length <= _INT16_MAX
+    def _filled(self) -> list["Bucket"]:
+        return [self._buckets[rank] for rank in sorted(self._buckets) if self._buckets[rank].coef.length]
+
+    def _settle(self) -> None:
+        """Tell the buckets of what the reader has written to them."""
+        if self._counted != self.length:
+            for bucket, count in zip(self._filled(), self.memo.counts(), strict=True):
+                bucket.count(count)
+            self._counted = self.length
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()  # a copy, or who loads it, makes a reader of its own
+        return self.__dict__
 
     def _about_to_change(self, length: int) -> None:
         """There will be so many rows."""
+        self._settle()
         self.memo = None
-        if not self._fits(length):
+        if self.index_dtype == torch.int16 and length > _INT16_MAX:
             self.index_dtype = torch.int32
             for bucket in self._buckets.values():
                 bucket.widen_index(torch.int32)

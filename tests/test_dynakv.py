@@ -21,6 +21,8 @@ from lowrank.hf.loading import recompute_activations
 from lowrank.hf.rope import Rope
 from lowrank.ops import native
 from lowrank.ops.native.library import library
+from lowrank.ops.ragged_table import table_of
+from lowrank.ragged import RaggedStore
 from lowrank.ranks import hard_rank
 
 
@@ -289,18 +291,21 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
     encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate())
-    assert encoder.serves(key, value)
-    assert not encoder.serves(key, value.bfloat16()), "it would read beyond the values"
+    turned = None if rope is None else rope.turned_halves
+    assert encoder.encode(key, value.bfloat16(), turned) is None, "it would read beyond the values"
+    assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), turned) is None, "more tokens than it serves"
     unrotated = key if rope is None else rope.unrotate(key)
-    new = encoder.encode(key, value, None if rope is None else rope.halves_rotation)
-    assert [new.appended(side, b) for side in (0, 1) for b in (0, 1)] == [0] * 4
-    assert [[new.ranks(side, b) for b in (0, 1)] for side in (0, 1)] == new.rank_SBT.tolist()
+    new = encoder.encode(key, value, turned)
+    assert new.left == 0, "they were to go nowhere"
     sides = (codec.key, codec.value), (unrotated, value)
     for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
         torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
         assert rank.tolist() == plain_rank.tolist()
         assert rank.unique().numel() > 3
+    store = RaggedStore(64, dtype=torch.float32, device=key.device)
+    with pytest.raises(ValueError, match="shorter"):
+        encoder.encode(key, value, turned, [(table_of(store), table_of(store))])
 
 
 @pytest.mark.parametrize(("storage", "allowed"), [("model", 1e-4), ("int8", 0.1)])

@@ -66,26 +66,24 @@ class CodecLayer(CompressedLayer):
 
     def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
         """New tokens' keys and their values as they are held."""
-        if self._encodes_compiled(key_BGTD, value_BGTD, rope):
-            new = self._encode_compiled(key_BGTD, value_BGTD, rope)
+        new = self._encode_compiled(key_BGTD, value_BGTD, rope)
+        if new is not None:
             return tuple(zip(new.coef_SBTC, new.rank_SBT, strict=True))
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
         return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
-    def _encodes_compiled(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> bool:
-        """Whether there is a faster way for these tokens."""
-        if self._encoder is None or not self._encoder.serves(key_BGTD, value_BGTD):
-            return False
-        return rope is None or rope.halves_rotation is not None
-
     def _encode_compiled(
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.Entrance] = ()
-    ) -> native.NewTokens:
-        """See :meth:`native.Encoder.encode`; where :meth:`_encodes_compiled`."""
-        rotated_by = None if rope is None else rope.halves_rotation
-        return self._encoder.encode(key_BGTD, value_BGTD, rotated_by, entrances)
+    ) -> native.NewTokens | None:
+        """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
+        if self._encoder is None:
+            return None
+        turned = None if rope is None else rope.turned_halves
+        if rope is not None and turned is None:
+            return None
+        return self._encoder.encode(key_BGTD, value_BGTD, turned, entrances)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""

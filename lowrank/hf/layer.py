@@ -126,7 +126,7 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
         if self.rotates and rope is not None:
-            self.history.extend(rope, self.get_seq_length() + key_states.shape[2])
+            rope = self.history.extend(rope, self.get_seq_length() + key_states.shape[2])
         self.take(key_states, value_states, rope)
         return key_states, value_states
 

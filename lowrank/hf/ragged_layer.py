@@ -19,8 +19,9 @@ from lowrank.hf.layer import MAX_DECODE_QUERIES
 from lowrank.hf.rope import Rope
 from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
 from lowrank.memory import POSITIONS
+from lowrank.ops.native import NewTokens
 from lowrank.ops.ragged_attention import RaggedTokens, ragged_attention
-from lowrank.ops.ragged_table import append_few, entrance_of
+from lowrank.ops.ragged_table import append_few, table_of
 from lowrank.ragged import RaggedStore
 
 
@@ -95,25 +96,31 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         CodecLayer.start(self)
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        is_prompt = not self.get_seq_length()
-        if is_prompt or self.codec.quantisation is not None or not self._encodes_compiled(key_BGQD, value_BGQD, rope):
+        new = None
+        if self._encoder is not None and self.codec.quantisation is None and self.get_seq_length():
+            # Every decoded token: into the stores in the call that encodes it.
+            entrances = [(table_of(sequence.key), table_of(sequence.value)) for sequence in self.sequences]
+            new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
+        if new is None:
             super().take(key_BGQD, value_BGQD, rope)
             return
-        # Every decoded token: into the stores in the call that encodes it.
-        count = key_BGQD.shape[2]
-        entrances = [
-            (entrance_of(sequence.key, count), entrance_of(sequence.value, count), sequence.key.length)
-            for sequence in self.sequences
-        ]
-        new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
+        if new.left:
+            self._append_left(new)
+        else:
+            for sequence in self.sequences:
+                sequence.key.count(key_BGQD.shape[2])
+                sequence.value.count(key_BGQD.shape[2])
+                sequence.note(key_BGQD.shape[2])
+
+    def _append_left(self, new: NewTokens) -> None:
+        """Into the stores what found no room in them."""
+        ranks_SBT = new.rank_SBT.tolist()
         for b, sequence in enumerate(self.sequences):
             for side, store in enumerate((sequence.key, sequence.value)):
-                ranks, done = new.ranks(side, b), new.appended(side, b)
-                for rank in ranks[:done]:
-                    store.count_one(rank)
-                if done < count:
-                    append_few(store, new.coef_SBTC[side, b, done:], ranks[done:])
-            sequence.note(count)
+                done = new.appended(side, b)
+                store.count(done)
+                append_few(store, new.coef_SBTC[side, b, done:], ranks_SBT[side][b][done:])
+            sequence.note(new.rank_SBT.shape[2])
 
     def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]

@@ -56,10 +56,10 @@ class Rope:
             inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
         return self._call(key_BGTD.float(), *inverse).to(key_BGTD.dtype)
 
-    @property
-    def halves_rotation(self) -> tuple[Tensor, Tensor] | None:
-        """cos and sin by which halves of a head are rotated, (B or 1, T, E); None for a family that rotates otherwise."""
-        return (self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
+    @functools.cached_property
+    def turned_halves(self) -> native.TurnedHalves | None:
+        """This rotation for compiled code; None for a family that does not rotate halves of a head."""
+        return native.TurnedHalves(self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)
@@ -90,7 +90,8 @@ class RopeHistory:
         self.module, self.apply = module, apply
         self.keeps_rows = getattr(module, "rope_type", "default") in LENGTH_DEPENDENT_ROPE
         self._kept: list[GrowingTensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
-        self._table: Rope | None = None  # of this step, dropped after the last layer
+        self._newest: Rope | None = None  # of this step's tokens, dropped after the last layer
+        self._table: Rope | None = None  # of all tokens, dropped with it
         self._rotary: RotaryTable | None = None  # the same where pairs are turned by one angle each
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same for attention
         self._turns_pairs: bool | None = None  # whether both dims of a pair turn by one angle, once seen
@@ -106,10 +107,14 @@ class RopeHistory:
         """Every tensor held between steps, room to grow included."""
         return [held.buffer for held in self._kept]
 
-    def extend(self, rope: Rope, length: int) -> None:
-        """Remember the rotation of the newest tokens; a no-op for all but the first layer of a step to report them."""
+    def extend(self, rope: Rope, length: int) -> Rope:
+        """Remember the rotation of the newest tokens; a no-op for all but the first layer of a step to report them.
+
+        Returns:
+            the same rotation, where layers share it the first one's: what is worked out from it is so once a step.
+        """
         if self.length == length:
-            return
+            return self._newest or rope
         if rope.position_BT is None:
             self.keeps_rows = True
         new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]
@@ -121,6 +126,8 @@ class RopeHistory:
             # Never a view of the model's own tensors, which would keep more alive than is counted.
             self._kept = [_growing(tensor.clone(memory_format=torch.contiguous_format)) for tensor in new]
         self.release()
+        self._newest = rope
+        return rope
 
     def rope(self) -> Rope:
         """The rotation of all cached tokens."""
@@ -201,8 +208,8 @@ class RopeHistory:
         return lambda key_GND, places: self.picked(sequence, places).unrotate(key_GND[None])[0]
 
     def release(self) -> None:
-        """Drop this step's table of cos and sin."""
-        self._table = self._rotary = None
+        """Drop this step's tables of cos and sin."""
+        self._newest = self._table = self._rotary = None
         self._rotations = {}
 
     def crop(self, length: int) -> None:

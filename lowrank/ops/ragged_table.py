@@ -10,26 +10,16 @@ from lowrank.ragged import RaggedStore
 
 
 def table_of(store: RaggedStore) -> native.Table:
-    """The store's rows, of which there must be some; kept with the store until it changes otherwise than by compiled code's
-    appending."""
+    """The store's rows; kept with the store until it changes otherwise than by compiled code's appending, which is to be
+    counted by :meth:`RaggedStore.count`."""
     if store.memo is None:
         buckets = store.filled()
         for bucket in buckets:
             if bucket.coef.memo is None:
                 bucket.coef.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
-        store.memo = native.Table([bucket.coef.memo for bucket in buckets], buckets[-1].coef.rank)
+        rank = buckets[-1].coef.rank if buckets else 0
+        store.memo = native.Table([bucket.coef.memo for bucket in buckets], rank, store.length)
     return store.memo
-
-
-def enters(store: RaggedStore) -> bool:
-    """Whether compiled code can append to such a store."""
-    return store.quantisation is None and native.appends(store.dtype, store.device)
-
-
-def entrance_of(store: RaggedStore, rows: int) -> native.Table | None:
-    """:func:`table_of`, for compiled code to append so many rows to it; None where there are none yet, or their places would
-    not fit the index. What has been appended must be counted by :meth:`RaggedStore.count_one`. Only where :func:`enters`."""
-    return table_of(store) if store.length and store.can_count(rows) else None
 
 
 def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
@@ -40,10 +30,9 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
         coef_TC: in the store's dtype and on its device; C contiguous.
     """
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
-    is_open = enters(store)
+    is_open = store.quantisation is None and native.appends(store.dtype, store.device)
     for t, rank in enumerate(ranks):
-        table = entrance_of(store, 1) if is_open else None
-        if table is not None and table.append(address + t * row_bytes, rank, store.length):
-            store.count_one(rank)
+        if is_open and table_of(store).append(address + t * row_bytes, rank):
+            store.count(1)
         else:
             store.append_one(coef_TC[t : t + 1, :rank])

@@ -2,7 +2,7 @@
 rotations it needs, and new tokens' way into a cache."""
 
 from lowrank.ops.native.attention import Decoders, Tokens, Turns, attend, refusal
-from lowrank.ops.native.encoding import Encoder, Entrance, NewTokens, encoder_of, encodes
+from lowrank.ops.native.encoding import Encoder, Entrance, NewTokens, TurnedHalves, encoder_of, encodes
 from lowrank.ops.native.rotating import angles, computes_angles
 from lowrank.ops.native.table import Piece, Table, appends
 
@@ -14,6 +14,7 @@ __all__ = [
     "Piece",
     "Table",
     "Tokens",
+    "TurnedHalves",
     "Turns",
     "angles",
     "appends",

@@ -3,7 +3,9 @@
 
 #include "store.h"
 
-int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
+int append(struct store *store, const float *coef, int64_t rank) {
+    const int64_t slot = store->length;
+    if (store->slot_bytes == 2 && slot >= INT16_MAX) return 0;
     struct piece *piece = store->pieces, *end = piece + store->count;
     while (piece < end && piece->rank < rank) piece++;
     if (piece == end || piece->rank != rank || piece->count == piece->capacity) return 0;
@@ -14,5 +16,6 @@ int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
     default: ((int64_t *)piece->slot)[piece->count] = slot;
     }
     piece->count++;
+    store->length++;
     return 1;
 }

@@ -195,32 +195,31 @@ static void run(const struct task *tasks, int count, float *scores, const float 
     }
 }
 
-/* Where the attention of a row of queries is given out: as a model's layer goes on with it, the heads of a token together. */
-static inline float *output_of(const struct task *task, int64_t head) {
-    return task->output + (head % task->queries * (task->heads / task->queries) + head / task->queries) * task->head_dim;
-}
-
-/* Adds the value of the head's weighted coefficients, its own dims of it, to the output. */
-static void decode_value(const struct task *task, int64_t head, const float *latent, float scale) {
-    const int64_t rows = task->heads / task->groups, group = head / rows, part_groups = task->groups / task->parts;
-    const int64_t head_dim = task->head_dim;
-    float *restrict out = output_of(task, head);
+/* Adds the values of weighted coefficients, (heads, padded rank), to `out` (heads, head_dim). The decoder comes from memory,
+ * and twice as fast when read in order, row after row, for all heads. */
+static void decode_values(const struct task *task, const float *latent, float *out) {
+    const int64_t rank = task->values->rank, stride = padded(rank), head_dim = task->head_dim;
     if (!task->value_decoder) {
-        for (int64_t d = 0; d < head_dim; d++) out[d] += latent[d] * scale;
+        for (int64_t head = 0; head < task->heads; head++, latent += stride, out += head_dim)
+            for (int64_t d = 0; d < head_dim; d++) out[d] += latent[d];
         return;
     }
-    const float *decoder = task->value_decoder + group / part_groups * task->values->rank * task->value_width;
-    for (int64_t r = 0; r < task->values->rank; r++) {
-        const float *restrict row = decoder + r * task->value_width + group % part_groups * head_dim;
-        const float weight = latent[r] * scale;
+    const int64_t part_heads = task->heads / task->parts, sharing = task->heads / task->groups;
+    const float *row = task->value_decoder;
+    for (int64_t part = 0; part < task->parts; part++, latent += part_heads * stride, out += part_heads * head_dim)
+        for (int64_t r = 0; r < rank; r++, row += task->value_width)
+            for (int64_t head = 0; head < part_heads; head += sharing)
+                for (int64_t h = head; h < head + sharing; h++) {
+                    const float weight = latent[h * stride + r], *restrict dims = row + head / sharing * head_dim;
+                    float *restrict own = out + h * head_dim;
 #pragma omp simd
-        for (int64_t d = 0; d < head_dim; d++) out[d] += weight * row[d];
-    }
+                    for (int64_t d = 0; d < head_dim; d++) own[d] += weight * dims[d];
+                }
 }
 
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
-    const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes;
+    const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes, head_dim = tasks->head_dim;
     int64_t rank = 0, width = 0, latents = 0, slots = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
@@ -229,10 +228,10 @@ int attend(const struct task *tasks, int count) {
         latents += latents_of(task);
         slots += task->slots;
     }
-    const int64_t partial = partial_size(BLOCK, tasks->head_dim, heads / tasks->groups);
+    const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->groups);
     const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
     const int64_t size = BLOCK * (rank + lanes) + key + latents + 2 * lanes;
-    float *memory = aligned_alloc(64, ((threads * size + slots * lanes) * sizeof(float) + 63) / 64 * 64);
+    float *memory = aligned_alloc(64, ((threads * size + slots * lanes + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     if (!memory || !all) {
         free(memory);
@@ -251,7 +250,8 @@ int attend(const struct task *tasks, int count) {
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
-    float *scores = memory + threads * size;
+    float *scores = memory + threads * size, *decoded = scores + slots * lanes, *output = tasks->output;
+    memset(decoded, 0, heads * head_dim * sizeof(float));
     run(tasks, count, scores, NULL, all);
     float *largest = all[0].largest;
     for (int64_t thread = 1; thread < threads; thread++)
@@ -260,19 +260,24 @@ int attend(const struct task *tasks, int count) {
     for (int64_t head = 0; head < heads; head++) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
-        memset(output_of(tasks, head), 0, tasks->head_dim * sizeof(float));
         /* Who may see nothing has weighed all tokens alike; a sum that is no number is of some that were seen. */
-        if (largest[head] == -FLT_MAX && sum == sum) continue;
+        const int sees = largest[head] != -FLT_MAX || sum != sum;
         int64_t before = 0;
-        for (const struct task *task = tasks; task < tasks + count; task++) {
-            const int64_t place = before + head * padded(task->values->rank);
+        for (const struct task *task = tasks; task < tasks + count; before += latents_of(task), task++) {
+            const int64_t rank = padded(task->values->rank), place = before + head * rank;
             float *restrict latent = all[0].latents + place;
             for (int64_t thread = 1; thread < threads; thread++)
-                for (int64_t r = 0; r < task->values->rank; r++) latent[r] += all[thread].latents[place + r];
-            decode_value(task, head, latent, 1 / sum);
-            before += latents_of(task);
+                for (int64_t r = 0; r < rank; r++) latent[r] += all[thread].latents[place + r];
+            for (int64_t r = 0; r < rank; r++) latent[r] = sees ? latent[r] / sum : 0;
         }
     }
+    const float *latent = all[0].latents;
+    for (const struct task *task = tasks; task < tasks + count; latent += latents_of(task), task++)
+        decode_values(task, latent, decoded);
+    /* As a model's layer goes on with it, the heads of a token together. */
+    for (int64_t query = 0; query < tasks->queries; query++)
+        for (int64_t head = query; head < heads; head += tasks->queries, output += head_dim)
+            memcpy(output, decoded + head * head_dim, head_dim * sizeof(float));
     free(all);
     free(memory);
     return 0;

@@ -15,17 +15,35 @@ from lowrank.codec import TokenGate
 from lowrank.ops.chosen import log_choice
 from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
-from lowrank.ops.native.table import Table
+from lowrank.ops.native.table import NOTHING, Table
 
 # More tokens than this are a prompt, which torch's own products serve better.
 MAX_TOKENS = 16
 
-# The members of `struct side` and the others of `struct encoding` in encode.c, in order.
-_TASK = struct.Struct("6qfxxxx6q" * 2 + "10q")
-_ENTRANCE = 5  # members of `struct entrance`
+# The members of `struct encoding` in encode.c, in their order: a side's gate, the keys' rotation, and what a call adds.
+_GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("18q")
+_UNTURNED = _TURNED.pack(0, 0, 0, 0)
+_ENTRANCE = 4  # members of `struct entrance`
 
-Entrance = tuple[Table | None, Table | None, int]
-_NO_ENTRANCE: Entrance = None, None, 0
+# The stores of a sequence's keys and of its values.
+Entrance = tuple[Table, Table]
+
+
+class TurnedHalves:
+    """The rotation of new keys, as compiled code reads it.
+
+    Args:
+        cos_BTE, sin_BTE: by which halves of the keys' first E dims were rotated; of all sequences, or of each (B or 1).
+    """
+
+    def __init__(self, cos_BTE: Tensor, sin_BTE: Tensor):
+        cos, sin = self._held = plain(cos_BTE), plain(sin_BTE)  # kept alive: addresses in them follow
+        self.packed = _TURNED.pack(
+            cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
+        )
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
 
 
 class NewTokens:
@@ -34,6 +52,7 @@ class NewTokens:
     Attributes:
         coef_SBTC: coefficients, fp32.
         rank_SBT: their ranks, int64.
+        left: how many keys and values are not in the store where they were to go.
     """
 
     def __init__(self, batch: int, tokens: int, width: int):
@@ -41,32 +60,15 @@ class NewTokens:
         with torch.inference_mode(False):  # else none but that mode could go on with it
             self.coef_SBTC = torch.empty(2, batch, tokens, width, dtype=torch.float32, device=CPU)
             self.rank_SBT = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
-        self._ranks = (ctypes.c_int64 * (2 * batch * tokens)).from_address(self.rank_SBT.data_ptr())
-        self._entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
-        self.side_members = [
-            (coef_BTC.data_ptr(), rank_BT.data_ptr())
-            for coef_BTC, rank_BT in zip(self.coef_SBTC, self.rank_SBT, strict=True)
-        ]
-        self.members = ctypes.addressof(self._entrances), batch, tokens
-
-    def enter(self, entrances: Sequence[Entrance]) -> None:
-        """The tokens about to be encoded go there."""
-        numbers, batch = self._entrances, self.shape[0]
-        for b, (key, value, slot) in zip(range(batch), entrances or [_NO_ENTRANCE] * batch, strict=True):
-            place = b * _ENTRANCE
-            numbers[place] = 0 if key is None else key.address
-            numbers[place + 1] = 0 if value is None else value.address
-            numbers[place + 2] = slot
-
-    def ranks(self, side: int, sequence: int) -> list[int]:
-        """Those of one sequence's keys (`side` 0) or values (1)."""
-        batch, tokens, _ = self.shape
-        start = (side * batch + sequence) * tokens
-        return self._ranks[start : start + tokens]
+        self.left = 0
+        self.entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
+        self.members = self.coef_SBTC.data_ptr(), self.rank_SBT.data_ptr()
+        self.entrance = ctypes.addressof(self.entrances)
 
     def appended(self, side: int, sequence: int) -> int:
-        """How many of these tokens are in their store: those before the first that found no room."""
-        return self._entrances[sequence * _ENTRANCE + 3 + side]
+        """How many of one sequence's keys (`side` 0) or values (1) are in their store: those before the first that found no
+        room."""
+        return self.entrances[sequence * _ENTRANCE + 2 + side]
 
 
 class _Last(threading.local):
@@ -90,69 +92,57 @@ class Encoder:
         self._gates = key, value
         self._sides = [_weights(gate) for gate in self._gates]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
-        self._members = [
-            (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
+        self._packed = b"".join(
+            _GATE.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
             for tensors, gate in zip(self._sides, self._gates, strict=True)
-        ]
+        )
 
     def __reduce__(self) -> tuple:
         return _made_again, self._gates
-
-    def serves(self, key_BGTD: Tensor, value_BGTD: Tensor) -> bool:
-        """Whether these are few tokens, in fp32 on a CPU."""
-        batch, _, tokens, _ = key_BGTD.shape
-        return (
-            batch * tokens <= MAX_TOKENS
-            and key_BGTD.dtype == value_BGTD.dtype == torch.float32
-            and key_BGTD.is_cpu
-            and value_BGTD.is_cpu
-        )
 
     def encode(
         self,
         key_BGTD: Tensor,
         value_BGTD: Tensor,
-        rotated_by: tuple[Tensor, Tensor] | None,
+        turned: TurnedHalves | None,
         entrances: Sequence[Entrance] = (),
-    ) -> NewTokens:
+    ) -> NewTokens | None:
         """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
 
         Args:
-            key_BGTD: rotated keys, and values, as :meth:`serves` asks for.
-            rotated_by: cos and sin, (B or 1, T, E), by which halves of the keys' first E dims were rotated and are turned
-                back; None where keys are not rotated.
-            entrances: for each sequence the stores of its keys and of its values, to which its tokens are appended (None:
-                they are not), and the slot of the first.
+            key_BGTD: rotated keys.
+            value_BGTD: values.
+            turned: the rotation, which is undone; None where keys are not rotated.
+            entrances: where each sequence's tokens are appended; empty: nowhere.
 
         Returns:
-            what the tokens have become; the thread's next call, of whatever layer, writes over it.
+            what the tokens have become; the thread's next call, of whatever layer, writes over it. None, and nothing is done,
+            unless these are few tokens, in fp32 on a CPU.
         """
         batch, groups, tokens, head_dim = key_BGTD.shape
+        if batch * tokens > MAX_TOKENS or not (_is_read(key_BGTD) and _is_read(value_BGTD)):
+            return None
         new = _last.new
         if new is None or new.shape != (batch, tokens, self._width):
             new = _last.new = NewTokens(batch, tokens, self._width)
-        new.enter(entrances)
-        key_BGTD, value_BGTD = _rows(key_BGTD), _rows(value_BGTD)
-        turned = 0, 0, 0, 0
-        if rotated_by is not None:
-            cos, sin = plain(rotated_by[0]), plain(rotated_by[1])
-            turned = cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
-        packed = _TASK.pack(
-            *self._members[0],
-            *new.side_members[0],
+        if entrances:
+            for place, (key, value) in zip(range(0, batch * _ENTRANCE, _ENTRANCE), entrances, strict=True):
+                new.entrances[place], new.entrances[place + 1] = key.address, value.address
+        call = _CALL.pack(
             key_BGTD.data_ptr(),
-            *key_BGTD.stride()[:3],
-            *self._members[1],
-            *new.side_members[1],
+            *key_BGTD.stride(),
             value_BGTD.data_ptr(),
-            *value_BGTD.stride()[:3],
+            *value_BGTD.stride(),
             *new.members,
+            new.entrance if entrances else 0,
+            batch,
+            tokens,
             groups,
             head_dim,
             torch.get_num_threads(),
-            *turned,
         )
-        if library().encode(packed):
+        new.left = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
+        if new.left < 0:
             raise MemoryError("no memory for the scratch space of compiled encoding")
         return new
 
@@ -188,9 +178,9 @@ def _made_again(key: TokenGate, value: TokenGate) -> Encoder | None:
     return encoder_of(key, value) if encodes(torch.float32, CPU) else None
 
 
-def _rows(states_BGTD: Tensor) -> Tensor:
-    """The same with the dims of a head side by side."""
-    return states_BGTD if states_BGTD.stride(3) == 1 else states_BGTD.contiguous()
+def _is_read(states: Tensor) -> bool:
+    """Whether compiled code reads such states."""
+    return states.dtype == torch.float32 and states.is_cpu
 
 
 def _weights(gate: TokenGate) -> list[Tensor | None]:
