@@ -129,8 +129,8 @@ class RaggedStore:
         self.length = self._counted = self.length + 1
 
     def count(self, rows: int) -> None:
-        """The reader has written so many rows, and their places, behind those of their ranks. For every decoded token of every
-        layer: buckets are told when they are next asked."""
+        """The reader has written so many rows, and their places, behind those of their ranks. Called for every decoded token
+        in every layer: buckets are told when they are next asked."""
         self.length += rows
 
     def filled(self) -> list["Bucket"]:

@@ -11,6 +11,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
 from benchmarks import decode_shapes
+from benchmarks.candidates import lay_out_by_columns
 from benchmarks.harness import check_close
 from lowrank.errors import UserError
 
@@ -72,6 +73,18 @@ def test_decoding_end_to_end(rows, caches):
             assert row[key] == pytest.approx(row["ms_per_token"] / found[other]["ms_per_token"])
     assert found["dynamic_cache"]["rate"] == 1.0
     assert 0.3 < found["dynakv"]["rate"] < 0.7
+
+
+@torch.no_grad()
+def test_weights_by_columns_are_the_same_weights(rows, caches):
+    model = tiny_model()
+    ids = torch.arange(1, 40)[None]
+    expected = model(ids).logits
+    lay_out_by_columns(model)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    assert weight.stride() == (1, weight.shape[0])
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert list(rows("generate_e2e", *caches, "--tokens", 2, "--columns")) == CACHES
 
 
 def test_a_model_that_is_only_a_configuration(rows, tmp_path):

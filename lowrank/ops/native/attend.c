@@ -28,13 +28,13 @@ struct task {
     int64_t first_place;
     const uint8_t *mask;    /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
     int64_t mask_stride;
+    float *output;          /* (queries, heads / queries, head_dim), out; the same in all tasks of a softmax */
     const float *cos, *sin; /* (places, pairs): turn rebuilt keys; NULL when they are not rotated */
     int64_t pairs;
     const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t decoder_stride, value_width, parts;
-    /* The same in all tasks of a softmax: */
-    float *output;        /* (queries, heads / queries, head_dim), out */
+    /* The same in all tasks of a call: */
     int64_t groups;       /* KV heads */
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
     int64_t head_dim;

@@ -17,9 +17,9 @@ from lowrank.ops.native.plain import CPU, plain
 from lowrank.ops.native.table import KINDS, NOTHING, Table
 from lowrank.ops.rotary_table import RotaryTable
 
-# The members of `struct task` in attend.c, in their order.
-_TASK = struct.Struct("4q5q3q5q7q2f")
-_UNTURNED = (0, 0, 0)
+# The members of `struct task` in attend.c, in their order: tokens and queries, turns, decoders, what tasks have in common.
+_TOKENS, _TURNS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "3q", "5q", "6q2f"))
+_UNTURNED = _TURNS.pack(0, 0, 0)
 
 
 def refusal(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
@@ -51,7 +51,7 @@ class Decoders:
         value = plain(value_PRW)
         self._held = key, value  # kept alive: addresses in them follow
         self.is_copy = key is not key_PRW or value is not value_PRW
-        self.members = (
+        self.packed = _DECODERS.pack(
             0 if key is None else key.data_ptr(),
             value.data_ptr(),
             0 if key is None else key.shape[-1],
@@ -72,7 +72,7 @@ class Turns:
 
     def __init__(self, table: RotaryTable):
         cos, sin = self._held = plain(table.cos_BTF), plain(table.sin_BTF)  # kept alive: addresses in them follow
-        self.members = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
+        self.packed = _TURNS.pack(cos.data_ptr(), sin.data_ptr(), cos.shape[2])
 
     def __reduce__(self) -> tuple:
         return NOTHING
@@ -126,45 +126,39 @@ def attend(
     rows = heads * queries
     # On the CPU, whatever torch's defaults are set to.
     output_BQHD = torch.empty(batch, queries, heads, head_dim, dtype=torch.float32, device=CPU)
-    output, row_bytes = output_BQHD.data_ptr(), rows * head_dim * 4
-    threads = torch.get_num_threads()
-    common = groups, rows, rows + -rows % lanes(), head_dim, queries, threads, scaling, softcap or 0.0
+    output, output_bytes = output_BQHD.data_ptr(), rows * head_dim * 4
+    lanes_of_rows, threads = rows + -rows % lanes(), torch.get_num_threads()
+    common = _COMMON.pack(groups, rows, lanes_of_rows, head_dim, queries, threads, scaling, softcap or 0.0)
     for b, tokens in enumerate(softmaxes):
-        copies: list[Tensor] = []
+        copies: list[Tensor] = []  # kept alive: addresses in them follow
         packed = b""
-        for each in tokens:
-            packed += _packed(each, b, copies, groups, (output + b * row_bytes, *common))
+        for query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT in tokens:
+            place, first_place, mask, mask_stride = 0, 0, 0, 0
+            if isinstance(place_T, slice):
+                first_place = place_T.start
+            elif place_T is not None:
+                copies.append(place_T.long().contiguous())
+                place = copies[-1].data_ptr()
+            if mask_QT is not None:
+                copies.append(mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous())
+                mask, mask_stride = copies[-1].data_ptr(), copies[-1].stride(0)
+            packed += _TOKENS.pack(
+                keys.address,
+                values.address,
+                slots,
+                query_BMX.shape[-1],
+                query_BMX.data_ptr() + b * query_BMX.stride(0) * 4,
+                place,
+                first_place,
+                mask,
+                mask_stride,
+                output + b * output_bytes,
+            )
+            packed += _UNTURNED if turns is None else turns.packed
+            packed += (_DECODERS.pack(0, 0, 0, 0, groups) if decoders is None else decoders.packed) + common
         if library().attend(packed, len(tokens)):
             raise MemoryError("no memory for the scratch space of compiled decode attention")
     return output_BQHD
-
-
-def _packed(tokens: Tokens, b: int, copies: list[Tensor], groups: int, common: tuple) -> bytes:
-    """``struct task`` of sequence `b`, valid as long as `copies` live; `common` are the members from the output on."""
-    query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT = tokens
-    place, first_place, mask, mask_stride = 0, 0, 0, 0
-    if isinstance(place_T, slice):
-        first_place = place_T.start
-    elif place_T is not None:
-        copies.append(place_T.long().contiguous())
-        place = copies[-1].data_ptr()
-    if mask_QT is not None:
-        copies.append(mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous())
-        mask, mask_stride = copies[-1].data_ptr(), copies[-1].stride(0)
-    return _TASK.pack(
-        keys.address,
-        values.address,
-        slots,
-        query_BMX.shape[-1],
-        query_BMX.data_ptr() + b * query_BMX.stride(0) * 4,
-        place,
-        first_place,
-        mask,
-        mask_stride,
-        *(_UNTURNED if turns is None else turns.members),
-        *((0, 0, 0, 0, groups) if decoders is None else decoders.members),
-        *common,
-    )
 
 
 def _padded(states: Tensor) -> Tensor:

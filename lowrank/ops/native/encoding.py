@@ -93,7 +93,9 @@ class Encoder:
         self._sides = [_weights(gate) for gate in self._gates]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
         self._packed = b"".join(
-            _GATE.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold)
+            _GATE.pack(
+                *[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold
+            )
             for tensors, gate in zip(self._sides, self._gates, strict=True)
         )
 
@@ -116,8 +118,8 @@ class Encoder:
             entrances: where each sequence's tokens are appended; empty: nowhere.
 
         Returns:
-            what the tokens have become; the thread's next call, of whatever layer, writes over it. None, and nothing is done,
-            unless these are few tokens, in fp32 on a CPU.
+            what the tokens have become, which the thread's next call, of whatever layer, writes over; None, and nothing is
+            done, unless these are few tokens, in fp32 on a CPU.
         """
         batch, groups, tokens, head_dim = key_BGTD.shape
         if batch * tokens > MAX_TOKENS or not (_is_read(key_BGTD) and _is_read(value_BGTD)):
