@@ -305,7 +305,35 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         assert rank.unique().numel() > 3
     store = RaggedStore(64, dtype=torch.float32, device=key.device)
     with pytest.raises(ValueError, match="shorter"):
-        encoder.encode(key, value, turned, [(table_of(store), table_of(store))])
+        encoder.encode(key, value, turned, [(table_of(store), table_of(store), 0)])
+
+
+@torch.no_grad()
+def test_a_call_that_ends_before_its_tokens_are_counted_leaves_no_place_beyond_them(monkeypatch):
+    """Ctrl-C comes when compiled code has appended; a place beyond the last token's would be written to out of bounds."""
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    model = tiny_model()
+    cache = dynakv_model(model, 0.4, granularity=8)()
+    ids = torch.randint(1, 97, (1, 600), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    stores = [store for layer in cache.layers for each in layer.sequences for store in (each.key, each.value)]
+
+    def interrupted(encoder, *arguments):
+        encode(encoder, *arguments)
+        raise KeyboardInterrupt
+
+    encode = native.Encoder.encode
+    ahead = 0
+    for token in ids[0, :3]:
+        monkeypatch.setattr(native.Encoder, "encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(token.view(1, 1), past_key_values=cache)
+        monkeypatch.undo()
+        ahead += sum(store.memo is not None and sum(store.memo.counts()) > store.length for store in stores)
+        model(token.view(1, 1), past_key_values=cache)
+    assert ahead, "compiled code has appended none"
+    assert all(int(store.order().max()) < store.length for store in stores)
 
 
 @pytest.mark.parametrize(("storage", "allowed"), [("model", 1e-4), ("int8", 0.1)])

@@ -99,7 +99,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         new = None
         if self._encoder is not None and self.codec.quantisation is None and self.get_seq_length():
             # Every decoded token: into the stores in the call that encodes it.
-            entrances = [(table_of(sequence.key), table_of(sequence.value)) for sequence in self.sequences]
+            entrances = [(table_of(each.key), table_of(each.value), each.key.length) for each in self.sequences]
             new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
         if new is None:
             super().take(key_BGQD, value_BGQD, rope)

@@ -18,7 +18,7 @@ def table_of(store: RaggedStore) -> native.Table:
             if bucket.coef.memo is None:
                 bucket.coef.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
         rank = buckets[-1].coef.rank if buckets else 0
-        store.memo = native.Table([bucket.coef.memo for bucket in buckets], rank, store.length)
+        store.memo = native.Table([bucket.coef.memo for bucket in buckets], rank)
     return store.memo
 
 
@@ -32,7 +32,7 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
     is_open = store.quantisation is None and native.appends(store.dtype, store.device)
     for t, rank in enumerate(ranks):
-        if is_open and table_of(store).append(address + t * row_bytes, rank):
+        if is_open and table_of(store).append(address + t * row_bytes, rank, store.length):
             store.count(1)
         else:
             store.append_one(coef_TC[t : t + 1, :rank])

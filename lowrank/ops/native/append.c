@@ -3,8 +3,7 @@
 
 #include "store.h"
 
-int append(struct store *store, const float *coef, int64_t rank) {
-    const int64_t slot = store->length;
+int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
     if (store->slot_bytes == 2 && slot >= INT16_MAX) return 0;
     struct piece *piece = store->pieces, *end = piece + store->count;
     while (piece < end && piece->rank < rank) piece++;
@@ -16,6 +15,5 @@ int append(struct store *store, const float *coef, int64_t rank) {
     default: ((int64_t *)piece->slot)[piece->count] = slot;
     }
     piece->count++;
-    store->length++;
     return 1;
 }

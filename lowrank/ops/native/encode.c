@@ -26,6 +26,7 @@ struct states {
 /* Where a sequence's tokens go. */
 struct entrance {
     struct store *stores[2]; /* keys, values */
+    int64_t slot;            /* of its first token, as its owner counts: a call may have ended before it was counted */
     int64_t appended[2];     /* tokens, out: those before the first for whose rank there was no room */
 };
 
@@ -112,7 +113,7 @@ static int64_t encode_side(const struct encoding *task, int which, float *scratc
     for (int64_t b = 0; task->entrances && b < task->batch; b++, ranks += task->tokens, coef += task->tokens * width) {
         struct entrance *entrance = task->entrances + b;
         int64_t t = 0;
-        while (t < task->tokens && append(entrance->stores[which], coef + t * width, ranks[t])) t++;
+        while (t < task->tokens && append(entrance->stores[which], coef + t * width, ranks[t], entrance->slot + t)) t++;
         entrance->appended[which] = t;
         left += task->tokens - t;
     }

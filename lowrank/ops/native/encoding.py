@@ -23,10 +23,10 @@ MAX_TOKENS = 16
 # The members of `struct encoding` in encode.c, in their order: a side's gate, the keys' rotation, and what a call adds.
 _GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("18q")
 _UNTURNED = _TURNED.pack(0, 0, 0, 0)
-_ENTRANCE = 4  # members of `struct entrance`
+_ENTRANCE = 5  # members of `struct entrance`
 
-# The stores of a sequence's keys and of its values.
-Entrance = tuple[Table, Table]
+# The stores of a sequence's keys and of its values, and the slot of its first new token.
+Entrance = tuple[Table, Table, int]
 
 
 class TurnedHalves:
@@ -68,7 +68,7 @@ class NewTokens:
     def appended(self, side: int, sequence: int) -> int:
         """How many of one sequence's keys (`side` 0) or values (1) are in their store: those before the first that found no
         room."""
-        return self.entrances[sequence * _ENTRANCE + 2 + side]
+        return self.entrances[sequence * _ENTRANCE + 3 + side]
 
 
 class _Last(threading.local):
@@ -128,8 +128,8 @@ class Encoder:
         if new is None or new.shape != (batch, tokens, self._width):
             new = _last.new = NewTokens(batch, tokens, self._width)
         if entrances:
-            for place, (key, value) in zip(range(0, batch * _ENTRANCE, _ENTRANCE), entrances, strict=True):
-                new.entrances[place], new.entrances[place + 1] = key.address, value.address
+            for place, (key, value, slot) in zip(range(0, batch * _ENTRANCE, _ENTRANCE), entrances, strict=True):
+                new.entrances[place : place + 3] = key.address, value.address, slot
         call = _CALL.pack(
             key_BGTD.data_ptr(),
             *key_BGTD.stride(),

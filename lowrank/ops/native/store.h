@@ -18,7 +18,6 @@ struct piece {
 struct store {
     struct piece *pieces;
     int64_t count;      /* of pieces */
-    int64_t length;     /* tokens in all, where some are appended */
     int64_t rank;       /* the largest; with several parts as many as the decoder of each has rows */
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
@@ -39,9 +38,9 @@ static inline int64_t slot_of(const struct store *store, const struct piece *pie
     }
 }
 
-/* Writes one row behind those of its rank and its slot, the next, beside it; returns 1, or 0 where no piece of that rank has
- * room or the slot is more than can be written. The pieces are in order of rank, have slots and one part and hold floats. */
-int append(struct store *store, const float *coef, int64_t rank);
+/* Writes one row behind those of its rank and its slot beside it; returns 1, or 0 where no piece of that rank has room or the
+ * slot is more than can be written. The pieces are in order of rank, have slots and one part and hold floats. */
+int append(struct store *store, const float *coef, int64_t rank, int64_t slot);
 
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
 

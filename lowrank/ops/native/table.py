@@ -16,7 +16,7 @@ from lowrank.ops.native.library import library
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTISED = {8: 2, 4: 3}
 # The members of `struct piece` and `struct store` in store.h, in their order.
-_PIECE, _STORE = struct.Struct("9q"), struct.Struct("4q2iq")
+_PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
 _COUNT = struct.calcsize("3q")  # where a piece's count is in it
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
@@ -98,15 +98,14 @@ class Table:
     Args:
         pieces: what the store holds; none to which nothing is appended and which are not attended over.
         rank: the largest of the pieces, or more; with several parts as many as the decoder of each has rows.
-        length: the slot of the next token, where some are appended.
     """
 
-    def __init__(self, pieces: list[Piece], rank: int, length: int = 0):
+    def __init__(self, pieces: list[Piece], rank: int):
         kind, slot_bytes, group = (pieces[0].kind, pieces[0].slot_bytes, pieces[0].group) if pieces else (0, 0, 0)
         self._pieces = pieces  # kept alive: addresses in them follow
         self._memory = ctypes.create_string_buffer(_STORE.size + len(pieces) * _PIECE.size)
         self.address = ctypes.addressof(self._memory)
-        store = _STORE.pack(self.address + _STORE.size, len(pieces), length, rank, kind, slot_bytes, group)
+        store = _STORE.pack(self.address + _STORE.size, len(pieces), rank, kind, slot_bytes, group)
         self._memory.raw = b"".join([store, *(piece.members for piece in pieces)])
 
     def __reduce__(self) -> tuple:
@@ -121,7 +120,7 @@ class Table:
         """There are so many tokens in the only piece, :meth:`Piece.whole`."""
         struct.pack_into("q", self._memory, _STORE.size + _COUNT, count)
 
-    def append(self, coef_address: int, rank: int) -> bool:
+    def append(self, coef_address: int, rank: int, slot: int) -> bool:
         """Write a row of `rank` coefficients and its slot behind those of its rank; False, and nothing is written, where
         there is no room. Only where :func:`appends`, and pieces have one part and slots."""
-        return bool(library().append(self.address, coef_address, rank))
+        return bool(library().append(self.address, coef_address, rank, slot))
