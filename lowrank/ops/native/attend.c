@@ -1,11 +1,12 @@
-/* Decode attention over compressed tokens, and over whole ones beside them, on a CPU, in two passes over what is held.
+/* Decode attention over compressed tokens, and over whole ones beside them, on a CPU.
  *
- * Pass 1, a block of tokens at a time: keys are rebuilt (coefficients · decoder), rotated and multiplied with the queries
- * while they are in the core's cache, and only the scores are written. Pass 2 weighs the values' coefficients by the
- * softmax of the scores, which is never written. Values are not rebuilt.
+ * Each thread serves its share of the slots, a stretch of them at a time, in two passes. Pass 1, a block of tokens at a time:
+ * keys are rebuilt (coefficients · decoder), rotated and multiplied with the queries while they are in the core's cache, and
+ * only the scores are written. Pass 2 weighs the values' coefficients, which were asked for during the first, by the scores.
+ * Values are not rebuilt.
  *
- * Each thread serves its share of the slots in both passes, and their results are added in order, so that equal inputs give
- * equal bits.
+ * What is summed of a stretch is scaled by the largest score so far, and scaled again when a later stretch has a larger one.
+ * The threads' sums are added in order, so that equal inputs give equal bits.
  */
 #include <float.h>
 #include <math.h>
@@ -13,11 +14,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ahead.h"
 #include "common.h"
 #include "scores.h"
 #include "store.h"
 
 enum { BLOCK = 24 }; /* tokens whose keys of one head, and what is summed for their scores, stay in the first cache */
+/* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
+enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
 
 /* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
 struct task {
@@ -47,13 +51,22 @@ struct scratch {
     float *coef;    /* (BLOCK, padded rank) */
     float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors; or partial sums */
     float *score;   /* (BLOCK, lanes); pass 2: weights */
-    float *largest; /* (lanes) */
-    float *sum;     /* (lanes) */
+    float *largest; /* (lanes): score so far */
+    float *scaled;  /* (lanes): the same when the two sums were last scaled */
+    float *sum;     /* (lanes): Σ softmax */
     float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
     float *latent;  /* of the running one */
-    float *scores;  /* of the running one (slots, lanes), shared by the threads */
+    float *scores;  /* of the stretch (STRETCH, lanes) */
+    int64_t start;  /* the stretch's first slot */
+    struct share *keys, *values; /* of the stretch, in each piece */
+    struct ahead ahead;          /* of its values */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
 };
+
+/* Whether keys are rebuilt in registers. */
+static inline int stays(const struct task *task) {
+    return task->decoder && task->cos && 2 * task->pairs == task->depth && fits_registers(task->depth, task->heads / task->groups);
+}
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
 
@@ -84,11 +97,10 @@ static void score_block(const struct task *task, const struct piece *piece, int6
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_groups;
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
     const int64_t together = depth % LANES ? part_groups : 1, columns = depth % LANES ? stride : depth;
-    const int stays = task->cos && 2 * task->pairs == depth && fits_registers(depth, sharing);
+    const int in_registers = stays(task);
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
-        fetch_rows(piece, part, first + count, BLOCK);
         const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         if (!task->decoder) {
             score_rows(part_heads, count, piece->rank, query, depth, rows.start, rows.stride, score, lanes);
@@ -98,10 +110,10 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         for (int64_t group = 0; group < part_groups; group++) {
             const float *own = query + group * sharing * depth;
             float *key = scratch->key + group % together * depth, *found = score + group * sharing;
-            if (stays) {
+            if (in_registers) {
                 const struct rebuilt keys = {rows.start, decoder + group * depth, task->cos, task->sin, place,
                                              rows.stride, stride, piece->rank, depth};
-                rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes);
+                rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
             if (group % together == 0)
@@ -112,7 +124,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         }
     }
     for (int64_t t = 0; t < count; t++) {
-        float *found = scratch->score + t * lanes, *score = scratch->scores + slot[t] * lanes, *largest = scratch->largest;
+        float *found = scratch->score + t * lanes, *score = scratch->scores + (slot[t] - scratch->start) * lanes, *largest = scratch->largest;
         for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(found + m) *= task->scaling;
         if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
         for (int64_t m = 0; m < lanes; m += LANES) {
@@ -127,13 +139,14 @@ static void score_block(const struct task *task, const struct piece *piece, int6
 
 /* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
 static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
-                        const float *largest, struct scratch *scratch) {
+                        struct scratch *scratch) {
     const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
+    const float *largest = scratch->largest;
     float *sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
-        const float *score = scratch->scores + slot_of(store, piece, first + t) * lanes;
+        const float *score = scratch->scores + (slot_of(store, piece, first + t) - scratch->start) * lanes;
         float *weight = scratch->score + t * lanes;
         for (int64_t m = 0; m < lanes; m += LANES) {
             const vector each = exponential(*(const vector *)(score + m) - *(const vector *)(largest + m));
@@ -142,7 +155,6 @@ static void value_block(const struct task *task, const struct piece *piece, int6
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
-        fetch_rows(piece, part, first + count, BLOCK);
         const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;
@@ -162,36 +174,69 @@ int64_t lanes(void) { return LANES; }
 
 /* -- the whole --------------------------------------------------------------------------------------------------- */
 
-/* Runs one pass of one thread over its share of a store. */
-static void run_share(const struct task *task, int64_t thread, const float *largest, struct scratch *scratch) {
-    const struct store *store = largest ? task->values : task->keys;
-    for (int64_t p = 0; p < store->count; p++) {
-        const struct piece *piece = store->pieces + p;
-        const struct share share = share_of(store, piece, task->slots, thread, task->threads);
-        for (int64_t t = share.first; t < share.end; t += BLOCK) {
-            const int64_t count = share.end - t < BLOCK ? share.end - t : BLOCK;
-            if (largest)
-                value_block(task, piece, t, count, largest, scratch);
-            else
-                score_block(task, piece, t, count, scratch);
-        }
+static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values->rank); }
+
+/* Scales what is summed to the largest scores where they have risen. */
+static void rescale(const struct task *tasks, int count, struct scratch *scratch) {
+    const int64_t lanes = tasks->lanes;
+    float *factor = scratch->scaled, *latent = scratch->latents;
+    if (!memcmp(factor, scratch->largest, lanes * sizeof(float))) return;
+    for (int64_t m = 0; m < lanes; m += LANES) {
+        *(vector *)(factor + m) = exponential(*(vector *)(factor + m) - *(vector *)(scratch->largest + m));
+        *(vector *)(scratch->sum + m) *= *(vector *)(factor + m);
+    }
+    for (const struct task *task = tasks; task < tasks + count; task++) {
+        const int64_t rank = padded(task->values->rank);
+        for (int64_t head = 0; head < task->heads; head++)
+            for (int64_t r = 0; r < rank; r++) *latent++ *= factor[head];
+    }
+    memcpy(scratch->scaled, scratch->largest, lanes * sizeof(float));
+}
+
+/* Slots that are served at once. */
+static int64_t stretch_of(const struct task *task) {
+    int64_t bytes = 0;
+    for (const struct piece *piece = task->values->pieces; piece < task->values->pieces + task->values->count; piece++)
+        bytes += piece->count * piece->row_bytes * task->parts;
+    const int64_t fit = task->slots * STRETCH_BYTES / (bytes + 1);
+    return fit < 4 * BLOCK ? 4 * BLOCK : fit < STRETCH ? fit : STRETCH;
+}
+
+/* Serves the slots from `first` to `end` of one task. */
+static void serve(const struct task *tasks, int count, const struct task *task, int64_t first, int64_t end,
+                  struct scratch *scratch) {
+    const struct store *keys = task->keys, *values = task->values;
+    const int64_t stretch = stretch_of(task), stretches = (end - first + stretch - 1) / stretch; /* of about equal size */
+    memset(scratch->keys, 0, keys->count * sizeof(struct share));
+    memset(scratch->values, 0, values->count * sizeof(struct share));
+    move_shares(keys, first, scratch->keys);
+    move_shares(values, first, scratch->values);
+    for (int64_t i = 0; i < stretches; i++) {
+        const int64_t last = first + (end - first) * (i + 1) / stretches;
+        scratch->start = first + (end - first) * i / stretches;
+        move_shares(keys, last, scratch->keys);
+        move_shares(values, last, scratch->values);
+        const int64_t calls = stays(task) ? asked(last - scratch->start, task->groups, task->depth) : 0;
+        scratch->ahead = ahead_of(values, scratch->values, task->parts, calls);
+        for (int64_t p = 0; p < keys->count; p++)
+            for (int64_t t = scratch->keys[p].first, left; (left = scratch->keys[p].end - t) > 0; t += BLOCK)
+                score_block(task, keys->pieces + p, t, left < BLOCK ? left : BLOCK, scratch);
+        rescale(tasks, count, scratch);
+        for (int64_t p = 0; p < values->count; p++)
+            for (int64_t t = scratch->values[p].first, left; (left = scratch->values[p].end - t) > 0; t += BLOCK)
+                value_block(task, values->pieces + p, t, left < BLOCK ? left : BLOCK, scratch);
     }
 }
 
-static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values->rank); }
-
-/* One pass over all tasks; without `largest` the first. */
-static void run(const struct task *tasks, int count, float *scores, const float *largest, struct scratch *all) {
-#pragma omp parallel for num_threads(tasks->threads) schedule(static, 1)
-    for (int64_t thread = 0; thread < tasks->threads; thread++) {
+/* Serves all tasks, each thread its share of their slots. */
+static void run(const struct task *tasks, int count, struct scratch *all) {
+    const int64_t threads = tasks->threads;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
         struct scratch *scratch = all + thread;
         scratch->latent = scratch->latents;
-        scratch->scores = scores;
-        for (int i = 0; i < count; i++) {
-            run_share(tasks + i, thread, largest, scratch);
-            scratch->latent += latents_of(tasks + i);
-            scratch->scores += tasks[i].slots * tasks[i].lanes;
-        }
+        for (const struct task *task = tasks; task < tasks + count; scratch->latent += latents_of(task), task++)
+            serve(tasks, count, task, task->slots * thread / threads, task->slots * (thread + 1) / threads, scratch);
     }
 }
 
@@ -220,22 +265,25 @@ static void decode_values(const struct task *task, const float *latent, float *o
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes, head_dim = tasks->head_dim;
-    int64_t rank = 0, width = 0, latents = 0, slots = 0;
+    int64_t rank = 0, width = 0, latents = 0, pieces = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);
-        slots += task->slots;
+        const int64_t most_pieces = task->keys->count > task->values->count ? task->keys->count : task->values->count;
+        if (most_pieces > pieces) pieces = most_pieces;
     }
     const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->groups);
     const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
-    const int64_t size = BLOCK * (rank + lanes) + key + latents + 2 * lanes;
-    float *memory = aligned_alloc(64, ((threads * size + slots * lanes + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
+    const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes);
+    float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
-    if (!memory || !all) {
+    struct share *shares = malloc((threads * 2 * pieces + 1) * sizeof(struct share));
+    if (!memory || !all || !shares) {
         free(memory);
         free(all);
+        free(shares);
         return 1;
     }
     for (int64_t thread = 0; thread < threads; thread++) {
@@ -244,19 +292,25 @@ int attend(const struct task *tasks, int count) {
         scratch->key = scratch->coef + BLOCK * rank;
         scratch->score = scratch->key + key;
         scratch->largest = scratch->score + BLOCK * lanes;
-        scratch->sum = scratch->largest + lanes;
+        scratch->scaled = scratch->largest + lanes;
+        scratch->sum = scratch->scaled + lanes;
         scratch->latents = scratch->sum + lanes;
-        for (int64_t m = 0; m < lanes; m++) scratch->largest[m] = -FLT_MAX;
+        scratch->scores = scratch->latents + latents;
+        scratch->keys = shares + thread * 2 * pieces;
+        scratch->values = scratch->keys + pieces;
+        for (int64_t m = 0; m < 2 * lanes; m++) scratch->largest[m] = -FLT_MAX; /* and `scaled` */
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
     }
-    float *scores = memory + threads * size, *decoded = scores + slots * lanes, *output = tasks->output;
+    float *decoded = memory + threads * size, *output = tasks->output, *largest = all[0].largest;
     memset(decoded, 0, heads * head_dim * sizeof(float));
-    run(tasks, count, scores, NULL, all);
-    float *largest = all[0].largest;
+    run(tasks, count, all);
     for (int64_t thread = 1; thread < threads; thread++)
         for (int64_t m = 0; m < lanes; m++) largest[m] = fmaxf(largest[m], all[thread].largest[m]);
-    run(tasks, count, scores, largest, all);
+    for (int64_t thread = 0; thread < threads; thread++) {
+        if (thread) memcpy(all[thread].largest, largest, lanes * sizeof(float));
+        rescale(tasks, count, all + thread);
+    }
     for (int64_t head = 0; head < heads; head++) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
@@ -278,6 +332,7 @@ int attend(const struct task *tasks, int count) {
     for (int64_t query = 0; query < tasks->queries; query++)
         for (int64_t head = query; head < heads; head += tasks->queries, output += head_dim)
             memcpy(output, decoded + head * head_dim, head_dim * sizeof(float));
+    free(shares);
     free(all);
     free(memory);
     return 0;

@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ahead.h"
 #include "common.h"
 
 /* Turns the pairs (f, f + pairs) of one head's key. */
@@ -16,6 +17,8 @@ static void rotate(int64_t pairs, const float *restrict cos, const float *restri
     }
 }
 
+enum { ROWS_AHEAD = 24 }; /* states are asked for so long before they are read */
+
 /* Products of queries with the states of tokens, score[t][m]; `tokens` and `queries` are constants here, LANES in product
  * at most. */
 static inline __attribute__((always_inline)) void score_tile(
@@ -27,10 +30,12 @@ static inline __attribute__((always_inline)) void score_tile(
     int64_t d = 0;
     for (; d + LANES <= depth; d += LANES)
 #pragma GCC unroll 16
-        for (int t = 0; t < tokens; t++)
+        for (int t = 0; t < tokens; t++) {
+            __builtin_prefetch(state + (t + ROWS_AHEAD) * stride + d);
 #pragma GCC unroll 16
             for (int m = 0; m < queries; m++)
                 sum[t * queries + m] += *(const vector *)(query + m * query_stride + d) * *(const vector *)(state + t * stride + d);
+        }
     const vector found = totals(tokens * queries, sum);
     for (int t = 0; t < tokens; t++) {
         memcpy(score + t * lanes, (const float *)&found + t * queries, queries * sizeof(float));
@@ -146,13 +151,17 @@ static inline int64_t partial_size(int64_t count, int64_t depth, int64_t queries
     return fits_registers(depth, queries) ? (count + LANES) * queries * LANES : 0;
 }
 
-/* Scores of `count` tokens. */
+/* Calls of `ask` while so many tokens' keys of so many heads are scored. */
+static inline int64_t asked(int64_t count, int64_t heads, int64_t depth) { return count * heads * (depth / 2 / STEP) / ROWS; }
+
+/* Scores of `count` tokens, while others' coefficients are asked for. */
 static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *partial,
-                           float *score, int64_t lanes) {
+                           float *score, int64_t lanes, struct ahead *ahead) {
     const int64_t tiles = (count + ROWS - 1) / ROWS; /* of about equal size */
     for (int64_t d = 0; d < keys->depth / 2; d += STEP)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
+            ask(ahead);
             switch (tokens * 2 + (d > 0)) {
 #define REBUILT(T)                                                                      \
     case T * 2: rebuilt_tile(T, 0, keys, first, d, queries, query, partial); break; \

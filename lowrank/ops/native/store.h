@@ -93,20 +93,15 @@ static struct rows rows_of(const struct store *store, const struct piece *piece,
     return (struct rows){scratch, padded(piece->rank)};
 }
 
-/* Asks for the rows of up to `count` tokens from `first` on before they are read: a block fills a page or two, and what a
- * processor fetches ahead by itself ends with the page. */
-static inline void fetch_rows(const struct piece *piece, int64_t part, int64_t first, int64_t count) {
-    const int64_t left = piece->count - first, size = (left < count ? left : count) * piece->row_bytes;
-    const uint8_t *rows = piece->rows + part * piece->part_bytes + first * piece->row_bytes;
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows + i);
-}
-
 /* -- dividing the work ------------------------------------------------------------------------------------------- */
 
-/* Tokens of a piece that are in slots before this one. */
-static int64_t tokens_before(const struct store *store, const struct piece *piece, int64_t slot) {
+/* Tokens first..end of a piece. */
+struct share { int64_t first, end; };
+
+/* The first token of a piece, none before `first`, that is in this slot or one after it. */
+static int64_t token_from(const struct store *store, const struct piece *piece, int64_t slot, int64_t first) {
     if (!piece->slot) return slot < piece->count ? slot : piece->count;
-    int64_t first = 0, end = piece->count;
+    int64_t end = piece->count;
     while (first < end) {
         const int64_t middle = (first + end) / 2;
         if (slot_of(store, piece, middle) < slot)
@@ -117,12 +112,10 @@ static int64_t tokens_before(const struct store *store, const struct piece *piec
     return first;
 }
 
-/* Tokens first..end of a piece that a thread serves: those in its share of the slots. So it reads itself what it wrote of a
- * slot, in its core's cache, where it would have to wait for what another core wrote. */
-struct share { int64_t first, end; };
-
-static inline struct share share_of(const struct store *store, const struct piece *piece, int64_t slots, int64_t thread,
-                                    int64_t threads) {
-    return (struct share){thread ? tokens_before(store, piece, slots * thread / threads) : 0,
-                          thread + 1 < threads ? tokens_before(store, piece, slots * (thread + 1) / threads) : piece->count};
+/* Moves each piece's share on to the tokens after it that are in slots before this one. */
+static void move_shares(const struct store *store, int64_t slot, struct share *shares) {
+    for (int64_t p = 0; p < store->count; p++) {
+        shares[p].first = shares[p].end;
+        shares[p].end = token_from(store, store->pieces + p, slot, shares[p].first);
+    }
 }
