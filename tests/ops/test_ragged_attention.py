@@ -273,6 +273,38 @@ def test_threads_divide_the_tokens_among_them(threads, tokens, rising):
     torch.testing.assert_close(actual, attend(reference, query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("head_dim", [16, 64], ids=["in memory", "in registers"])
+def test_stretches_of_a_long_text_share_a_softmax(head_dim, threads):
+    """Scores rise all along the text, so that what is summed of one stretch is scaled anew by the next; some queries see
+    nothing of whole stretches, one of them nothing at all."""
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(head_dim)
+    tokens, width = 6_000, 4 * head_dim
+    stores = []
+    for least in (0, width - 8):
+        coef = torch.randn(tokens, width, generator=generator) * torch.linspace(0.1, 3, tokens)[:, None]
+        ranks = torch.randint(least, width + 1, (tokens,), generator=generator)
+        stores.append(RaggedStore(width, dtype=torch.float32, device=torch.device("cpu")))
+        stores[-1].append(coef, ranks)
+    query = torch.randn(12, 5, head_dim, generator=generator)
+    decoders = Decoders(*(torch.randn(2, width, width, generator=generator) / width**0.5))
+    place = torch.arange(tokens)
+    seen = [place >= 0, place < 900, place >= 2_100, (place < 900) | (place >= 5_500), place < 0]
+    options = {"scaling": 0.5, "rotation": rotation(tokens, head_dim, generator), "mask_QT": torch.stack(seen)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        actual = attend(compiled, query, *stores, decoders, **options)
+    finally:
+        torch.set_num_threads(before)
+    expected = attend(reference, query.double(), *stores, decoders, **options)
+    assert not actual[:, 4].any()
+    for one in range(4):
+        assert (actual[:, one].double() - expected[:, one]).norm() / expected[:, one].norm() < 1e-5
+
+
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_half_precision_is_near_the_reference(dtype, allowed):
     generator = torch.Generator().manual_seed(1)
