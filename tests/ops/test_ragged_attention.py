@@ -1,5 +1,8 @@
 """Decode attention over ragged stores against the plain fp64 form."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from rotations import rotation
@@ -41,6 +44,16 @@ def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **o
     tokens = RaggedTokens(keys, values, **options)
     [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, scaling=scaling, softcap=softcap)
     return output_QHD.transpose(0, 1)
+
+
+@contextlib.contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quantisation | None = None):
@@ -264,12 +277,8 @@ def test_threads_divide_the_tokens_among_them(threads, tokens, rising):
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     options = {"scaling": 0.25, "rotation": rotation(tokens, HEAD_DIM, generator)}
     options["mask_QT"] = torch.rand(1, tokens, generator=generator) < 0.7
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_of(threads):
         actual = attend(compiled, query, *stores, decoders, **options)
-    finally:
-        torch.set_num_threads(before)
     torch.testing.assert_close(actual, attend(reference, query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
 
 
@@ -293,12 +302,8 @@ def test_stretches_of_a_long_text_share_a_softmax(head_dim, threads):
     place = torch.arange(tokens)
     seen = [place >= 0, place < 900, place >= 2_100, (place < 900) | (place >= 5_500), place < 0]
     options = {"scaling": 0.5, "rotation": rotation(tokens, head_dim, generator), "mask_QT": torch.stack(seen)}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_of(threads):
         actual = attend(compiled, query, *stores, decoders, **options)
-    finally:
-        torch.set_num_threads(before)
     expected = attend(reference, query.double(), *stores, decoders, **options)
     assert not actual[:, 4].any()
     for one in range(4):
