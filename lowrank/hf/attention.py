@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend, backend, check_backend, default_backend
 from lowrank.hf.geometry import attention_modules, rotary_function
+from lowrank.hf.graph import Numbered, attend_in_graph
 from lowrank.hf.refused import allow_other_caches, refuse_other_caches
 from lowrank.hf.rope import Rope
 
@@ -34,39 +35,81 @@ Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
 class CacheLayer(Protocol):
     """What the hook and the attention function ask of a compressed cache layer."""
 
+    number: Tensor
+    is_initialized: bool
+
     def arm(self, rope: Rope | None) -> None:
         """Take the rotation of the tokens about to be cached."""
+
+    def arm_in_graph(self) -> None:
+        """Leave the tokens about to be cached to the operation of a graph."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache new tokens."""
 
     def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any) -> tuple:
         """Attention over everything cached."""
 
 
 @dataclasses.dataclass
-class AttentionContext:
+class AttentionContext(Numbered):
     """What an attention module needs besides its weights."""
 
+    module: nn.Module
     apply_rotary: Callable | None
     hook: RemovableHandle
     previous: str  # the model's attention before it was prepared, which still runs underneath
     observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
+
+    def __post_init__(self) -> None:
+        self.take_number()
+
+    def does_more(self, layer: CacheLayer | None) -> bool:
+        """Whether anything is done in the module's call beside the model's own attention."""
+        return layer is not None or self.observer is not None or TRANSFORM in self.module._modules
+
+    def rope(self, embeddings: tuple[Tensor, Tensor] | None, position_BT: Tensor | None) -> Rope | None:
+        """The rotation of a call's tokens; None for a family that has none."""
+        if embeddings is None or self.apply_rotary is None:
+            return None
+        return Rope(self.apply_rotary, *embeddings, position_BT=position_BT)
+
+    def step(
+        self,
+        layer: CacheLayer,
+        states: tuple[Tensor, Tensor, Tensor],
+        embeddings: tuple[Tensor, Tensor] | None,
+        position_BT: Tensor | None,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """All that is done with a call's q, k and v and that a graph knows nothing of; see :func:`attend_in_graph`."""
+        query, key, value = states
+        mask = _boolean(mask)  # what is refused leaves the cache as it was
+        layer.arm(self.rope(embeddings, position_BT))
+        layer.update(key, value)
+        return layer.attend(self.module, query, mask, backend(self.previous), **kwargs)[0].contiguous()
 
 
 class _Call(threading.local):
     """What an attention module's running call needs besides q, k and v; each thread has its own."""
 
     module: nn.Module | None = None
-    rope: Rope | None = None
     layer: CacheLayer | None = None
+    rope: Rope | None = None
+    graph: tuple | None = None  # (embeddings, position ids) of a call whose cache is left to a graph's operation
 
-    def begin(self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None) -> None:
-        self.module, self.layer, self.rope = module, layer, rope
+    def begin(
+        self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None = None, graph: tuple | None = None
+    ) -> None:
+        self.module, self.layer, self.rope, self.graph = module, layer, rope, graph
 
-    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None]:
-        """The cache layer and the rotation of this module's call, which are kept no longer; a call that fails before this
-        leaves them until the thread's next."""
-        layer, rope = (self.layer, self.rope) if module is self.module else (None, None)
-        self.module = self.layer = self.rope = None
-        return layer, rope
+    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None, tuple | None]:
+        """What :meth:`begin` was given for this module's call, which is kept no longer; a call that fails before this
+        leaves it until the thread's next."""
+        taken = (self.layer, self.rope, self.graph) if module is self.module else (None, None, None)
+        self.module = self.layer = self.rope = self.graph = None
+        return taken
 
 
 _call = _Call()
@@ -94,7 +137,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
             # A model loaded from a full checkpoint never had another.
             underneath = default_backend(model) if previous == ATTENTION_NAME else previous
-            setattr(module, CONTEXT, AttentionContext(rotary_function(module), hook, underneath))
+            setattr(module, CONTEXT, AttentionContext(module, rotary_function(module), hook, underneath))
         else:
             _check_not_switched(module)
     if previous != ATTENTION_NAME:
@@ -120,21 +163,34 @@ def restore(model: PreTrainedModel) -> None:
         model.set_attn_implementation(previous)
 
 
-@torch.compiler.disable
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _check_not_switched(module)
-    context: AttentionContext = getattr(module, CONTEXT)
-    embeddings = kwargs.get("position_embeddings")
-    rope = None
-    if embeddings is not None and context.apply_rotary is not None:
-        rope = Rope(context.apply_rotary, *embeddings, position_BT=kwargs.get("position_ids"))
+    layer = _cache_layer(module, kwargs)
+    states = args[0] if args else kwargs.get("hidden_states")
+    if not getattr(module, CONTEXT).does_more(layer):
+        _call.begin(module, None)
+    elif torch.compiler.is_compiling() and layer is not None and layer.is_initialized and states.shape[1] == 1:
+        # Decoded tokens; a prompt's attention may take anything, and breaking off for it costs little.
+        layer.arm_in_graph()
+        _call.begin(module, layer, graph=(kwargs.get("position_embeddings"), kwargs.get("position_ids")))
+    else:
+        _arm_outside(module, layer, kwargs)
+
+
+def _cache_layer(module: nn.Module, kwargs: dict) -> CacheLayer | None:
+    """The compressed layer that a module's call fills; None where it fills another cache's or none."""
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
     # A DynamicCache made without a config has no layers before their first tokens come.
     layers = [] if cache is None else cache.layers
     layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
-    if not hasattr(layer, "arm"):
-        layer = None
-    else:
+    return layer if hasattr(layer, "arm") else None
+
+
+@torch.compiler.disable
+def _arm_outside(module: nn.Module, layer: CacheLayer | None, kwargs: dict) -> None:
+    context: AttentionContext = getattr(module, CONTEXT)
+    rope = context.rope(kwargs.get("position_embeddings"), kwargs.get("position_ids"))
+    if layer is not None:
         _boolean(kwargs.get("attention_mask"))  # what is refused leaves the cache as it was
         layer.arm(rope)
     _call.begin(module, layer, rope)
@@ -148,7 +204,6 @@ def _check_not_switched(module: nn.Module) -> None:
         )
 
 
-@torch.compiler.disable
 def adaptive_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -163,16 +218,36 @@ def adaptive_attention(
         raise UserError(
             f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)"
         )
-    inner = backend(context.previous)
-    layer, rope = _call.take(module)
+    layer, rope, graph = _call.take(module)
+    if graph is not None:
+        embeddings, position_BT = graph
+        cos, sin = (None, None) if embeddings is None else embeddings
+        scores = kwargs["scaling"], kwargs.get("softcap")
+        numbers = layer.number, context.number
+        return attend_in_graph(*numbers, query, key, value, cos, sin, position_BT, attention_mask, *scores), None
     if layer is not None:
-        return layer.attend(module, query, _boolean(attention_mask), inner, **kwargs)
+        return _attend_cached(context, layer, query, attention_mask, **kwargs)
+    if context.does_more(layer):
+        key, value = _transformed(context, query, key, value, rope)
+    return backend(context.previous)(module, query, key, value, attention_mask, **kwargs)
+
+
+@torch.compiler.disable
+def _attend_cached(
+    context: AttentionContext, layer: CacheLayer, query: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return layer.attend(context.module, query, _boolean(mask), backend(context.previous), **kwargs)
+
+
+@torch.compiler.disable
+def _transformed(
+    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, rope: Rope | None
+) -> tuple[Tensor, Tensor]:
+    """What the module's compressor, if it has one, makes of its keys and values."""
     if context.observer is not None:
         context.observer(query, key, value, rope)
-    transform = module._modules.get(TRANSFORM)
-    if transform is not None:
-        key, value = transform(key, value, rope)
-    return inner(module, query, key, value, attention_mask, **kwargs)
+    transform = context.module._modules.get(TRANSFORM)
+    return (key, value) if transform is None else transform(key, value, rope)
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
+from lowrank.hf.graph import Numbered
 from lowrank.hf.rope import Rope, RopeHistory
 
 # Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
@@ -30,7 +31,7 @@ def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
     return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-class CompressedLayer(CacheLayerMixin, abc.ABC):
+class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
     """One layer of a compressed cache.
 
     transformers calls :meth:`update` and then the attention function, which calls :meth:`attend`; what `update` returns
@@ -43,10 +44,12 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
 
     def __init__(self):
         super().__init__()
+        self.take_number()
         self.history: RopeHistory | None = None
         self._releases_history = False
         self._rope: Rope | None = None
         self._armed = False
+        self._in_graph = False
 
     def bind(self, history: RopeHistory | None, *, is_last: bool) -> None:
         """Take the cache's record of rotations; the last layer of a step drops its table of cos and sin."""
@@ -104,15 +107,26 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
     def arm(self, rope: Rope | None) -> None:
         self._rope, self._armed = rope, True
 
+    def arm_in_graph(self) -> None:
+        """For a graph whose operation arms this layer with the rotation and calls :meth:`update` anew."""
+        self._in_graph = True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.head_dim = key_states.shape[0], key_states.shape[3]
         self.start()
         self.is_initialized = True
 
-    @torch.compiler.disable  # a cache that grows is of no use in a graph
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore."""
+        if self._in_graph:
+            self._in_graph = False
+        else:
+            self._update(key_states, value_states)
+        return key_states, value_states
+
+    @torch.compiler.disable
+    def _update(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self._armed:
             raise UserError(
                 "a compressed cache was given to a model that is not prepared for it; make the cache with "
@@ -128,7 +142,6 @@ class CompressedLayer(CacheLayerMixin, abc.ABC):
         if self.rotates and rope is not None:
             rope = self.history.extend(rope, self.get_seq_length() + key_states.shape[2])
         self.take(key_states, value_states, rope)
-        return key_states, value_states
 
     def attend(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any

@@ -56,6 +56,11 @@ class Rope:
             inverse = _INVERSES[self.cos_BTE] = (cos / norm, -sin / norm)
         return self._call(key_BGTD.float(), *inverse).to(key_BGTD.dtype)
 
+    def copied(self) -> "Rope":
+        """The same in memory of its own: what a graph passed on it may write over as soon as the call is done."""
+        position_BT = None if self.position_BT is None else self.position_BT.clone()
+        return Rope(self.apply, self.cos_BTE.clone(), self.sin_BTE.clone(), position_BT)
+
     @functools.cached_property
     def turned_halves(self) -> native.TurnedHalves | None:
         """This rotation for compiled code; None for a family that does not rotate halves of a head."""
@@ -126,8 +131,8 @@ class RopeHistory:
             # Never a view of the model's own tensors, which would keep more alive than is counted.
             self._kept = [_growing(tensor.clone(memory_format=torch.contiguous_format)) for tensor in new]
         self.release()
-        self._newest = rope
-        return rope
+        self._newest = rope.copied()
+        return self._newest
 
     def rope(self) -> Rope:
         """The rotation of all cached tokens."""
