@@ -20,8 +20,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend, backend, check_backend, default_backend
-from lowrank.hf.geometry import attention_modules, rotary_function
-from lowrank.hf.graph import Numbered, attend_in_graph
+from lowrank.hf.geometry import attention_modules, geometry_of, rotary_function
+from lowrank.hf.graph import Numbered, attend_in_graph, is_number
 from lowrank.hf.refused import allow_other_caches, refuse_other_caches
 from lowrank.hf.rope import Rope
 
@@ -41,8 +41,8 @@ class CacheLayer(Protocol):
     def arm(self, rope: Rope | None) -> None:
         """Take the rotation of the tokens about to be cached."""
 
-    def arm_in_graph(self) -> None:
-        """Leave the tokens about to be cached to the operation of a graph."""
+    def arm_in_graph(self, *call: Tensor | None) -> None:
+        """Leave the tokens about to be cached to an operation of a graph."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Cache new tokens."""
@@ -56,6 +56,7 @@ class AttentionContext(Numbered):
     """What an attention module needs besides its weights."""
 
     module: nn.Module
+    is_compressible: bool  # whether a layer of a compressed cache may be this module's
     apply_rotary: Callable | None
     hook: RemovableHandle
     previous: str  # the model's attention before it was prepared, which still runs underneath
@@ -64,52 +65,47 @@ class AttentionContext(Numbered):
     def __post_init__(self) -> None:
         self.take_number()
 
-    def does_more(self, layer: CacheLayer | None) -> bool:
-        """Whether anything is done in the module's call beside the model's own attention."""
-        return layer is not None or self.observer is not None or TRANSFORM in self.module._modules
-
     def rope(self, embeddings: tuple[Tensor, Tensor] | None, position_BT: Tensor | None) -> Rope | None:
         """The rotation of a call's tokens; None for a family that has none."""
         if embeddings is None or self.apply_rotary is None:
             return None
         return Rope(self.apply_rotary, *embeddings, position_BT=position_BT)
 
-    def step(
+    def cache(
         self,
         layer: CacheLayer,
-        states: tuple[Tensor, Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
         embeddings: tuple[Tensor, Tensor] | None,
         position_BT: Tensor | None,
         mask: Tensor | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """All that is done with a call's q, k and v and that a graph knows nothing of; see :func:`attend_in_graph`."""
-        query, key, value = states
-        mask = _boolean(mask)  # what is refused leaves the cache as it was
+    ) -> None:
+        """See :func:`lowrank.hf.graph.cache_in_graph`."""
+        _boolean(mask)  # what is refused leaves the cache as it was
         layer.arm(self.rope(embeddings, position_BT))
         layer.update(key, value)
-        return layer.attend(self.module, query, mask, backend(self.previous), **kwargs)[0].contiguous()
+
+    def attend(self, layer: CacheLayer, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+        """Attention over all that a cache layer holds."""
+        return layer.attend(self.module, query, _boolean(mask), backend(self.previous), **kwargs)
 
 
 class _Call(threading.local):
     """What an attention module's running call needs besides q, k and v; each thread has its own."""
 
     module: nn.Module | None = None
-    layer: CacheLayer | None = None
     rope: Rope | None = None
-    graph: tuple | None = None  # (embeddings, position ids) of a call whose cache is left to a graph's operation
+    layer: CacheLayer | None = None
 
-    def begin(
-        self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None = None, graph: tuple | None = None
-    ) -> None:
-        self.module, self.layer, self.rope, self.graph = module, layer, rope, graph
+    def begin(self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None) -> None:
+        self.module, self.layer, self.rope = module, layer, rope
 
-    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None, tuple | None]:
-        """What :meth:`begin` was given for this module's call, which is kept no longer; a call that fails before this
-        leaves it until the thread's next."""
-        taken = (self.layer, self.rope, self.graph) if module is self.module else (None, None, None)
-        self.module = self.layer = self.rope = self.graph = None
-        return taken
+    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None]:
+        """The cache layer and the rotation of this module's call, which are kept no longer; a call that fails before this
+        leaves them until the thread's next."""
+        layer, rope = (self.layer, self.rope) if module is self.module else (None, None)
+        self.module = self.layer = self.rope = None
+        return layer, rope
 
 
 _call = _Call()
@@ -132,12 +128,14 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     previous = model.config._attn_implementation
     if previous != ATTENTION_NAME:
         check_backend(previous)
-    for module in attention_modules(model).values():
+    compressible = geometry_of(model).layers
+    for index, module in attention_modules(model).items():
         if CONTEXT not in module.__dict__:
             hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
             # A model loaded from a full checkpoint never had another.
             underneath = default_backend(model) if previous == ATTENTION_NAME else previous
-            setattr(module, CONTEXT, AttentionContext(module, rotary_function(module), hook, underneath))
+            rotary = rotary_function(module)
+            setattr(module, CONTEXT, AttentionContext(module, index in compressible, rotary, hook, underneath))
         else:
             _check_not_switched(module)
     if previous != ATTENTION_NAME:
@@ -165,14 +163,15 @@ def restore(model: PreTrainedModel) -> None:
 
 def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _check_not_switched(module)
+    context: AttentionContext = getattr(module, CONTEXT)
+    if not context.is_compressible:
+        return
     layer = _cache_layer(module, kwargs)
     states = args[0] if args else kwargs.get("hidden_states")
-    if not getattr(module, CONTEXT).does_more(layer):
-        _call.begin(module, None)
-    elif torch.compiler.is_compiling() and layer is not None and layer.is_initialized and states.shape[1] == 1:
-        # Decoded tokens; a prompt's attention may take anything, and breaking off for it costs little.
-        layer.arm_in_graph()
-        _call.begin(module, layer, graph=(kwargs.get("position_embeddings"), kwargs.get("position_ids")))
+    if torch.compiler.is_compiling() and layer is not None and layer.is_initialized and states.shape[1] == 1:
+        # A decoded token. A prompt's attention may take anything, and to break off for it costs little.
+        cos, sin = kwargs.get("position_embeddings") or (None, None)
+        layer.arm_in_graph(context.number, cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask"))
     else:
         _arm_outside(module, layer, kwargs)
 
@@ -218,36 +217,27 @@ def adaptive_attention(
         raise UserError(
             f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank.hf.attention.prepare(model)"
         )
-    layer, rope, graph = _call.take(module)
-    if graph is not None:
-        embeddings, position_BT = graph
-        cos, sin = (None, None) if embeddings is None else embeddings
-        scores = kwargs["scaling"], kwargs.get("softcap")
-        numbers = layer.number, context.number
-        return attend_in_graph(*numbers, query, key, value, cos, sin, position_BT, attention_mask, *scores), None
-    if layer is not None:
-        return _attend_cached(context, layer, query, attention_mask, **kwargs)
-    if context.does_more(layer):
-        key, value = _transformed(context, query, key, value, rope)
-    return backend(context.previous)(module, query, key, value, attention_mask, **kwargs)
+    if is_number(key):
+        softcap = kwargs.get("softcap")
+        return attend_in_graph(key, context.number, query, attention_mask, kwargs["scaling"], softcap), None
+    if not context.is_compressible:
+        return backend(context.previous)(module, query, key, value, attention_mask, **kwargs)
+    return _attend_outside(context, query, key, value, attention_mask, **kwargs)
 
 
 @torch.compiler.disable
-def _attend_cached(
-    context: AttentionContext, layer: CacheLayer, query: Tensor, mask: Tensor | None, **kwargs: Any
+def _attend_outside(
+    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    return layer.attend(context.module, query, _boolean(mask), backend(context.previous), **kwargs)
-
-
-@torch.compiler.disable
-def _transformed(
-    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, rope: Rope | None
-) -> tuple[Tensor, Tensor]:
-    """What the module's compressor, if it has one, makes of its keys and values."""
+    layer, rope = _call.take(context.module)
+    if layer is not None:
+        return context.attend(layer, query, mask, **kwargs)
     if context.observer is not None:
         context.observer(query, key, value, rope)
     transform = context.module._modules.get(TRANSFORM)
-    return (key, value) if transform is None else transform(key, value, rope)
+    if transform is not None:
+        key, value = transform(key, value, rope)
+    return backend(context.previous)(context.module, query, key, value, mask, **kwargs)
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:

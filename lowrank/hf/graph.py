@@ -1,8 +1,13 @@
-"""A decoded token's way through a compressed cache as one operation of a graph, for models that `torch.compile` compiles.
+"""A decoded token's way through a compressed cache as operations of a graph, for models that `torch.compile` compiles.
 
 What a cache does is not for a graph: it grows, and its kernels are compiled already. But a graph that breaks off three times
-a layer to let it be done costs more than compiling wins. So a graph calls one opaque operation for all that a layer's cache
-does with a token, and finds the layer by number, because it takes tensors and outlives any one cache.
+a layer to let it be done costs more than compiling wins. So a graph calls two opaque operations, one where transformers
+updates the cache and one for the attention over it. They find the cache layer by number, because a graph takes tensors and
+outlives any one cache; in the place of the keys the first hands the second this number, so that nothing has to remember
+between the two, which may be in different graphs, whose cache it was.
+
+That a cache changes is not said of any argument. What an operation takes follows from what the one before gave, so that none
+can be left out, merged or moved before another.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim, E rotary dims.
 """
@@ -38,40 +43,65 @@ class Numbered:
 
 
 # A CUDA graph would replay its kernels alone, on the tokens of the step it was taken in.
-@torch.library.custom_op("adaptive_kv::attend", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def attend_in_graph(
+_UNSEEN = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
+
+
+@torch.library.custom_op("adaptive_kv::cache", **_UNSEEN)
+def cache_in_graph(
     layer: Tensor,
     context: Tensor,
-    query: Tensor,
     key: Tensor,
     value: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     position: Tensor | None,
     mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
 ) -> Tensor:
-    """Cache new tokens and attend over all, the newest included: (B, H, Q, D) queries → (B, Q, H, D).
-
-    That a cache changes is not said of any argument. A graph has one call for each layer, and every layer's arguments follow
-    from what the layer before gave, so that none can be left out, merged or moved before another.
+    """Cache new tokens.
 
     Args:
         layer, context: numbers of the cache layer and of what its attention module needs.
         key, value: (B, G, Q, D), keys rotated.
         cos, sin, position: of these keys' rotation, (B or 1, Q, E) and (B or 1, Q); None where the family has none.
+        mask: (B, 1, Q, T) as transformers passes it, for a look at it before anything is cached.
+
+    Returns:
+        the layer's number in the keys' place: (B, G, Q, D) int64, on the CPU.
+    """
+    embeddings = None if cos is None else (cos, sin)
+    # The graph may write over what it passes as soon as this is done, before the attention has seen it.
+    states = key.clone(), value.clone()
+    _numbered[context.item()].cache(_numbered[layer.item()], *states, embeddings, position, mask)
+    return torch.full(key.shape, layer.item(), device="cpu")
+
+
+@cache_in_graph.register_fake
+def _(layer: Tensor, context: Tensor, key: Tensor, *_: Any) -> Tensor:
+    return torch.empty(key.shape, dtype=torch.int64, device="cpu")
+
+
+def is_number(key: Tensor) -> bool:
+    """Whether what stands in the keys' place came from :func:`cache_in_graph`."""
+    return key.dtype == torch.int64
+
+
+@torch.library.custom_op("adaptive_kv::attend", **_UNSEEN)
+def attend_in_graph(
+    layer: Tensor, context: Tensor, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """Attention over all that is cached, the newest tokens included: (B, H, Q, D) queries → (B, Q, H, D).
+
+    Args:
+        layer: what :func:`cache_in_graph` returned.
+        context: see there.
         mask: (B, 1, Q, T) as transformers passes it.
         scaling, softcap: of scores, as transformers passes them.
     """
-    embeddings = None if cos is None else (cos, sin)
-    states = query, key, value
-    return _numbered[context.item()].step(
-        _numbered[layer.item()], states, embeddings, position, mask, scaling=scaling, softcap=softcap
-    )
+    [number] = layer[:1, :1, :1, :1].flatten().tolist()
+    scores = {"scaling": scaling, "softcap": softcap}
+    return _numbered[context.item()].attend(_numbered[number], query, mask, **scores)[0].contiguous()
 
 
 @attend_in_graph.register_fake
-def _(layer: Tensor, context: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    batch, heads, queries, _dim = query.shape
-    return query.new_empty(batch, queries, heads, value.shape[3])
+def _(layer: Tensor, context: Tensor, query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)

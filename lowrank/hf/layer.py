@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lowrank.errors import UserError
 from lowrank.hf.backends import Backend
-from lowrank.hf.graph import Numbered
+from lowrank.hf.graph import Numbered, cache_in_graph
 from lowrank.hf.rope import Rope, RopeHistory
 
 # Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
@@ -49,7 +49,7 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         self._releases_history = False
         self._rope: Rope | None = None
         self._armed = False
-        self._in_graph = False
+        self._graph_call: tuple[Tensor | None, ...] | None = None
 
     def bind(self, history: RopeHistory | None, *, is_last: bool) -> None:
         """Take the cache's record of rotations; the last layer of a step drops its table of cos and sin."""
@@ -105,11 +105,11 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
     # -- what the attention function calls ------------------------------------------------------------------------
 
     def arm(self, rope: Rope | None) -> None:
-        self._rope, self._armed = rope, True
+        self._rope, self._armed, self._graph_call = rope, True, None
 
-    def arm_in_graph(self) -> None:
-        """For a graph whose operation arms this layer with the rotation and calls :meth:`update` anew."""
-        self._in_graph = True
+    def arm_in_graph(self, *call: Tensor | None) -> None:
+        """For a call whose tokens an operation of a graph is to cache; `call` is what it takes besides these."""
+        self._graph_call = call
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -118,11 +118,12 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore."""
-        if self._in_graph:
-            self._in_graph = False
-        else:
-            self._update(key_states, value_states)
+        """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore, or, in
+        a graph, this layer's number in the keys' place."""
+        if self._graph_call is not None:
+            (context, *call), self._graph_call = self._graph_call, None
+            return cache_in_graph(self.number, context, key_states, value_states, *call), value_states
+        self._update(key_states, value_states)
         return key_states, value_states
 
     @torch.compiler.disable
