@@ -163,8 +163,9 @@ def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: i
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
-    """Read a prompt up to its first prediction."""
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    """Read a prompt up to its first prediction; a compiled model does it as if it were not, or it compiles every length."""
+    with torch.compiler.set_stance("force_eager"):
+        model(ids, past_key_values=cache, logits_to_keep=1)
     return cache
 
 

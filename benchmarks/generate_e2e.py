@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.ceilings import copy_bandwidth, read_bytes, weight_bytes
+from benchmarks.compiled import WARMUP, compile_decoding
 from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
@@ -24,10 +25,17 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--tokens", type=count, default=32, help="decoded tokens timed [default %(default)s]")
     parser.add_argument("--batch", type=count, default=1, help="sequences, all of one text [default %(default)s]")
+    parser.add_argument(
+        "--compile", action="store_true",
+        help="compile all models' decoding alike, with torch.compile; takes minutes and the weights' bytes again for each",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
 
-    warmup = 2
     found = candidates(arguments, arguments.context)
+    warmup = 2
+    if arguments.compile:
+        compile_decoding(found)
+        warmup = WARMUP
     ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - warmup)
     ids = ids.expand(arguments.batch, -1)
     caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}

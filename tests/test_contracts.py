@@ -200,7 +200,8 @@ def test_reported_bytes_are_those_of_the_tensors_held(method, ids):
 
 def found_tensors(cache) -> set[int]:
     """Addresses of every non-empty tensor reachable from the cache's own objects; those of the model, the codecs (and what
-    codecs give out, which must be their own tensors) and the calibrated bases, which all caches share, left out."""
+    codecs give out, which must be their own tensors) and the calibrated bases, which all caches share, left out, and the
+    layers' numbers, of 8 bytes, which an empty cache has, too."""
     shared = {
         tensor.untyped_storage().data_ptr()
         for layer in cache.compressed_layers()
@@ -209,6 +210,7 @@ def found_tensors(cache) -> set[int]:
         for tensor in (side.vectors_PWR, side.energy_PR)
     }
     for layer in cache.compressed_layers():
+        shared.add(layer.number.untyped_storage().data_ptr())
         for codec in (layer.codec.key, layer.codec.value) if hasattr(layer, "codec") else ():
             given = [codec.decoder(layer.dtype, layer.device)]
             if (gate := codec.token_gate()) is not None:
