@@ -173,7 +173,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
 def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     """The prediction after all of `ids`, the last of which is decoded."""
     prefill(model, ids[:, :-1], cache)
-    return model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    return model(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
 
 def _default_model(checkpoint: str | None) -> str:

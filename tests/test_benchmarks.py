@@ -3,6 +3,7 @@
 import importlib
 import json
 import platform
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_weights_by_columns_are_the_same_weights(rows, caches):
     assert weight.stride() == (1, weight.shape[0])
     torch.testing.assert_close(model(ids).logits, expected)
     assert list(rows("generate_e2e", *caches, "--tokens", 2, "--columns")) == CACHES
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
+def test_all_decoding_compiled(rows, caches):
+    with torch._inductor.config.patch(freezing=False), torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+        found = rows("generate_e2e", *caches, "--tokens", 2, "--caches", "dynakv", "--compile")
+    assert list(found) == [*CACHES[:2], "dynakv"]
 
 
 def test_a_model_that_is_only_a_configuration(rows, tmp_path):

@@ -2,7 +2,8 @@
 
 transformers calls a registered attention function with rotated q, k, v and a mask, but with neither the cache nor the
 rotation. A forward pre-hook on each attention module sees both; it leaves them for the attention function of the same call,
-in the same thread, so that threads may share a model. `torch.compile` leaves both as they are and compiles the rest.
+in the same thread, so that threads may share a model. Where `torch.compile` compiles the model, decoded tokens go another
+way, :mod:`lowrank.hf.graph`; what else both do is left out of its graphs.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 """
