@@ -12,7 +12,7 @@ from benchmarks.candidates import CHECKED_TOKENS, Candidates, decoded
 from benchmarks.harness import check_close
 from benchmarks.made_up import random_ids
 
-# The first steps of a length may be compiled anew, and packed weights are touched for the first time.
+# The first steps touch packed weights and larger caches for the first time.
 WARMUP = 4
 
 
@@ -23,9 +23,8 @@ def compile_decoding(candidates: Candidates) -> None:
     Prompts are read as before (:func:`benchmarks.candidates.prefill`). A model takes its weights' bytes again, and one to
     three minutes.
     """
-    torch._inductor.config.freezing = (
-        True  # TORCHINDUCTOR_FREEZING=1: weights are constants, laid out as products want them
-    )
+    # Weights become constants, laid out as products want them; given as an option of one model, they are not laid out.
+    torch._inductor.config.freezing = True
     # Models of one class share their code, and what is compiled for each counts; beyond a limit it would not be compiled.
     torch._dynamo.config.recompile_limit = 8 * len(candidates)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
