@@ -163,9 +163,8 @@ def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: i
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
-    """Read a prompt up to its first prediction; a compiled model does it as if it were not, or it compiles every length."""
-    with torch.compiler.set_stance("force_eager"):
-        model(ids, past_key_values=cache, logits_to_keep=1)
+    """Read a prompt up to its first prediction."""
+    model(ids, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
@@ -173,7 +172,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
 def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
     """The prediction after all of `ids`, the last of which is decoded."""
     prefill(model, ids[:, :-1], cache)
-    token = ids[:, -1:].clone()  # a graph of a view serves views alone
+    token = ids[:, -1:].clone(memory_format=torch.contiguous_format)  # a graph of a view serves views alone
     return model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
 

@@ -12,10 +12,12 @@ import torch
 
 from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.ceilings import copy_bandwidth, read_bytes, weight_bytes
-from benchmarks.compiled import WARMUP, compile_decoding
+from benchmarks.compiled import compile_all
 from benchmarks.harness import count, interleaved_ms, write_results
 from lowrank import cli
 from lowrank.hf.cache import LowRankCache
+
+WARMUP = 2  # tokens
 
 
 def main(argv: list[str]) -> None:
@@ -27,21 +29,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=count, default=1, help="sequences, all of one text [default %(default)s]")
     parser.add_argument(
         "--compile", action="store_true",
-        help="compile all models' decoding alike, with torch.compile; takes minutes and the weights' bytes again for each",
+        help="compile all models' decoding alike (lowrank.hf.compiled), which takes up to a minute for each cache",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context)
-    warmup = 2
     if arguments.compile:
-        compile_decoding(found)
-        warmup = WARMUP
-    ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - warmup)
+        compile_all(found)
+    ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - WARMUP)
     ids = ids.expand(arguments.batch, -1)
     caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name], arguments.batch) for name, (model, _) in found.items()}
-    ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=warmup, mean=True)
+    ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=WARMUP, mean=True)
     bandwidth = copy_bandwidth(ids.device)
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
     read = {name: weight_bytes(model) + read_bytes(caches[name]) for name, (model, _) in found.items()}

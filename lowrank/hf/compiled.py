@@ -1,0 +1,69 @@
+"""A model whose decoded tokens run compiled, each as one graph, whatever cache they fill.
+
+A token's products with weights are bound by reading these, and a CPU's BLAS, made for many rows, reads them at a fraction of
+the memory's rate. Written as sums they become part of the loops inductor compiles, which read at all of it, from weights as
+they lie: nothing is packed or held twice.
+
+Shapes: K inputs and N outputs of a product.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
+from torch._inductor.inductor_prims import force_stride_order
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+
+def compile_decoding(model: PreTrainedModel) -> PreTrainedModel:
+    """Compile how the model decodes a token, in `generate()` and in plain calls, with any cache.
+
+    Only single tokens without gradients run compiled, once a text has begun; prompts, drafts of several tokens and training
+    run as before. A graph is compiled when a kind of cache is first used, in a minute or less, is kept with the model and
+    serves every length and later cache of its kind; it holds no weights of its own. Copies of the model and what pickle
+    loads are not compiled. Predictions differ by rounding.
+
+    Needs what `torch.compile` needs, on a CPU a C++ compiler. A token that cannot be one graph raises torch's own error,
+    which says where it breaks off.
+    """
+    model.compile(backend=_backend, fullgraph=True, dynamic=True)
+    model._compiled_call_impl = functools.partial(_call, model._call_impl, model._compiled_call_impl)
+    return model
+
+
+def _call(plain: Callable, compiled: Callable, *args: Any, **kwargs: Any) -> Any:
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    cache = kwargs.get("past_key_values")
+    is_decoded = tokens is not None and tokens.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0
+    return (compiled if is_decoded and not torch.is_grad_enabled() else plain)(*args, **kwargs)
+
+
+def _backend(graph: GraphModule, inputs: list[Tensor]) -> Callable:
+    """Inductor, on a graph whose products of one row are sums."""
+    for node in graph.graph.find_nodes(op="call_function", target=functional.linear):
+        if _is_one_row(node.args[0]):
+            node.target = _one_row
+    graph.recompile()
+    return lookup_backend("inductor")(graph, inputs)
+
+
+def _is_one_row(node: Node) -> bool:
+    rows = node.meta["example_value"]
+    return rows.device.type == "cpu" and all(size == 1 for size in rows.shape[:-1])
+
+
+def _one_row(row: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` of (…, K) → (…, N), all but the last 1, summed in fp32."""
+    # In memory once before the loop over N: what computes it would become part of that loop, and be done N times.
+    inputs_K = force_stride_order(row.reshape(-1), (1,))
+    outputs_N = (weight.float() * inputs_K.float()).sum(-1)
+    if bias is not None:
+        outputs_N = outputs_N + bias.float()
+    return outputs_N.to(row.dtype).reshape(*row.shape[:-1], -1)
