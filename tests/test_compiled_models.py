@@ -12,7 +12,8 @@ from methods import METHODS, tiny_model
 
 import dynakv
 from lowrank.errors import UserError
-from lowrank.hf import graph
+from lowrank.hf import compiled, graph
+from lowrank.hf.compiled import compile_decoding
 
 OPERATIONS = {operation: operation._opoverload for operation in (graph.cache_in_graph, graph.attend_in_graph)}
 STEPS = 4
@@ -113,8 +114,10 @@ def test_inductor_says_what_the_model_says(method, dynamic, ids):
     [{"padded": 7}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}],
     ids=lambda mode: next(iter(mode)),
 )
+@pytest.mark.parametrize("compile_model", [lambda model: model.compile(backend="eager"), compile_decoding], ids=["all", "decoding"])
 @both_methods
-def test_a_compiled_model_generates_the_same(method, mode, ids):
+def test_a_compiled_model_generates_the_same(method, compile_model, mode, ids, monkeypatch):
+    monkeypatch.setattr(compiled, "lookup_backend", lambda _name: torch._dynamo.lookup_backend("eager"))
     model, settings = (
         tiny_model(num_hidden_layers=2),
         {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **mode},
@@ -129,7 +132,7 @@ def test_a_compiled_model_generates_the_same(method, mode, ids):
         return model.generate(ids * mask, attention_mask=mask, past_key_values=make_cache(), **settings)
 
     expected = written()
-    model.compile(backend="eager")
+    compile_model(model)
     assert torch.equal(written(), expected)
 
 

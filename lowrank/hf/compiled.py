@@ -17,6 +17,7 @@ from torch._dynamo import lookup_backend
 from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import GraphModule, Node
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 
@@ -48,15 +49,18 @@ def _call(plain: Callable, compiled: Callable, *args: Any, **kwargs: Any) -> Any
 def _backend(graph: GraphModule, inputs: list[Tensor]) -> Callable:
     """Inductor, on a graph whose products of one row are sums."""
     for node in graph.graph.find_nodes(op="call_function", target=functional.linear):
-        if _is_one_row(node.args[0]):
+        if len(node.args) > 1 and _is_read_once(*node.args[:2]):
             node.target = _one_row
     graph.recompile()
     return lookup_backend("inductor")(graph, inputs)
 
 
-def _is_one_row(node: Node) -> bool:
-    rows = node.meta["example_value"]
-    return rows.device.type == "cpu" and all(size == 1 for size in rows.shape[:-1])
+def _is_read_once(rows: Node, weight: Node) -> bool:
+    """Whether a product reads its weight for one row, on a CPU; one kept in another form, quantised, is multiplied its own
+    way."""
+    rows, weight = rows.meta["example_value"], weight.meta["example_value"]
+    is_plain = weight.dtype.is_floating_point and not is_traceable_wrapper_subclass(weight)
+    return rows.device.type == "cpu" and is_plain and all(size == 1 for size in rows.shape[:-1])
 
 
 def _one_row(row: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

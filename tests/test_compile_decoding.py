@@ -1,0 +1,160 @@
+"""`compile_decoding`: which calls run compiled, what of them is rewritten, and that nothing said changes."""
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from families import FAMILIES
+from methods import METHODS, tiny_model
+from torch.nn import functional
+from transformers import DynamicCache, StaticCache
+
+from lowrank.hf import compiled
+from lowrank.hf.compiled import compile_decoding
+
+DYNAKV, OJAKV = (next(method for method in METHODS if method.name == name) for name in ("dynakv", "ojakv-pf"))
+both_methods = pytest.mark.parametrize("method", [DYNAKV, OJAKV], ids=lambda method: method.name)
+STEPS = 4
+
+
+class Graphs(list):
+    """The graphs that were handed to inductor, which run as they are instead."""
+
+    def targets(self):
+        return [node.target for graph in self for node in graph.graph.nodes]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    found = Graphs()
+
+    def run_as_it_is(graph, _inputs):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "lookup_backend", lambda _name: run_as_it_is)
+    return found
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (1, 24), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def decoded(model, ids, cache, steps=STEPS):
+    model(ids, past_key_values=cache)
+    token = torch.full((len(ids), 1), 5)
+    return torch.cat([model(token, past_key_values=cache).logits for _ in range(steps)], dim=1)
+
+
+@both_methods
+def test_only_decoded_tokens_run_compiled_and_one_graph_serves_them_all(method, ids, graphs):
+    model = tiny_model(num_hidden_layers=2)
+    make_cache = method.build(model, 0.5)
+    expected = decoded(model, ids, make_cache())
+    assert compile_decoding(model) is model
+    cache = make_cache()
+    with torch.no_grad():
+        model(ids)
+        model(ids[:, :1], past_key_values=make_cache())
+        model(ids, past_key_values=cache)
+        model(ids[:, :3], past_key_values=cache)
+    assert not graphs
+    assert torch.allclose(decoded(model, ids, make_cache()), expected, atol=1e-5)
+    assert len(graphs) == 1
+    decoded(model, ids[:, :9], make_cache(), steps=40)
+    assert len(graphs) == 1
+
+
+def test_a_token_given_by_name_or_as_an_embedding_is_decoded_too(ids, graphs):
+    model = tiny_model(num_hidden_layers=2)
+    cache = DynamicCache(config=model.config)
+    expected = decoded(model, ids, DynamicCache(config=model.config), steps=2)
+    compile_decoding(model)
+    token = torch.full((1, 1), 5)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        first = model(input_ids=token, past_key_values=cache).logits
+        second = model(inputs_embeds=model.get_input_embeddings()(token), past_key_values=cache).logits
+    assert len(graphs) == 2
+    assert torch.allclose(torch.cat([first, second], dim=1), expected, atol=1e-5)
+
+
+def test_training_runs_as_before(ids, graphs):
+    model = compile_decoding(tiny_model(num_hidden_layers=2))
+    model.train()
+    model(ids, labels=ids, past_key_values=DynamicCache(config=model.config)).loss.backward()
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+    assert not graphs
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_product_of_one_row_is_a_sum(family, ids, graphs):
+    model = family.model()
+    make_cache = DYNAKV.build(model, 0.5)
+    expected = decoded(model, ids, make_cache())
+    assert torch.allclose(decoded(compile_decoding(model), ids, make_cache()), expected, atol=1e-5)
+    targets = graphs.targets()
+    assert compiled._one_row in targets
+    assert functional.linear not in targets
+
+
+def test_products_of_several_rows_are_left_to_the_library(ids, graphs):
+    model = tiny_model(num_hidden_layers=2)
+    make_cache = DYNAKV.build(model, 0.5)
+    ids = torch.cat([ids, ids.flip(1)])
+    expected = decoded(model, ids, make_cache())
+    assert torch.equal(decoded(compile_decoding(model), ids, make_cache()), expected)
+    assert compiled._one_row not in graphs.targets()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_sum_is_the_product(shape, has_bias, dtype):
+    torch.manual_seed(0)
+    row, weight, bias = torch.randn(shape), torch.randn(7, 5), torch.randn(7) if has_bias else None
+    row, weight, bias = (None if each is None else each.to(dtype) for each in (row, weight, bias))
+    said = compiled._one_row(row, weight, bias)
+    expected = functional.linear(*(None if each is None else each.double() for each in (row, weight, bias)))
+    assert said.dtype == dtype and said.shape == expected.shape
+    torch.testing.assert_close(said.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_copies_are_not_compiled_and_speak_for_themselves(ids, graphs):
+    model = compile_decoding(tiny_model(num_hidden_layers=2))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.lm_head.weight.mul_(2)
+        said = decoded(twin, ids, DynamicCache(config=twin.config))
+        assert not graphs
+        assert not torch.equal(said, decoded(model, ids, DynamicCache(config=model.config)))
+        graphs.clear()
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inductor_decodes_with_every_cache(dtype, ids):
+    model = tiny_model(num_hidden_layers=2).to(dtype)
+    make_caches = [lambda: DynamicCache(config=model.config), lambda: StaticCache(config=model.config, max_cache_len=64)]
+    expected = [decoded(model, ids, make_cache()) for make_cache in make_caches]
+    learned = copy.deepcopy(model)
+    make_learned = DYNAKV.build(learned, 0.5)
+    expected_learned = decoded(learned, ids, make_learned())
+    compile_decoding(model)
+    said = [decoded(model, ids, make_cache()) for make_cache in make_caches]
+    said.append(decoded(compile_decoding(learned), ids, make_learned()))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for one, another in zip(said, [*expected, expected_learned], strict=True):
+        torch.testing.assert_close(one, another, atol=tolerance, rtol=0)
