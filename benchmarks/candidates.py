@@ -89,7 +89,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
         lay_out_by_columns(plain)
     found: Candidates = {
         DYNAMIC: (plain, lambda: DynamicCache(config=plain.config)),
-        PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=length)),
+        PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=max(length, CHECKED_TOKENS))),
     }
     shares = _shares(arguments)
     calibration = _calibration(plain, arguments, shares)

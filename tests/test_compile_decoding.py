@@ -128,7 +128,8 @@ def test_a_sum_is_the_product(shape, has_bias, dtype):
     row, weight, bias = (None if each is None else each.to(dtype) for each in (row, weight, bias))
     said = compiled._one_row(row, weight, bias)
     expected = functional.linear(*(None if each is None else each.double() for each in (row, weight, bias)))
-    assert said.dtype == dtype and said.shape == expected.shape
+    assert said.dtype == dtype
+    assert said.shape == expected.shape
     torch.testing.assert_close(said.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
@@ -147,7 +148,10 @@ def test_copies_are_not_compiled_and_speak_for_themselves(ids, graphs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor_decodes_with_every_cache(dtype, ids):
     model = tiny_model(num_hidden_layers=2).to(dtype)
-    make_caches = [lambda: DynamicCache(config=model.config), lambda: StaticCache(config=model.config, max_cache_len=64)]
+    make_caches = [
+        lambda: DynamicCache(config=model.config),
+        lambda: StaticCache(config=model.config, max_cache_len=64),
+    ]
     expected = [decoded(model, ids, make_cache()) for make_cache in make_caches]
     learned = copy.deepcopy(model)
     make_learned = DYNAKV.build(learned, 0.5)

@@ -123,10 +123,14 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         if self._graph_call is not None:
             (context, *call), self._graph_call = self._graph_call, None
             return cache_in_graph(self.number, context, key_states, value_states, *call), value_states
-        self._update(key_states, value_states)
+        update = self._update_outside if torch.compiler.is_compiling() else self._update
+        update(key_states, value_states)
         return key_states, value_states
 
     @torch.compiler.disable
+    def _update_outside(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._update(key_states, value_states)
+
     def _update(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self._armed:
             raise UserError(
