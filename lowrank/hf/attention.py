@@ -66,6 +66,11 @@ class AttentionContext(Numbered):
     def __post_init__(self) -> None:
         self.take_number()
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing sees or changes keys and values where there is no compressed cache."""
+        return self.observer is None and TRANSFORM not in self.module._modules
+
     def rope(self, embeddings: tuple[Tensor, Tensor] | None, position_BT: Tensor | None) -> Rope | None:
         """The rotation of a call's tokens; None for a family that has none."""
         if embeddings is None or self.apply_rotary is None:
@@ -167,23 +172,26 @@ def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     context: AttentionContext = getattr(module, CONTEXT)
     if not context.is_compressible:
         return
-    layer = _cache_layer(module, kwargs)
+    filled = _filled_layer(module, kwargs)
+    layer = filled if hasattr(filled, "arm") else None
     states = args[0] if args else kwargs.get("hidden_states")
-    if torch.compiler.is_compiling() and layer is not None and layer.is_initialized and states.shape[1] == 1:
-        # A decoded token. A prompt's attention may take anything, and to break off for it costs little.
+    # A prompt's attention may take anything, and to break off for it costs little.
+    is_decoded = filled is not None and filled.is_initialized and states.shape[1] == 1
+    if not (torch.compiler.is_compiling() and is_decoded):
+        _arm_outside(module, layer, kwargs)
+    elif layer is not None:
         cos, sin = kwargs.get("position_embeddings") or (None, None)
         layer.arm_in_graph(context.number, cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask"))
-    else:
-        _arm_outside(module, layer, kwargs)
+    elif not context.is_bare:
+        _arm_outside(module, None, kwargs)
 
 
-def _cache_layer(module: nn.Module, kwargs: dict) -> CacheLayer | None:
-    """The compressed layer that a module's call fills; None where it fills another cache's or none."""
+def _filled_layer(module: nn.Module, kwargs: dict) -> Any:
+    """The layer, of whatever cache, that a module's call fills; None where there is none yet."""
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
     # A DynamicCache made without a config has no layers before their first tokens come.
     layers = [] if cache is None else cache.layers
-    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
-    return layer if hasattr(layer, "arm") else None
+    return layers[module.layer_idx] if module.layer_idx < len(layers) else None
 
 
 @torch.compiler.disable
@@ -221,7 +229,9 @@ def adaptive_attention(
     if is_number(key):
         softcap = kwargs.get("softcap")
         return attend_in_graph(key, context.number, query, attention_mask, kwargs["scaling"], softcap), None
-    if not context.is_compressible:
+    # In a graph a decoded token's keys are more than itself where another cache has them.
+    is_another = torch.compiler.is_compiling() and context.is_bare and key.shape[2] > query.shape[2] == 1
+    if is_another or not context.is_compressible:
         return backend(context.previous)(module, query, key, value, attention_mask, **kwargs)
     return _attend_outside(context, query, key, value, attention_mask, **kwargs)
 

@@ -7,8 +7,7 @@ they lie: nothing is packed or held twice.
 Shapes: K inputs and N outputs of a product.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,24 +25,47 @@ def compile_decoding(model: PreTrainedModel) -> PreTrainedModel:
 
     Only single tokens without gradients run compiled, once a text has begun; prompts, drafts of several tokens and training
     run as before. A graph is compiled when a kind of cache is first used, in a minute or less, is kept with the model and
-    serves every length and later cache of its kind; it holds no weights of its own. Copies of the model and what pickle
-    loads are not compiled. Predictions differ by rounding.
+    serves every length and later cache of its kind; one sequence, several, and those with padding have a graph each. Graphs
+    hold no weights of their own. Copies of the model and what pickle loads are not compiled. Predictions differ by rounding.
 
     Needs what `torch.compile` needs, on a CPU a C++ compiler. A token that cannot be one graph raises torch's own error,
     which says where it breaks off.
     """
-    model.compile(backend=_backend, fullgraph=True, dynamic=True)
-    model._compiled_call_impl = functools.partial(_call, model._call_impl, model._compiled_call_impl)
+    model._compiled_call_impl = _Decoding(model._call_impl)
     return model
 
 
-def _call(plain: Callable, compiled: Callable, *args: Any, **kwargs: Any) -> Any:
-    tokens = args[0] if args else kwargs.get("input_ids")
-    if tokens is None:
-        tokens = kwargs.get("inputs_embeds")
-    cache = kwargs.get("past_key_values")
-    is_decoded = tokens is not None and tokens.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0
-    return (compiled if is_decoded and not torch.is_grad_enabled() else plain)(*args, **kwargs)
+class _Decoding:
+    """A model's call, `call`, whose single tokens run compiled."""
+
+    def __init__(self, call: Callable):
+        self.call = call
+        self.graphs: dict[Hashable, Callable] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        cache = kwargs.get("past_key_values")
+        is_decoded = tokens is not None and tokens.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0
+        if torch.is_grad_enabled() or not is_decoded:
+            return self.call(*args, **kwargs)
+        # Calls that differ in these never share a graph, and torch looks a call's up among at most eight.
+        kind = type(cache), frozenset(kwargs)
+        if kind not in self.graphs:
+            self.graphs[kind] = _compiled(self.call)
+        return self.graphs[kind](*args, **kwargs)
+
+
+def _compiled(call: Callable) -> Callable:
+    """A compiled call with graphs of its own."""
+
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    # Torch keeps graphs with the code they are made of, and no more than eight of it, of whichever model they are.
+    decode.__code__ = decode.__code__.replace()
+    return torch.compile(decode, backend=_backend, fullgraph=True, dynamic=True)
 
 
 def _backend(graph: GraphModule, inputs: list[Tensor]) -> Callable:

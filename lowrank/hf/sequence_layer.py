@@ -56,8 +56,17 @@ class SequenceLayer(CompressedLayer):
     def start(self) -> None:
         self.sequences = [self.new_sequence() for _ in range(self.batch_size)]
 
+    @property
+    def sequences(self) -> list[SequenceState]:
+        return self._sequences
+
+    @sequences.setter
+    def sequences(self, sequences: list[SequenceState]) -> None:
+        # The first by itself: a graph that found it in a list would serve just as many sequences as it has.
+        self._sequences, self._first = sequences, sequences[0] if sequences else None
+
     def get_seq_length(self) -> int:
-        return self.sequences[0].length if self.sequences else 0
+        return 0 if self._first is None else self._first.length
 
     def expect_prompt(self, length: int) -> None:
         # Drafts of an earlier `generate()` say nothing of this one, which records the past when it drafts.
