@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=count, default=1, help="sequences, all of one text [default %(default)s]")
     parser.add_argument(
         "--compile", action="store_true",
-        help="compile all models' decoding alike (lowrank.hf.compiled), which takes up to a minute for each cache",
+        help="compile all models' decoding alike (lowrank.hf.compile_decoding), which takes up to a minute for each cache",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
 

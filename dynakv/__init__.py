@@ -8,6 +8,7 @@ from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressor
 from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
 from dynakv.start import initialise_from_gradients, initialise_from_moments
+from lowrank.hf.compile_decoding import compile_decoding
 
 __all__ = [
     "INVERSES",
@@ -15,6 +16,7 @@ __all__ = [
     "DynaKVConfig",
     "add_compressors",
     "attach",
+    "compile_decoding",
     "compressors",
     "configure",
     "detach",

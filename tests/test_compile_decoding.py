@@ -8,14 +8,18 @@ import pytest
 import torch
 from families import FAMILIES
 from methods import METHODS, tiny_model
+from threads import threads_of
+from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
-from lowrank.hf import compiled
-from lowrank.hf.compiled import compile_decoding
+from lowrank.errors import UserError
+from lowrank.hf import compile_decoding as compiled
+from lowrank.hf.compile_decoding import compile_decoding
 
 DYNAKV, OJAKV = (next(method for method in METHODS if method.name == name) for name in ("dynakv", "ojakv-pf"))
 both_methods = pytest.mark.parametrize("method", [DYNAKV, OJAKV], ids=lambda method: method.name)
+needs_cxx = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
 STEPS = 4
 
 
@@ -140,6 +144,41 @@ def test_training_runs_as_before(ids, graphs):
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+def test_a_ninth_graph_of_a_kind_takes_the_place_of_eight(ids, graphs):
+    model = compile_decoding(tiny_model(num_hidden_layers=2))
+    for count in range(1, 11):
+        with threads_of(count):  # torch makes a graph for a number of threads
+            decoded(model, ids, DynamicCache(config=model.config))
+        assert len(graphs) == count
+
+
+@both_methods
+def test_under_autocast_a_compiled_token_has_the_dtype_of_any(method, ids, graphs):
+    model = tiny_model(num_hidden_layers=2)
+    make_cache = method.build(model, 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = decoded(model, ids, make_cache())
+        said = decoded(compile_decoding(model), ids, make_cache())
+    assert compiled._one_row in graphs.targets()
+    assert said.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(said, expected, atol=0.1, rtol=0)  # sums of fp32 weights, not of rounded ones
+
+
+def test_fp64_stays_with_the_library(ids, graphs):
+    model = tiny_model(num_hidden_layers=2).double()
+    expected = decoded(model, ids, DynamicCache(config=model.config))
+    said = decoded(compile_decoding(model), ids, DynamicCache(config=model.config))
+    torch.testing.assert_close(said, expected, atol=1e-12, rtol=0)
+
+
+def test_what_would_run_uncompiled_all_the_same_is_refused():
+    with pytest.raises(UserError, match="got a DataParallel; pass the model it wraps"):
+        compile_decoding(nn.DataParallel(tiny_model()))
+    settings = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
+    with pytest.raises(UserError, match="must be a decoder, got a T5ForConditionalGeneration"):
+        compile_decoding(T5ForConditionalGeneration(T5Config(**settings)))
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_product_of_one_row_is_a_sum(family, ids, graphs):
     model = family.model()
@@ -167,7 +206,7 @@ def test_a_sum_is_the_product(shape, has_bias, dtype):
     torch.manual_seed(0)
     row, weight, bias = torch.randn(shape), torch.randn(7, 5), torch.randn(7) if has_bias else None
     row, weight, bias = (None if each is None else each.to(dtype) for each in (row, weight, bias))
-    said = compiled._one_row(row, weight, bias)
+    said = compiled._one_row(row, weight, bias, dtype=dtype)
     expected = functional.linear(*(None if each is None else each.double() for each in (row, weight, bias)))
     assert said.dtype == dtype
     assert said.shape == expected.shape
@@ -185,7 +224,7 @@ def test_copies_are_not_compiled_and_speak_for_themselves(ids, graphs):
         graphs.clear()
 
 
-@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
+@needs_cxx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor_decodes_with_every_cache(dtype, ids):
     model = tiny_model(num_hidden_layers=2).to(dtype)
@@ -203,3 +242,14 @@ def test_inductor_decodes_with_every_cache(dtype, ids):
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     for one, another in zip(said, [*expected, expected_learned], strict=True):
         torch.testing.assert_close(one, another, atol=tolerance, rtol=0)
+
+
+@needs_cxx
+def test_graphs_hold_no_weights_even_where_inductor_would_freeze_them(ids):
+    model = compile_decoding(tiny_model(num_hidden_layers=2))
+    with torch._inductor.config.patch(freezing=True):
+        before = decoded(model, ids, DynamicCache(config=model.config))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        after = decoded(model, ids, DynamicCache(config=model.config))
+    torch.testing.assert_close(after, 2 * before, atol=1e-4, rtol=0)

@@ -12,8 +12,9 @@ from methods import METHODS, tiny_model
 
 import dynakv
 from lowrank.errors import UserError
-from lowrank.hf import compiled, graph
-from lowrank.hf.compiled import compile_decoding
+from lowrank.hf import compile_decoding as compiled
+from lowrank.hf import graph
+from lowrank.hf.compile_decoding import compile_decoding
 
 OPERATIONS = (graph.cache_in_graph, graph.attend_in_graph)
 STEPS = 4

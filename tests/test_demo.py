@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from threads import threads_of
 
 import dynakv
 from lowrank.hf.calibration import calibrate
@@ -15,10 +16,8 @@ pytestmark = pytest.mark.demo
 
 @pytest.fixture(scope="module", autouse=True)
 def all_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with threads_of(2):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -80,18 +80,23 @@ def warn_of_another(model: PreTrainedModel, made_on: str | None, what: str, reme
         )
 
 
-def geometry_of(model: PreTrainedModel) -> KVGeometry:
-    """The geometry of any stock decoder.
-
-    Raises:
-        UserError: the model wraps another, or has no layer that can be compressed.
-    """
+def check_model(model: PreTrainedModel) -> None:
+    """Raise :class:`UserError` where the model wraps another."""
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps: of peft "
             f"`model.get_base_model()` or, merged, `model.merge_and_unload()`, of a parallel one `model.module`; compile "
             f"with `model.compile()`, which wraps nothing"
         )
+
+
+def geometry_of(model: PreTrainedModel) -> KVGeometry:
+    """The geometry of any stock decoder.
+
+    Raises:
+        UserError: the model wraps another, or has no layer that can be compressed.
+    """
+    check_model(model)
     config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend:
         raise UserError(

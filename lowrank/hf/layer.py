@@ -123,6 +123,7 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         if self._graph_call is not None:
             (context, *call), self._graph_call = self._graph_call, None
             return cache_in_graph(self.number, context, key_states, value_states, *call), value_states
+        # Marked so only where it matters: the mark costs every call of an uncompiled model, too.
         update = self._update_outside if torch.compiler.is_compiling() else self._update
         update(key_states, value_states)
         return key_states, value_states

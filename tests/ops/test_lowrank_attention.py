@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rotations import rotation
+from threads import threads_of
 
 from lowrank.coefficients import Coefficients
 from lowrank.growing import GrowingTensor
@@ -108,12 +109,8 @@ def test_threads_share_low_rank_and_whole_tokens(joint):
     mask = torch.rand(2, 63, generator=generator) < 0.7
     mask[1] = False
     options = {"scaling": 0.25, "mask_QT": mask}
-    before = torch.get_num_threads()
-    torch.set_num_threads(5)
-    try:
+    with threads_of(5):
         actual = compiled.lowrank_attention(query, keys, values, **options)
-    finally:
-        torch.set_num_threads(before)
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 

@@ -1,11 +1,9 @@
 """Decode attention over ragged stores against the plain fp64 form."""
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from rotations import rotation
+from threads import threads_of
 
 from lowrank.errors import UserError
 from lowrank.ops import ragged_attention as whichever
@@ -44,16 +42,6 @@ def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **o
     tokens = RaggedTokens(keys, values, **options)
     [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, scaling=scaling, softcap=softcap)
     return output_QHD.transpose(0, 1)
-
-
-@contextlib.contextmanager
-def threads_of(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def operands(generator: torch.Generator, dtype: torch.dtype, quantisation: Quantisation | None = None):
