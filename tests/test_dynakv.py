@@ -269,11 +269,13 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     assert difference.mean() < 0.02 * whole.std()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("storage", ["model", "int8"])
 @pytest.mark.parametrize("rotary", [None, 16, 8])
 @torch.no_grad()
-def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
-    """A few tokens on a CPU take compiled code into the cache: from rotated keys and values, however they are laid out."""
+def test_compiled_encoding_is_that_of_the_modules(rotary, storage, dtype):
+    """A few tokens on a CPU take compiled code into the cache: from rotated keys and values, however they are laid out. In
+    bf16 every step of it is rounded, or ranks would be others than those of a prompt."""
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
@@ -282,17 +284,18 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
         side.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
         side.gate.input_scale.uniform_(0.5, 2, generator=generator)
-    key = torch.randn(2, 7, 4, 16, generator=generator).transpose(1, 2)
-    value = torch.randn(2, 4, 16, 7, generator=generator).transpose(2, 3)
+    key = torch.randn(2, 7, 4, 16, generator=generator).to(dtype).transpose(1, 2)
+    value = torch.randn(2, 4, 16, 7, generator=generator).to(dtype).transpose(2, 3)
     rope = None
     if rotary:
         angle = torch.randn(2, 7, rotary // 2, generator=generator).repeat(1, 1, 2)
         apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
-    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate())
+    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
     turned = None if rope is None else rope.turned_halves
-    assert encoder.encode(key, value.bfloat16(), turned) is None, "it would read beyond the values"
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    assert encoder.encode(key, value.to(other), turned) is None, "it would read beyond the values or half of them"
     assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), turned) is None, "more tokens than it serves"
     unrotated = key if rope is None else rope.unrotate(key)
     new = encoder.encode(key, value, turned)
@@ -300,12 +303,40 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, storage):
     sides = (codec.key, codec.value), (unrotated, value)
     for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
-        torch.testing.assert_close(coef, plain_coef, atol=1e-5, rtol=1e-5)
+        rounding = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(coef, plain_coef.float(), atol=rounding, rtol=rounding)
         assert rank.tolist() == plain_rank.tolist()
         assert rank.unique().numel() > 3
     store = RaggedStore(64, dtype=torch.float32, device=key.device)
     with pytest.raises(ValueError, match="shorter"):
         encoder.encode(key, value, turned, [(table_of(store), table_of(store), 0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=8), 0).eval()
+    generator = torch.Generator().manual_seed(0)
+    for side in (layer.key, layer.value):
+        side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
+    codec = layer.codec()
+    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
+    for _ in range(20):
+        stores = [RaggedStore(64, dtype=dtype, device=torch.device("cpu")) for _ in range(2)]
+        for store in stores:  # with room for one more at every rank
+            rows = torch.randn(512, 64, generator=generator)
+            store.append(rows, torch.arange(8, 72, 8).repeat(64), is_prompt=True)
+        states = torch.randn(2, 1, 4, 1, 16, generator=generator).to(dtype)
+        new = encoder.encode(*states, None, [(table_of(stores[0]), table_of(stores[1]), 512)])
+        assert new.left == 0
+        for store, coef_C, rank in zip(stores, new.coef_SBTC[:, 0, 0], new.rank_SBT.flatten().tolist(), strict=True):
+            store.count(1)
+            expected_C = coef_C.to(dtype)
+            expected_C[rank:] = 0
+            assert store.ranks()[-1] == rank
+            assert torch.equal(store.dense()[-1], expected_C)
 
 
 @torch.no_grad()

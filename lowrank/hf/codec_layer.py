@@ -34,7 +34,7 @@ class CodecLayer(CompressedLayer):
         self._encoder = None
         # Asked first: a gate takes its basis in fp32, which nothing else needs.
         if native.encodes(self.dtype, self.device):
-            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs))
+            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs), self.dtype)
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:
@@ -68,7 +68,7 @@ class CodecLayer(CompressedLayer):
         """New tokens' keys and their values as they are held."""
         new = self._encode_compiled(key_BGTD, value_BGTD, rope)
         if new is not None:
-            return tuple(zip(new.coef_SBTC, new.rank_SBT, strict=True))
+            return tuple(zip(new.coef_SBTC.to(self.dtype), new.rank_SBT, strict=True))
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))

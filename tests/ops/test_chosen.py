@@ -113,14 +113,15 @@ def test_the_encoder_says_what_it_is(said):
             granularity=1,
         )
 
-    assert not native.encodes(torch.bfloat16, CPU)
+    assert not native.encodes(torch.float16, CPU)
+    assert native.encodes(torch.bfloat16, CPU)
     assert native.encodes(torch.float32, CPU)
     for _ in range(2):  # layers
-        assert native.encoder_of(gate(32), gate(32)) is not None
-    assert native.encoder_of(gate(33), gate(33)) is None
-    assert native.encoder_of(None, None) is None
+        assert native.encoder_of(gate(32), gate(32), torch.float32) is not None
+    assert native.encoder_of(gate(33), gate(33), torch.float32) is None
+    assert native.encoder_of(None, None, torch.float32) is None
     assert said() == [
-        "encode: torch (bfloat16 on cpu), because compiled code writes fp32",
+        "encode: torch (float16 on cpu), because compiled code writes fp32 and bf16",
         "encode: compiled (float32 on cpu)",
         "encode: torch (float32 on cpu), because compiled code encodes widths that fill vector registers",
         "encode: torch (float32 on cpu), because compiled code encodes by a gate's weights",

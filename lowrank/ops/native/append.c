@@ -8,7 +8,11 @@ int append(struct store *store, const float *coef, int64_t rank, int64_t slot) {
     struct piece *piece = store->pieces, *end = piece + store->count;
     while (piece < end && piece->rank < rank) piece++;
     if (piece == end || piece->rank != rank || piece->count == piece->capacity) return 0;
-    memcpy(piece->rows + piece->count * piece->row_bytes, coef, rank * sizeof(float));
+    uint8_t *row = piece->rows + piece->count * piece->row_bytes;
+    if (store->kind == FLOAT32)
+        memcpy(row, coef, rank * sizeof(float));
+    else
+        for (int64_t r = 0; r < rank; r++) ((uint16_t *)row)[r] = to_bfloat16(coef[r]);
     switch (store->slot_bytes) {
     case 2: ((int16_t *)piece->slot)[piece->count] = slot; break;
     case 4: ((int32_t *)piece->slot)[piece->count] = slot; break;

@@ -19,7 +19,7 @@ struct gate {
 };
 
 struct states {
-    const float *start; /* (batch, heads, tokens, head_dim) */
+    const void *start; /* (batch, heads, tokens, head_dim) */
     int64_t batch_stride, head_stride, token_stride, dim_stride;
 };
 
@@ -40,6 +40,7 @@ struct encoding {
     int64_t *rank;              /* (2, batch, tokens), out */
     struct entrance *entrances; /* (batch); NULL: the tokens go nowhere */
     int64_t batch, tokens, heads, head_dim, threads;
+    int64_t kind; /* of the states, FLOAT32 or BFLOAT16, and what every step rounds to, as torch does: ranks hang on it */
 };
 
 /* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; width is a
@@ -57,6 +58,16 @@ static int64_t kept(float *logit, int64_t width, float threshold) {
     return width - below;
 }
 
+static inline float state_at(const struct encoding *task, const struct states *states, int64_t place) {
+    if (task->kind == FLOAT32) return ((const float *)states->start)[place];
+    return from_bfloat16(((const uint16_t *)states->start)[place]);
+}
+
+static void round_all(const struct encoding *task, int64_t count, float *values) {
+    if (task->kind == BFLOAT16)
+        for (int64_t i = 0; i < count; i++) values[i] = from_bfloat16(to_bfloat16(values[i]));
+}
+
 /* The states of all tokens, (batch, tokens, width), heads side by side and keys as they were before rotation. */
 static void gather(const struct encoding *task, int which, float *restrict out) {
     const struct states *states = task->states + which;
@@ -67,12 +78,12 @@ static void gather(const struct encoding *task, int which, float *restrict out) 
             const float *cos = rotated ? task->cos + b * task->rope_stride + t * task->rotary : NULL;
             const float *sin = rotated ? task->sin + b * task->rope_stride + t * task->rotary : NULL;
             for (int64_t g = 0; g < task->heads; g++, out += task->head_dim) {
-                const float *state = states->start + b * states->batch_stride + g * states->head_stride + t * states->token_stride;
-                for (int64_t d = 0; d < task->head_dim; d++) out[d] = state[d * step];
+                const int64_t state = b * states->batch_stride + g * states->head_stride + t * states->token_stride;
+                for (int64_t d = 0; d < task->head_dim; d++) out[d] = state_at(task, states, state + d * step);
                 for (int64_t f = 0; rotated && f < half; f++) {
                     /* out turned by (cos, sin) is state; some rotary kinds scale both, so that the squares do not add up to 1 */
                     const float c1 = cos[f], s1 = sin[f], c2 = cos[f + half], s2 = sin[f + half], scale = 1 / (c1 * c2 + s1 * s2);
-                    const float first = state[f * step], second = state[(f + half) * step];
+                    const float first = out[f], second = out[f + half];
                     out[f] = (first * c2 + second * s1) * scale;
                     out[f + half] = (second * c1 - first * s2) * scale;
                 }
@@ -97,13 +108,18 @@ static int64_t encode_side(const struct encoding *task, int which, float *scratc
     int64_t *ranks = task->rank + which * tokens, left = 0;
     float *coef = task->coef + which * tokens * width, *logit = scratch, *state = logit + tokens * width, *scaled = state;
     gather(task, which, state);
+    round_all(task, tokens * width, state);
     memset(coef, 0, tokens * width * sizeof(float));
     multiply(tokens, width, state, gate->basis, coef);
-    for (int64_t t = 0; t < tokens; t++) {
-        memcpy(logit + t * width, gate->bias, width * sizeof(float));
+    round_all(task, tokens * width, coef);
+    for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < width; i++) scaled[t * width + i] = coef[t * width + i] * gate->scale[i];
-    }
+    memset(logit, 0, tokens * width * sizeof(float));
     multiply(tokens, width, scaled, gate->weight, logit);
+    round_all(task, tokens * width, logit);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < width; i++) logit[t * width + i] += gate->bias[i];
+    round_all(task, tokens * width, logit);
     for (int64_t t = 0; t < tokens; t++) {
         int64_t rank = kept(logit + t * width, width, gate->threshold);
         rank = (rank + granularity / 2) / granularity * granularity;

@@ -15,13 +15,13 @@ from lowrank.codec import TokenGate
 from lowrank.ops.chosen import log_choice
 from lowrank.ops.native.library import ABSENT, lanes, library
 from lowrank.ops.native.plain import CPU, plain
-from lowrank.ops.native.table import NOTHING, Table
+from lowrank.ops.native.table import KINDS, NOTHING, Table
 
 # More tokens than this are a prompt, which torch's own products serve better.
 MAX_TOKENS = 16
 
 # The members of `struct encoding` in encode.c, in their order: a side's gate, the keys' rotation, and what a call adds.
-_GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("18q")
+_GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("19q")
 _UNTURNED = _TURNED.pack(0, 0, 0, 0)
 _ENTRANCE = 5  # members of `struct entrance`
 
@@ -86,11 +86,12 @@ class Encoder:
 
     Args:
         key, value: the gates of keys and of values, of one width.
+        dtype: of states, fp32 or bf16; in bf16 every step is rounded to it, as it is where torch computes.
     """
 
-    def __init__(self, key: TokenGate, value: TokenGate):
-        self._gates = key, value
-        self._sides = [_weights(gate) for gate in self._gates]  # kept alive: addresses in them follow
+    def __init__(self, key: TokenGate, value: TokenGate, dtype: torch.dtype):
+        self._gates, self._dtype = (key, value), dtype
+        self._sides = [_weights(gate, dtype) for gate in self._gates]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
         self._packed = b"".join(
             _GATE.pack(
@@ -100,7 +101,7 @@ class Encoder:
         )
 
     def __reduce__(self) -> tuple:
-        return _made_again, self._gates
+        return _made_again, (*self._gates, self._dtype)
 
     def encode(
         self,
@@ -119,10 +120,10 @@ class Encoder:
 
         Returns:
             what the tokens have become, which the thread's next call, of whatever layer, writes over; None, and nothing is
-            done, unless these are few tokens, in fp32 on a CPU.
+            done, unless these are few tokens, in the encoder's dtype and on a CPU.
         """
         batch, groups, tokens, head_dim = key_BGTD.shape
-        if batch * tokens > MAX_TOKENS or not (_is_read(key_BGTD) and _is_read(value_BGTD)):
+        if batch * tokens > MAX_TOKENS or not (self._reads(key_BGTD) and self._reads(value_BGTD)):
             return None
         new = _last.new
         if new is None or new.shape != (batch, tokens, self._width):
@@ -142,11 +143,15 @@ class Encoder:
             groups,
             head_dim,
             torch.get_num_threads(),
+            KINDS[self._dtype],
         )
         new.left = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
         if new.left < 0:
             raise MemoryError("no memory for the scratch space of compiled encoding")
         return new
+
+    def _reads(self, states: Tensor) -> bool:
+        return states.dtype == self._dtype and states.is_cpu
 
 
 def encodes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -154,8 +159,8 @@ def encodes(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     because = None
-    if dtype != torch.float32:
-        because = "compiled code writes fp32"
+    if dtype not in KINDS:
+        because = "compiled code writes fp32 and bf16"
     elif library() is None:
         because = ABSENT
     if because is not None:
@@ -163,29 +168,29 @@ def encodes(dtype: torch.dtype, device: torch.device) -> bool:
     return because is None
 
 
-def encoder_of(key: TokenGate | None, value: TokenGate | None) -> Encoder | None:
-    """An encoder by these gates, where :func:`encodes`; None where there are no gates, or they do not fill whole vector
-    registers."""
+def encoder_of(key: TokenGate | None, value: TokenGate | None, dtype: torch.dtype) -> Encoder | None:
+    """An encoder by these gates of states in `dtype`, where :func:`encodes`; None where there are no gates, or they do not
+    fill whole vector registers."""
     because = None
     if key is None or value is None:
         because = "compiled code encodes by a gate's weights"
     elif key.basis_CC.shape[0] % lanes():
         because = "compiled code encodes widths that fill vector registers"
-    log_choice("encode", "torch" if because else "compiled", torch.float32, CPU, because)
-    return None if because else Encoder(key, value)
+    log_choice("encode", "torch" if because else "compiled", dtype, CPU, because)
+    return None if because else Encoder(key, value, dtype)
 
 
-def _made_again(key: TokenGate, value: TokenGate) -> Encoder | None:
+def _made_again(key: TokenGate, value: TokenGate, dtype: torch.dtype) -> Encoder | None:
     """A copy, by the compiled code that there is where it is made."""
-    return encoder_of(key, value) if encodes(torch.float32, CPU) else None
+    return encoder_of(key, value, dtype) if encodes(dtype, CPU) else None
 
 
-def _is_read(states: Tensor) -> bool:
-    """Whether compiled code reads such states."""
-    return states.dtype == torch.float32 and states.is_cpu
-
-
-def _weights(gate: TokenGate) -> list[Tensor | None]:
-    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), and what coefficients are divided by; fp32 ones uncopied."""
-    tensors = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C, gate.spread_C
-    return [None if tensor is None else plain(tensor.detach()) for tensor in tensors]
+def _weights(gate: TokenGate, dtype: torch.dtype) -> list[Tensor | None]:
+    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), and what coefficients are divided by, as they are in `dtype`; fp32
+    ones uncopied."""
+    basis_CC, scale_C, weight_CC, bias_C = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C
+    if dtype != torch.float32:  # what torch rounds is the product of s and W
+        weight_CC = (scale_C[:, None] * weight_CC).to(dtype)
+        scale_C = torch.ones_like(scale_C)
+    tensors = basis_CC, scale_C, weight_CC, bias_C, gate.spread_C
+    return [None if tensor is None else plain(tensor.detach().to(dtype)) for tensor in tensors]

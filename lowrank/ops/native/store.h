@@ -29,6 +29,13 @@ static inline float from_bfloat16(uint16_t bits) {
     return u.value;
 }
 
+/* The nearest, of two as near the even one, as torch rounds. */
+static inline uint16_t to_bfloat16(float value) {
+    union { float value; uint32_t bits; } u = {value};
+    if (value != value) return 0x7fc0;
+    return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
+}
+
 static inline int64_t slot_of(const struct store *store, const struct piece *piece, int64_t token) {
     if (!piece->slot) return token;
     switch (store->slot_bytes) {
@@ -39,7 +46,7 @@ static inline int64_t slot_of(const struct store *store, const struct piece *pie
 }
 
 /* Writes one row behind those of its rank and its slot beside it; returns 1, or 0 where no piece of that rank has room or the
- * slot is more than can be written. The pieces are in order of rank, have slots and one part and hold floats. */
+ * slot is more than can be written. The pieces are in order of rank, have slots and one part and hold floats or bfloat16. */
 int append(struct store *store, const float *coef, int64_t rank, int64_t slot);
 
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
