@@ -177,13 +177,12 @@ def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
     states = args[0] if args else kwargs.get("hidden_states")
     # A prompt's attention may take anything, and to break off for it costs little.
     is_decoded = filled is not None and filled.is_initialized and states.shape[1] == 1
-    if not (torch.compiler.is_compiling() and is_decoded):
-        _arm_outside(module, layer, kwargs)
-    elif layer is not None:
+    in_graph = torch.compiler.is_compiling() and is_decoded
+    if in_graph and layer is not None:
         cos, sin = kwargs.get("position_embeddings") or (None, None)
         layer.arm_in_graph(context.number, cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask"))
-    elif not context.is_bare:
-        _arm_outside(module, None, kwargs)
+    elif not (in_graph and context.is_bare):
+        _arm_outside(module, layer, kwargs)
 
 
 def _filled_layer(module: nn.Module, kwargs: dict) -> Any:
