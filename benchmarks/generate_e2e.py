@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
 
     found = candidates(arguments, arguments.context)
     if arguments.compile:
-        compile_all(found, arguments)
+        compile_all(found)
     ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - WARMUP)
     ids = ids.expand(arguments.batch, -1)
     caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
