@@ -24,7 +24,7 @@ test-all: $(INSTALLED) ## run the slow tests, too
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
-	$(BIN)/python -m pytest tests/ops/kernels
+	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
 
 lint: $(INSTALLED) ## check style
 	$(BIN)/ruff check .

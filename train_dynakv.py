@@ -8,8 +8,8 @@ Every key of the YAML file can be given on the command line as ``--section.key v
 
 from accelerate import PartialState
 
-from lowrank import cli
-from lowrank.config import parse_config
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import parse_config
 from training.config import TrainConfig
 from training.loop import train
 

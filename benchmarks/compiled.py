@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from benchmarks.candidates import CHECKED_TOKENS, Candidate, Candidates, decoded
+from benchmarks.caches import CHECKED_TOKENS, Candidate, Candidates, decoded
 from benchmarks.harness import check_close
-from benchmarks.made_up import random_ids
-from lowrank.hf.compile_decoding import compile_decoding
+from benchmarks.random_models import random_ids
+from lowrank_kv.hf.compile_decoding import compile_decoding
 
 
 def compile_all(candidates: Candidates) -> None:

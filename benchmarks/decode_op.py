@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.ceilings import copy_bandwidth
 from benchmarks.decode_shapes import Shape, Step, concatenated, flash, one_rank, preallocated, ragged
 from benchmarks.harness import count, forget_tuning, interleaved_ms, use_device, write_results
-from lowrank import cli
-from lowrank.config import require
-from lowrank.hf.loading import DTYPES
+from benchmarks.roofline import copy_bandwidth
+from lowrank_kv.hf.loading import DTYPES
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import require
 from training.throughput import matmul_flops
 
 ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -12,21 +12,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowrank.coefficients import Coefficients
-from lowrank.growing import GrowingTensor
-from lowrank.ops.decoders import Decoders
-from lowrank.ops.joint_attention.reference import joint_attention as joint_reference
-from lowrank.ops.latent_attention.operands import LatentRows
-from lowrank.ops.latent_attention.reference import latent_attention as latent_reference
-from lowrank.ops.lowrank_attention import Operands, lowrank_attention
-from lowrank.ops.paged_attention.reference import paged_attention as paged_reference
-from lowrank.ops.ragged_attention import RaggedTokens, ragged_attention
-from lowrank.ops.ragged_attention.reference import ragged_attention as ragged_reference
-from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.rotation import Rotation
-from lowrank.paged import PagedStore
-from lowrank.pages import PagePool
-from lowrank.ragged import RaggedStore
+from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as joint_reference
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention as latent_reference
+from lowrank_kv.ops.paged_attention.reference import paged_attention as paged_reference
+from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
+from lowrank_kv.ops.ragged_attention.reference import ragged_attention as ragged_reference
+from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.page_pool import PagePool
+from lowrank_kv.stores.paged import PagedStore
+from lowrank_kv.stores.ragged import RaggedStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +146,8 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
         return (joint_reference if is_joint else latent_reference)(query.double(), *rows, length, **options)
 
     if shape.has_kernels:
-        from lowrank.ops.joint_attention.triton import joint_attention
-        from lowrank.ops.latent_attention.triton import latent_attention
+        from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
+        from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention
 
         def attend() -> Tensor:
             return (joint_attention if is_joint else latent_attention)(query, *rows, length, **options)
@@ -179,7 +179,7 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
     ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
     options = {"scaling": shape.scaling}
     if shape.has_kernels:
-        from lowrank.ops.paged_attention.triton import paged_attention
+        from lowrank_kv.ops.paged_attention.triton import paged_attention
 
         tokens, granules = 64, shape.width // granule  # as a paged cache has them
         # Each rank's last tile may be all but empty.

@@ -10,12 +10,12 @@ that do not fit beside the two uncompressed ones.
 
 import torch
 
-from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
-from benchmarks.ceilings import copy_bandwidth, read_bytes, weight_bytes
+from benchmarks.caches import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.compiled import compile_all
 from benchmarks.harness import count, interleaved_ms, write_results
-from lowrank import cli
-from lowrank.hf.cache import LowRankCache
+from benchmarks.roofline import copy_bandwidth, read_bytes, weight_bytes
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.utils import cli
 
 WARMUP = 2  # tokens
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=count, default=1, help="sequences, all of one text [default %(default)s]")
     parser.add_argument(
         "--compile", action="store_true",
-        help="compile all models' decoding alike (lowrank.hf.compile_decoding), which takes up to a minute for each cache",
+        help="compile all models' decoding alike (hf.compile_decoding), which takes up to a minute for each cache",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
 

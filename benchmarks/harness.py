@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from lowrank.atomic import write_text
-from lowrank.hf.loading import device_of
-from lowrank.paths import name_of
+from lowrank_kv.hf.loading import device_of
+from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.paths import name_of
 
 
 def count(text: str) -> int:
@@ -63,7 +63,7 @@ def use_device(name: str) -> torch.device:
 def forget_tuning(device: torch.device) -> None:
     """Let GPU kernels be tuned anew, for what is timed next and not for what was checked before."""
     if device.type == "cuda":
-        from lowrank.ops import triton_launch  # only here: a CPU needs no Triton
+        from lowrank_kv.ops.triton import launch as triton_launch  # only here: a CPU needs no Triton
 
         triton_launch.forget_tuning()
 

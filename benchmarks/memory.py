@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from benchmarks.allocations import allocations
-from benchmarks.candidates import PAGED, PREALLOCATED, Candidate, argument_parser, candidates, context_ids, prefill
-from benchmarks.ceilings import cache_bytes
+from benchmarks.caches import PAGED, PREALLOCATED, Candidate, argument_parser, candidates, context_ids, prefill
 from benchmarks.harness import count, write_results
-from lowrank import cli
-from lowrank.hf.cache import LowRankCache
+from benchmarks.peak_memory import allocations
+from benchmarks.roofline import cache_bytes
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.utils import cli
 
 TOKEN = 11
 

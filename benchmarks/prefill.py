@@ -8,10 +8,10 @@ forward pass would take of that time. Before timing, every compressed cache is c
 
 import torch
 
-from benchmarks.candidates import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
-from benchmarks.ceilings import prompt_flops
+from benchmarks.caches import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
 from benchmarks.harness import count, interleaved_ms, write_results
-from lowrank import cli
+from benchmarks.roofline import prompt_flops
+from lowrank_kv.utils import cli
 from training.throughput import matmul_flops
 
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 import dynakv
 from benchmarks.harness import count, interleaved_ms, use_device, write_results
 from dynakv.objective import objective, retain_rates
-from lowrank import cli
-from lowrank.hf.calibration import calibrate
-from lowrank.hf.loading import DTYPES, check_length, load_model
+from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.hf.loading import DTYPES, check_length, load_model
+from lowrank_kv.utils import cli
 from training.throughput import matmul_flops, model_flops
 
 

@@ -7,8 +7,8 @@ from dynakv.attach import add_compressors, configure, detach, open_gates, use_ra
 from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
 from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
 from dynakv.config import INVERSES, DynaKVConfig
-from dynakv.start import initialise_from_gradients, initialise_from_moments
-from lowrank.hf.compile_decoding import compile_decoding
+from dynakv.initialization import initialise_from_gradients, initialise_from_moments
+from lowrank_kv.hf.compile_decoding import compile_decoding
 
 __all__ = [
     "INVERSES",

@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 from dynakv.cache import DynaKVCache, compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
-from lowrank.allocation import check_rank
-from lowrank.config import to_dict
-from lowrank.errors import UserError
-from lowrank.hf import full_checkpoint
-from lowrank.hf.attention import TRANSFORM, restore
-from lowrank.hf.geometry import attention_modules, geometry_of
-from lowrank.hf.serving import serve_compressed, stop_serving
+from lowrank_kv.bases.rank_allocation import check_rank
+from lowrank_kv.hf import full_checkpoint
+from lowrank_kv.hf.attention import TRANSFORM, restore
+from lowrank_kv.hf.default_cache import serve_compressed, stop_serving
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.errors import UserError
 
 
 def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedModel:

@@ -3,11 +3,11 @@
 from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor, TokenCompressor
-from lowrank.errors import UserError
-from lowrank.hf.attention import TRANSFORM, has_compressors
-from lowrank.hf.cache import LowRankCache
-from lowrank.hf.geometry import attention_modules
-from lowrank.hf.ragged_layer import RaggedLayer
+from lowrank_kv.hf.attention import TRANSFORM, has_compressors
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
+from lowrank_kv.hf.geometry import attention_modules
+from lowrank_kv.utils.errors import UserError
 
 
 def is_attached(model: PreTrainedModel) -> bool:

@@ -1,7 +1,7 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
 A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer) and `config.json`, which says what
-model shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank.hf.full_checkpoint`).
+model shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
-from lowrank.atomic import new_directory
-from lowrank.config import build, check_entries, to_dict
-from lowrank.errors import UserError
-from lowrank.hf import full_checkpoint
-from lowrank.hf.attention import TRANSFORM
-from lowrank.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.hf import full_checkpoint
+from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.config import build, check_entries, to_dict
+from lowrank_kv.utils.errors import UserError
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from dynakv.config import DynaKVConfig
+from dynakv.fused_reconstruction import Truncation, gated_reconstruction
 from dynakv.gate import Gate, soft_mask
-from dynakv.gated import Truncation, gated_reconstruction
-from dynakv.nested import NestedRank
+from dynakv.nested_rank import NestedRank
 from dynakv.projection import Projection
-from lowrank.basis import Basis
-from lowrank.codec import LayerCodec, TokenGate, prefix_mask
-from lowrank.hf.layer import join_heads, split_heads
-from lowrank.hf.rope import Rope
-from lowrank.ranks import hard_rank
-from lowrank.weighted_basis import WeightedBasis
+from lowrank_kv.bases.hard_rank import hard_rank
+from lowrank_kv.bases.loss_weighted import WeightedBasis
+from lowrank_kv.bases.pca import Basis
+from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
+from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.hf.rope import Rope
 
 
 @dataclasses.dataclass

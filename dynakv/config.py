@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lowrank.config import build, configuration, option, require, section, to_dict
-from lowrank.errors import UserError
-from lowrank.eviction import Eviction
-from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.stores.quantization import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.utils.config import build, configuration, option, require, section, to_dict
+from lowrank_kv.utils.errors import UserError
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 GAPS = ("hard", "soft_prefix", "straight_through")

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, C joint width.
 import torch
 from torch import Tensor, nn
 
-from lowrank.ranks import hard_rank
+from lowrank_kv.bases.hard_rank import hard_rank
 
 
 class Gate(nn.Module):
@@ -81,7 +81,7 @@ class Gate(nn.Module):
         return cumulative(coef_BTC @ weight_CC + bias_C)
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """How many coefficients of each token are kept, (B, T) int64 (see :func:`lowrank.ranks.hard_rank`)."""
+        """How many coefficients of each token are kept, (B, T) int64 (see :func:`lowrank_kv.bases.hard_rank.hard_rank`)."""
         return hard_rank(self(coef_BTC), threshold, granularity)
 
 

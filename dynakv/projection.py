@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lowrank.errors import UserError
+from lowrank_kv.utils.errors import UserError
 
 # Past this condition number, rounding U⁻¹ to bf16 costs more than the truncation saves.
 MAX_CONDITION = 1e4

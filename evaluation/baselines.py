@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
-from lowrank.errors import UserError
+from lowrank_kv.utils.errors import UserError
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 # name → (backend, bits, axis of the groups, package)

@@ -15,13 +15,13 @@ import dynakv
 from dynakv.checkpoint import read_config
 from evaluation.baselines import BASELINES, SNAPKV, quantised_maker, snapkv_maker
 from evaluation.perplexity import Score, full_cache, score
-from lowrank.atomic import write_bytes, write_text
-from lowrank.config import configuration, option, require, section
-from lowrank.errors import UserError
-from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank.paths import name_of
-from lowrank.quantise import STORAGES
-from lowrank.text import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.quantization import STORAGES
+from lowrank_kv.utils.atomic_write import write_bytes, write_text
+from lowrank_kv.utils.config import configuration, option, require, section
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.text_data import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
 

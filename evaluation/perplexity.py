@@ -14,11 +14,11 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from evaluation.baselines import quantised_tensors
-from lowrank.config import require
-from lowrank.hf.cache import LowRankCache
-from lowrank.hf.geometry import geometry_of
-from lowrank.hf.layer import MAX_DECODE_QUERIES
-from lowrank.hf.loading import check_length
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.loading import check_length
+from lowrank_kv.utils.config import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

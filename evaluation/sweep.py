@@ -21,12 +21,12 @@ import dynakv
 from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
 from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
 from evaluation.perplexity import full_cache, score
-from lowrank.atomic import write_text
-from lowrank.config import configuration, option, read_yaml, require, section
-from lowrank.errors import UserError
-from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
-from lowrank.paths import expand, name_of
-from lowrank.text import CalibrationText
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
+from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.config import configuration, option, read_yaml, require, section
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import expand, name_of
+from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 BASES, POINTS = "bases", "points"

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowrank.errors import UserError
-from lowrank.hf.backends import Backend
-from lowrank.hf.cache import LowRankCache
-from lowrank.hf.calibration_store import Calibration
-from lowrank.hf.geometry import geometry_of
-from lowrank.hf.layer import MAX_DECODE_QUERIES
-from lowrank.hf.rope import Rope
-from lowrank.hf.sequence_layer import SequenceLayer, mask_of_row
-from lowrank.ops.lowrank_attention import lowrank_attention
-from lowrank.ops.rotation import Rotate, Rotation
-from lowrank.ops.sequences import join_sequences
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.rope import Rope
+from lowrank_kv.ops.lowrank_attention import lowrank_attention
+from lowrank_kv.ops.rotation import Rotate, Rotation
+from lowrank_kv.ops.sequences import join_sequences
+from lowrank_kv.utils.errors import UserError
+from ojakv.basis_plan import Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig
-from ojakv.plan import Plan, eviction_parts, make_plan
 from ojakv.sequence import OnlineSequence, columns_of
 
 

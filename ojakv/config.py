@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from lowrank.basis import LAYOUTS, ROPE_SIDES
-from lowrank.config import build, configuration, nearest, option, read_yaml, require, section
-from lowrank.errors import UserError
-from lowrank.eviction import Eviction
-from lowrank.quantise import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.bases.pca import LAYOUTS, ROPE_SIDES
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.stores.quantization import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require, section
+from lowrank_kv.utils.errors import UserError
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")

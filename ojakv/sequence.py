@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowrank.eviction import Eviction, best_of, fixed_by
-from lowrank.growing import GrowingTensor
-from lowrank.hf.layer import MAX_DECODE_QUERIES
-from lowrank.memory import BUFFERS, POSITIONS
-from lowrank.ops.rotation import Places, Rotate, Rotation
+from lowrank_kv.eviction import Eviction, best_of, fixed_by
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.ops.rotation import Places, Rotate, Rotation
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.memory_report import BUFFERS, POSITIONS
+from ojakv.basis_plan import SideBasis
 from ojakv.config import OjaKVConfig
-from ojakv.plan import SideBasis
+from ojakv.online_store import OnlineSide
 from ojakv.retention import Prompt, worst
-from ojakv.side import OnlineSide
 
 
 class OnlineSequence:

@@ -9,13 +9,13 @@ also those of the loss's gradients, which training can start from.
 
 import dataclasses
 
-from lowrank import cli
-from lowrank.atomic import check_replaceable
-from lowrank.config import option, parse_config
-from lowrank.hf.calibration_store import MOMENTS, Calibration
-from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank.paths import name_of
-from lowrank.text import CalibrationText
+from lowrank_kv.calibration.calibration import MOMENTS, Calibration
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.atomic_write import check_replaceable
+from lowrank_kv.utils.config import option, parse_config
+from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.text_data import CalibrationText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

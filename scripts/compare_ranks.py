@@ -7,8 +7,8 @@ table.
 """
 
 from evaluation.compare import CompareConfig, compare, markdown, write_comparison
-from lowrank import cli
-from lowrank.config import parse_config
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import parse_config
 
 
 def main(argv: list[str]) -> None:

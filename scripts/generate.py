@@ -13,10 +13,10 @@ from transformers import TextStreamer
 
 import dynakv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
-from lowrank import cli
-from lowrank.errors import UserError
-from lowrank.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank.quantise import STORAGES
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.quantization import STORAGES
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.errors import UserError
 
 
 def main(argv: list[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from evaluation.compare import markdown
 from evaluation.sweep import SweepConfig, sweep
-from lowrank import cli
-from lowrank.config import parse_config
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import parse_config
 
 TRAIN = Path(__file__).parent.parent / "train_dynakv.py"
 

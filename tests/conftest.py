@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowrank import paths
+from lowrank_kv.utils import paths
 
 ROOT = Path(__file__).parent.parent
 

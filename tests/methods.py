@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
-from lowrank.hf.calibration import KEY, VALUE, calibrate
+from lowrank_kv.calibration.activation_moments import KEY, VALUE, calibrate
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 MakeCache = Callable[[], Cache]

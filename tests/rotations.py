@@ -2,8 +2,8 @@
 
 import torch
 
-from lowrank.ops.rotary_table import RotaryTable
-from lowrank.ops.rotation import Rotation
+from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import Rotation
 
 
 def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: int | None = None, pairs: bool = True):

@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A package may import those to its left in any of its rows, and itself.
 ALLOWED = {
-    "lowrank": set(),
-    "dynakv": {"lowrank"},
-    "ojakv": {"lowrank"},
-    "training": {"lowrank", "dynakv", "ojakv"},
-    "evaluation": {"lowrank", "dynakv", "ojakv"},
-    "benchmarks": {"lowrank", "dynakv", "ojakv", "training", "evaluation"},
+    "lowrank_kv": set(),
+    "dynakv": {"lowrank_kv"},
+    "ojakv": {"lowrank_kv"},
+    "training": {"lowrank_kv", "dynakv", "ojakv"},
+    "evaluation": {"lowrank_kv", "dynakv", "ojakv"},
+    "benchmarks": {"lowrank_kv", "dynakv", "ojakv", "training", "evaluation"},
 }
 
 
@@ -41,7 +41,7 @@ def test_only_lowrank_hf_reaches_into_transformers():
     public = {"transformers"}
     for package in ALLOWED:
         for path in (ROOT / package).rglob("*.py"):
-            if (ROOT / "lowrank/hf") not in path.parents:
+            if (ROOT / "lowrank_kv/hf") not in path.parents:
                 found = {name for name in imported(path) if name.split(".")[0] == "transformers"}
                 assert found <= public, f"{path.relative_to(ROOT)} imports {found}"
 
@@ -70,7 +70,7 @@ def snapshot():
                     found.update({(m.__name__, name, k): id(v) for k, v in vars(value).items() if callable(v)})
     return found
 before = snapshot()
-import lowrank, dynakv, ojakv, training.loop, evaluation.compare
+import lowrank_kv, dynakv, ojakv, training.loop, evaluation.compare
 after = snapshot()
 changed = [key for key in before if after.get(key) != before[key]]
 assert not changed, changed

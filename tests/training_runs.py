@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lowrank.config import build
+from lowrank_kv.utils.config import build
 from training.config import TrainConfig
 from training.loop import train
 

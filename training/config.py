@@ -1,7 +1,7 @@
 """Every key of a training run. `train_dynakv.py --help` prints this."""
 
 from dynakv.config import GRADIENT, STARTS, DynaKVConfig
-from lowrank.config import configuration, option, require, section, within
+from lowrank_kv.utils.config import configuration, option, require, section, within
 
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowrank.errors import UserError
-from lowrank.text import Documents, tokens_of
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.text_data import Documents, tokens_of
 
 
 @dataclasses.dataclass

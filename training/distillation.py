@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowrank.hf.attention import TRANSFORM
-from lowrank.hf.geometry import attention_modules
-from lowrank.hf.mode import evaluating
+from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.geometry import attention_modules
+from lowrank_kv.utils.eval_mode import evaluating
 
 _TOKENS = 128  # rows of the vocabulary's width that are looked at together
 

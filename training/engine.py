@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor
-from lowrank.errors import UserError
-from lowrank.hf.loading import shard_while_loading
+from lowrank_kv.hf.loading import shard_while_loading
+from lowrank_kv.utils.errors import UserError
 from training.config import FULL, TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.gate import Gate, entropy
-from lowrank.hf.mode import evaluating
+from lowrank_kv.utils.eval_mode import evaluating
 
 # The sentence of the DynaKV paper's Figures 4 and 5.
 SENTENCE = (

@@ -19,27 +19,34 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.objective import RateController
-from lowrank.atomic import check_directory, write_text
-from lowrank.config import require, to_dict
-from lowrank.errors import UserError
-from lowrank.hf.geometry import geometry_of
-from lowrank.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
-from training.average import load_mean
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
+from lowrank_kv.utils.atomic_write import check_directory, write_text
+from lowrank_kv.utils.config import require, to_dict
+from lowrank_kv.utils.errors import UserError
+from training.checkpoint_averaging import load_mean
 from training.config import COMPRESSOR, TrainConfig
 from training.data import Batch, TrainingBlocks
+from training.divergence_guard import GradientWatch, Watch
 from training.engine import Engine
-from training.heldout import measure
+from training.initialization import DEFAULT_PRICE, given_price, heldout_blocks, initialise, training_stream
 from training.inspection import SENTENCE, inspect, inspection_due
-from training.nested import allocate_ranks
+from training.nested_ranks import allocate_ranks
+from training.optimizer import build_optimizer, merged_state
 from training.reporting import Reporter, Workload
+from training.resumable_state import (
+    check_same_run,
+    drop_later_states,
+    load_into,
+    newest_state,
+    save_state,
+    saved_states,
+)
 from training.schedule import learning_rate_factor
-from training.setup import DEFAULT_PRICE, given_price, heldout_blocks, initialise, training_stream
-from training.state import check_same_run, drop_later_states, load_into, newest_state, save_state, saved_states
 from training.step import optimizer_step
-from training.threshold import settle_threshold
+from training.threshold_calibration import settle_threshold
 from training.throughput import matmul_flops, model_flops
-from training.trainable import build_optimizer, merged_state
-from training.watch import GradientWatch, Watch
+from training.validation import measure
 
 CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"
 

@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from dynakv.objective import RetainRates
-from lowrank.atomic import write_text
+from lowrank_kv.utils.atomic_write import write_text
 from training.inspection import Inspection
 from training.throughput import peak_memory
 

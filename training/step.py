@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynakv.objective import RetainRates, objective, retain_rates
-from lowrank.errors import UserError
+from lowrank_kv.utils.errors import UserError
 from training.data import Batch
 from training.distillation import summed_divergence, teacher_logits
+from training.divergence_guard import GradientWatch, Watch
 from training.engine import Engine
-from training.nested import draw_ranks
-from training.watch import GradientWatch, Watch
+from training.nested_ranks import draw_ranks
 
 
 @dataclasses.dataclass

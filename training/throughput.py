@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
-from lowrank.hf.geometry import geometry_of
+from lowrank_kv.hf.geometry import geometry_of
 
 
 def model_flops(model: PreTrainedModel, length: int) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowrank.hf.mode import evaluating
+from lowrank_kv.utils.eval_mode import evaluating
 from training.data import Batch
 
 

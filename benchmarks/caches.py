@@ -1,0 +1,256 @@
+"""The caches that speed is compared over: uncompressed ones, DynaKV's and OjaKV's, each ready to read a prompt."""
+
+import argparse
+import copy
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+import dynakv
+from benchmarks import random_models as made_up
+from benchmarks.harness import check_close, count, forget_tuning, use_device
+from benchmarks.random_models import random_ids
+from dynakv.checkpoint import read_config
+from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.page_pool import MIN_GRANULE
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import home
+from lowrank_kv.utils.text_data import blocks, load_documents
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+
+DYNAMIC, PREALLOCATED = "dynamic_cache", "preallocated"
+DYNAKV, PAGED = "dynakv", "dynakv-paged"
+CHECKED_TOKENS = 84  # the 83 cached are no dimension of a model, which torch.compile would take them for
+DEFAULT_SHARES = (0.16, 0.44)  # about what training to 0.3 keeps of keys and of values
+
+Candidate = tuple[PreTrainedModel, Callable[[], Cache]]  # a model and a maker of fresh caches
+Candidates = dict[str, Candidate]
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the arguments :func:`candidates` reads, for a benchmark to add its own to."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", metavar="ID", help="hub id or directory [default: the checkpoint's base model, or the demo's]"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="DIR",
+        help="DynaKV compressor checkpoint [default: without --bases, too, a compressor and bases of random tokens]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--made-up", metavar="KEYS,VALUES", type=_rates,
+        help="random weights of the model's shape, for which only its configuration is read, a compressor that keeps these "
+        "shares of keys and values, e.g. 0.12,0.48, and bases of random tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--granularity", type=count, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
+    )
+    parser.add_argument(
+        "--bases", metavar="DIR", help="what scripts/calibrate.py wrote; with it OjaKV presets are timed"
+    )
+    parser.add_argument("--presets", default="ojakv-pf,ojakv-joint", help="OjaKV presets [default %(default)s]")
+    parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
+    parser.add_argument("--device", default="cpu", help="[default %(default)s]")
+    parser.add_argument(
+        "--columns", action="store_true",
+        help="lay all models' weights out by columns, which a CPU's BLAS may multiply with one token faster",
+    )  # fmt: skip
+    parser.add_argument(
+        "--caches", help="compressed caches to take of those, e.g. dynakv-paged,ojakv-pf [default: all]"
+    )
+    parser.add_argument(
+        "--page-rate", type=float, default=0.5, metavar="SHARE",
+        help="share of all coefficients that dynakv-paged, on a GPU, has room for [default %(default)s]",
+    )  # fmt: skip
+    parser.add_argument("--text", metavar="FILE", help="what the context is filled with [default: random tokens]")
+    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
+    return parser
+
+
+def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
+    """The uncompressed caches and whatever the arguments ask for, each checked before it may be timed.
+
+    Args:
+        length: the most tokens a cache will hold.
+    """
+    name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
+    use_device(arguments.device)
+    load = made_up.load_model if arguments.made_up else load_model
+    plain = load(name, dtype=arguments.dtype, device=arguments.device)
+    check_length(plain, length, "the context")
+    if arguments.columns:
+        lay_out_by_columns(plain)
+    found: Candidates = {
+        DYNAMIC: (plain, lambda: DynamicCache(config=plain.config)),
+        PREALLOCATED: (plain, lambda: StaticCache(config=plain.config, max_cache_len=max(length, CHECKED_TOKENS))),
+    }
+    shares = _shares(arguments)
+    calibration = _calibration(plain, arguments, shares)
+    chosen = _chosen(plain, arguments, calibration, shares)
+    for name in (DYNAKV, PAGED):
+        if name in chosen:
+            learned = _learned(plain, arguments, calibration, shares, paged=name == PAGED)
+            make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
+            found[name] = (learned, functools.partial(make, learned, length))
+            _check_learned(name, *found[name])
+    if calibration is not None:
+        online = twin(plain)
+        for preset in filter(chosen.__contains__, arguments.presets.split(",")):
+            plan = make_plan(calibration.for_model(online), OjaKVConfig.preset(preset, rate=arguments.rate))
+            found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
+            _check_online(plain, online, calibration, preset)
+    forget_tuning(plain.device)  # it was for a few tokens
+    return found
+
+
+def _shares(arguments: argparse.Namespace) -> tuple[float, float] | None:
+    """What a made-up compressor is to keep of keys and of values; None where all compressed caches are named."""
+    if arguments.made_up or arguments.checkpoint or arguments.bases:
+        return arguments.made_up
+    print(
+        "neither --checkpoint nor --bases: random tokens give the bases of all compressed caches, and dynakv keeps "
+        "{} of the keys and {} of the values of every token".format(*DEFAULT_SHARES)
+    )
+    return DEFAULT_SHARES
+
+
+def _chosen(
+    plain: PreTrainedModel,
+    arguments: argparse.Namespace,
+    calibration: Calibration | None,
+    shares: tuple[float, float] | None,
+) -> list[str]:
+    """The compressed caches that the arguments can give and ask for."""
+    there = []
+    if arguments.checkpoint or shares:
+        there += [DYNAKV, PAGED] if plain.device.type == "cuda" else [DYNAKV]
+    if calibration is not None:
+        there += arguments.presets.split(",")
+    asked = there if arguments.caches is None else arguments.caches.split(",")
+    unknown = sorted(set(asked) - set(there))
+    require(not unknown, "--caches", ",".join(unknown), f"among what is there with these arguments: {', '.join(there)}")
+    return asked
+
+
+def lay_out_by_columns(model: PreTrainedModel) -> None:
+    """The same weights, each input's beside one another in memory and no longer each output's."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.T.contiguous().T
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of its own on the same weights: what it serves decides how its attention is prepared."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def context_ids(arguments: argparse.Namespace, model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt's token ids, (1, T) int64. A learned compressor keeps more of random tokens than of text."""
+    require(length >= 1, "--context", arguments.context, "more than what is decoded after the prompt")
+    if not arguments.text:
+        return random_ids(model, length)
+    documents = load_documents(arguments.text, subset=None, split="test", text_field="text")
+    ids_NT = blocks(documents, load_tokenizer(model.config._name_or_path), length, 1)
+    return ids_NT.to(model.device)
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Cache:
+    """Read a prompt up to its first prediction."""
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
+    """The prediction after all of `ids`, the last of which is decoded."""
+    prefill(model, ids[:, :-1], cache)
+    token = ids[:, -1:].clone(memory_format=torch.contiguous_format)  # a graph of a view serves views alone
+    return model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+def _default_model(checkpoint: str | None) -> str:
+    if checkpoint:
+        return read_config(checkpoint).base_model
+    demo = home() / "SmolLM2-135M-Instruct"
+    if not demo.is_dir():
+        raise UserError(
+            f"`--model` or `--checkpoint` must say what to run; the demo's model is not at {demo} (`make assets`)"
+        )
+    return str(demo)
+
+
+def _rates(text: str) -> tuple[float, float]:
+    """Two shares, of keys and of values."""
+    try:
+        key, value = map(float, text.split(","))
+        if 0 < key <= 1 and 0 < value <= 1:
+            return key, value
+    except ValueError:
+        pass  # said below, as of what is out of range
+    raise argparse.ArgumentTypeError(
+        f"must be two shares in (0, 1], of keys and of values, e.g. 0.12,0.48; got {text!r}"
+    )
+
+
+def _calibration(
+    plain: PreTrainedModel, arguments: argparse.Namespace, shares: tuple[float, float] | None
+) -> Calibration | None:
+    if arguments.bases:
+        return Calibration.load(arguments.bases)
+    return made_up.calibration(twin(plain)) if shares else None
+
+
+def _learned(
+    plain: PreTrainedModel,
+    arguments: argparse.Namespace,
+    calibration: Calibration | None,
+    shares: tuple[float, float] | None,
+    *,
+    paged: bool,
+) -> PreTrainedModel:
+    """A model with a compressor, for a paged cache with ranks of whole granules of its pages."""
+    granularity = arguments.granularity
+    if granularity is None:
+        trained = arguments.checkpoint and read_config(arguments.checkpoint).compressor.granularity
+        granularity = trained or made_up.granularity_of(plain)
+    if paged:
+        granularity = -(-granularity // MIN_GRANULE) * MIN_GRANULE
+    model = twin(plain)
+    if not shares:
+        return dynakv.attach(model, arguments.checkpoint, granularity=granularity)
+    made_up.add_compressors(model, calibration, shares, granularity)
+    return model
+
+
+def _ragged_cache(model: PreTrainedModel, length: int) -> Cache:
+    return dynakv.DynaKVCache.from_model(model)
+
+
+def _paged_cache(model: PreTrainedModel, length: int, *, rate: float) -> Cache:
+    # Only here: the rest of the benchmarks runs without Triton.
+    from dynakv.paged_cache import PagedDynaKVCache
+
+    return PagedDynaKVCache.from_model(model, max_length=max(length, CHECKED_TOKENS), rate=rate)
+
+
+@torch.no_grad()
+def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], Cache]) -> None:
+    """A decoded step equals the uncached pass with the hard mask."""
+    ids = random_ids(model, CHECKED_TOKENS)
+    uncached = model(ids, use_cache=False).logits[:, -1]
+    check_close(name, decoded(model, ids, make_cache()), uncached)
+
+
+def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
+    """At full rank a decoded step equals the uncompressed model's."""
+    ids = random_ids(plain, CHECKED_TOKENS)
+    cache = OjaKVCache(online, make_plan(calibration, OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")))
+    check_close(preset, decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))

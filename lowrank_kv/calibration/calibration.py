@@ -1,0 +1,178 @@
+"""Calibration on disk: the second moments that every basis of every layout and rank is computed from.
+
+A calibration is a directory of `moments.safetensors` (4·C² numbers a layer, 6·C² with those of the loss's gradients) and
+`config.json`, which says what model shape it is for, what text it saw, and the SHA-256 of the moments.
+
+Shapes: C = G·D joint width.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowrank_kv.bases.moments import SecondMoment
+from lowrank_kv.calibration.activation_moments import KEY, SIDES, VALUE, calibrate
+from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.config import check_entries
+from lowrank_kv.utils.errors import UserError
+
+MOMENTS, CONFIG = "moments.safetensors", "config.json"
+FORMAT = "adaptive-kv calibration"
+GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}  # sides that a calibration may have or not
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Second moments of a model's states over calibration text.
+
+    Attributes:
+        geometry: of the model.
+        moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
+            ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
+        origin: where it came from, for errors.
+        model: name of the model it was made on, where that is known.
+        tokens: how many were read, where that is known.
+    """
+
+    geometry: KVGeometry
+    moments: dict[int, dict[str, Tensor]]
+    origin: str = "the calibration"
+    model: str | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def from_text(
+        cls, model: PreTrainedModel, blocks_NT: Tensor, *, gradients: bool = False, progress: bool = True
+    ) -> "Calibration":
+        """Run the uncompressed `model` over blocks of token ids.
+
+        Args:
+            gradients: also take the loss's gradients, which costs a backward pass.
+
+        See :func:`lowrank_kv.calibration.activation_moments.calibrate` and
+        :func:`lowrank_kv.calibration.gradient_moments.gradient_moments`.
+        """
+        # What gradients cannot be taken of is refused before the other pass.
+        taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
+        found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
+        for index, sides in taken.items():
+            found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
+        # On the CPU, whatever the model is on: bases and ranks are worked out over all layers.
+        moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
+        return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
+
+    def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
+        """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
+
+        Args:
+            model, text: the model's name and the names of the texts, for the record.
+
+        Raises:
+            UserError: `directory` holds something else.
+        """
+        flat = {
+            f"layers.{i}.{side}": moment.cpu().contiguous()
+            for i, sides in self.moments.items()
+            for side, moment in sides.items()
+        }
+        data = save(flat)
+        config = {
+            "format": FORMAT,
+            "model": model,
+            "geometry": dataclasses.asdict(self.geometry),
+            "text": text,
+            "tokens": self.tokens,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        with new_directory(directory, MOMENTS) as partial:
+            (partial / MOMENTS).write_bytes(data)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return config["sha256"]
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Calibration":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UserError: the directory is no calibration, or a damaged one.
+        """
+        path, moments_path = Path(directory) / CONFIG, Path(directory) / MOMENTS
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            data = moments_path.read_bytes()
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"`{directory}` is no calibration ({error}); make one with python scripts/calibrate.py"
+            ) from error
+        if not isinstance(config, dict) or config.get("format") != FORMAT:
+            raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
+        check_entries(config, {"model": str, "geometry": dict, "sha256": str, "tokens": int | None}, path)
+        geometry = KVGeometry.from_json(config["geometry"], path)
+        if hashlib.sha256(data).hexdigest() != config["sha256"]:
+            raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
+        try:
+            flat = load(data)  # the bytes that were hashed, and not what the file may hold by now
+        except SafetensorError as error:
+            raise UserError(f"{moments_path} cannot be read ({error}); calibrate again") from error
+        return cls(
+            geometry=geometry,
+            moments=_unflattened(flat, geometry, moments_path),
+            origin=f"the calibration `{directory}`",
+            model=config["model"],
+            tokens=config.get("tokens"),
+        )
+
+    def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
+        """The moments as :func:`lowrank_kv.calibration.activation_moments.calibrate` returns them, each as if of one row."""
+        return {
+            i: {side: SecondMoment.of_mean(moment) for side, moment in sides.items()}
+            for i, sides in self.moments.items()
+        }
+
+    def gradients(self) -> dict[int, dict[str, SecondMoment]]:
+        """The gradients' moments as `gradient_moments` returns them, each as if of one row.
+
+        Raises:
+            UserError: there are none.
+        """
+        if not all(side in sides for sides in self.moments.values() for side in GRADIENTS.values()):
+            raise UserError(f"{self.origin} was made without gradients; make it anew with `gradients: true`")
+        return {
+            i: {side: SecondMoment.of_mean(sides[name]) for side, name in GRADIENTS.items()}
+            for i, sides in self.moments.items()
+        }
+
+    def for_model(self, model: PreTrainedModel) -> "Calibration":
+        """This calibration, once it is known to fit `model`.
+
+        Warns where it was made on a model of the same shape but another name, whose states may be quite different.
+
+        Raises:
+            UserError: the shapes differ.
+        """
+        geometry_of(model).check_equal(self.geometry, self.origin)
+        warn_of_another(model, self.model, self.origin, "make one on this model with python scripts/calibrate.py")
+        return self
+
+
+def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> dict[int, dict[str, Tensor]]:
+    """Layer index → side → moment, from names in the file. Raises :class:`UserError` where one is missing or misshapen."""
+    gradients = [side for side in GRADIENTS.values() if any(name.endswith(f".{side}") for name in flat)]
+    shape = (geometry.width, geometry.width)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for index in geometry.layers:
+        names = {side: f"layers.{index}.{side}" for side in (*SIDES, *gradients)}
+        for name in names.values():
+            if name not in flat or flat[name].shape != shape:
+                what = f"{name} is {tuple(flat[name].shape)}, not {shape}" if name in flat else f"it has no {name}"
+                raise UserError(f"{path} does not hold what its {CONFIG} says: {what}; calibrate again")
+        moments[index] = {side: flat[name] for side, name in names.items()}
+    return moments

@@ -1,0 +1,108 @@
+"""How the loss answers to each layer's keys and values: second moments of its gradients over calibration text.
+
+Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from lowrank_kv.bases.moments import SecondMoment
+from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
+from lowrank_kv.hf.attention import TRANSFORM, prepare
+from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.rope import Rope
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.eval_mode import evaluating
+
+
+def gradient_moments(
+    model: PreTrainedModel, blocks_NT: Tensor, *, progress: bool = True
+) -> dict[int, dict[str, SecondMoment]]:
+    """Layer index → ``key``, ``value`` → second moment of ∂(Σ CE)/∂x over the tokens x of that layer's joint states.
+
+    With it, and errors e that do not depend on the gradients, ½ E[e G eᵀ] is to second order what rebuilding states with
+    the error e adds to the cross-entropy of a token: the Gauss–Newton (empirical Fisher) estimate.
+
+    One backward pass a block through the model in eval mode, which keeps the activations of one block; parameters get no
+    gradients. Documents of one block are not kept apart.
+
+    Args:
+        model: an uncompressed model, any floating dtype; it is in the mode it was in afterwards.
+        blocks_NT: token ids, at least 2 a block.
+
+    Raises:
+        UserError: the model has compressors, blocks are too short, or gradients are not finite.
+    """
+    check_uncompressed(model)
+    if blocks_NT.shape[1] < 2:
+        raise UserError(
+            "blocks of one token predict nothing that gradients could be taken of; calibrate on longer ones"
+        )
+    moments = empty_moments(model, (KEY, VALUE))
+    with (
+        evaluating(model),
+        _probes(model) as probes,
+        torch.enable_grad(),
+        tqdm(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
+    ):
+        for block_T in blocks_NT:
+            ids_T = block_T.to(model.device)
+            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
+            states = [state for probe in probes.values() for state in probe.states]
+            gradients = iter(torch.autograd.grad(loss, states))
+            for index in probes:
+                for side in (KEY, VALUE):
+                    _add(moments[index][side], next(gradients), f"layer {index}, {side}")
+            bar.update(block_T.numel())
+    return moments
+
+
+def _add(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
+    try:
+        moment.update(gradient_BTC.flatten(0, 1))
+    except ValueError as error:
+        raise UserError(f"gradients of {name}: {error}") from error
+
+
+@contextlib.contextmanager
+def _probes(model: PreTrainedModel) -> Iterator[dict[int, "_Probe"]]:
+    """A probe where each layer's compressor would be."""
+    prepare(model)
+    modules = attention_modules(model)
+    probes = {index: _Probe() for index in geometry_of(model).layers}
+    for index, probe in probes.items():
+        modules[index]._modules[TRANSFORM] = probe
+    try:
+        yield probes
+    finally:
+        for index in probes:
+            del modules[index]._modules[TRANSFORM]
+
+
+class _Probe(nn.Module):
+    """Passes keys (but for the rounding of their rotation) and values on; what gradients can be asked of stays here."""
+
+    def __init__(self):
+        super().__init__()
+        self.states: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        head_dim = key_BGTD.shape[-1]
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        self.states = tuple(_with_gradient(join_heads(states)) for states in (unrotated, value_BGTD))
+        key_BGTD, value_BGTD = (split_heads(states, head_dim) for states in self.states)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
+
+
+def _with_gradient(states_BTC: Tensor) -> Tensor:
+    # Behind a frozen backbone the first layer's depend on nothing that has gradients.
+    return states_BTC if states_BTC.requires_grad else states_BTC.requires_grad_()

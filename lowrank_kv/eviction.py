@@ -1,0 +1,93 @@
+"""Which tokens of a prompt are worth keeping at all: SnapKV's choice, to be combined with any compression of the rest.
+
+Shapes: H query heads, G KV heads, J = H/G, Q queries, W of the window, T tokens of the prompt, D head dim, P parts (1 where
+all heads of a layer share their coefficients, G where each has its own).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.errors import UserError
+
+
+@configuration
+class Eviction:
+    """Keep what the prompt's last queries look at, and forget the rest (SnapKV; DynaKV section 5.2)."""
+
+    keep: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
+    window: int = option(32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens")
+    pool: int = option(
+        7, help="neighbouring scores before the window of which each token takes the largest", unit="tokens"
+    )
+
+    def __post_init__(self):
+        require(0 < self.keep <= 1, "keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
+        require(self.window >= 1, "window", self.window, "at least 1")
+        require(self.pool >= 1 and self.pool % 2, "pool", self.pool, "odd, so that it is centred on its token")
+
+    @property
+    def is_on(self) -> bool:
+        return self.keep < 1
+
+    def scores(
+        self, query_HQD: Tensor, key_GTD: Tensor, scaling: float, present_T: Tensor | None, *, parts: int
+    ) -> Tensor:
+        """How much the window's queries look at each token, (P, T) fp32; the window's own tokens first of all, padding last.
+
+        Args:
+            query_HQD: rotated queries of the prompt, its last one last; at most the last W of them matter.
+            key_GTD: rotated keys of the same tokens.
+            scaling: the model's own score scale.
+            present_T: False for padding, None where there is none.
+            parts: 1 to sum over all heads, G for a choice of each KV head's own.
+        """
+        tokens = key_GTD.shape[1]
+        window = min(self.window, query_HQD.shape[1])
+        groups = key_GTD.shape[0]
+        query_GJWD = query_HQD[:, -window:].float().unflatten(0, (groups, -1))
+        place_T = torch.arange(tokens, device=key_GTD.device)
+        sees_WT = place_T <= place_T[-window:, None]
+        if present_T is not None:
+            sees_WT = sees_WT & present_T
+        score_GT = key_GTD.new_zeros(groups, tokens, dtype=torch.float32)
+        # One KV head at a time: the window's weights over a long prompt are much larger than what they are summed to.
+        for score_T, query_JWD, key_TD in zip(score_GT, query_GJWD, key_GTD, strict=True):
+            weight_JWT = (query_JWD @ key_TD.float().T * scaling).masked_fill(~sees_WT, -torch.inf).softmax(dim=-1)
+            score_T.copy_(weight_JWT.nan_to_num(0.0).sum(dim=(0, 1)))
+        score_PT = score_GT.view(parts, -1, tokens).sum(dim=1)
+        score_PT[:, -window:] = torch.inf
+        if window < tokens:
+            # Without the window's own scores, as SnapKV pools: what is near the window is not looked at for that.
+            score_PT[:, :-window] = F.max_pool1d(score_PT[:, :-window], self.pool, 1, self.pool // 2)
+        if present_T is not None:
+            score_PT[:, ~present_T] = -torch.inf
+        return score_PT
+
+    def count(self, tokens: int) -> int:
+        """How many of a prompt's tokens are kept."""
+        return min(tokens, max(self.window, round(self.keep * tokens)))
+
+
+def best_of(score_PT: Tensor, count: int) -> Tensor:
+    """The indices of each row's `count` largest scores, rising, (P, count); of equal ones, which pooling makes, the first,
+    whatever padding there is beside them."""
+    return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+
+
+def fixed_by(start: int, kept_PN: Tensor, tokens: int) -> int:
+    """How many of a sequence's first tokens can no longer be cropped once, of `tokens` tokens from place `start` on, those
+    at `kept_PN` alone are kept: all up to the last that any part forgets."""
+    is_kept_PT = torch.zeros(len(kept_PN), tokens, dtype=torch.bool, device=kept_PN.device).scatter_(1, kept_PN, True)
+    forgotten = torch.nonzero(~is_kept_PT.all(dim=0))
+    return start + int(forgotten.max()) + 1 if len(forgotten) else 0
+
+
+def check_croppable(length: int, fixed: int) -> None:
+    """Raise :class:`UserError` for a crop into tokens of which some were evicted."""
+    if length < fixed:
+        raise UserError(
+            f"the cache cannot be cropped to {length} tokens: of the first {fixed} some were evicted; read the prompt "
+            f"again, or keep all of it (`eviction.keep: 1`)"
+        )

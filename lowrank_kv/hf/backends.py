@@ -1,0 +1,112 @@
+"""The attention that runs underneath, on exact or rebuilt keys and values: the one the model was loaded with.
+
+Shapes: B batch, H query heads, Q queries, T keys, D head dim.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowrank_kv.utils.errors import UserError
+
+_FLASH = "flash_attention_2"
+BACKENDS = ("sdpa", "eager", _FLASH)
+
+
+def check_backend(name: str) -> None:
+    """Raise :class:`UserError` unless `name` can run underneath the compressed attention."""
+    if name not in BACKENDS:
+        raise UserError(
+            f"the compressed attention cannot run on `attn_implementation={name!r}`; load the model with one of "
+            f"{', '.join(BACKENDS)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A function (module, query, key, value, mask, **kwargs) → ((B, Q, H, D), weights or None).
+
+    The mask it takes is the one of the compressed attention: boolean (B, 1, Q, T), True where a query may see a token, or
+    None where only causality masks.
+
+    Attributes:
+        caps_scores: whether it honours `softcap`. Up to transformers 5.17 sdpa ignores it, later it refuses it; a model that
+            was loaded so attends without the cap, and must do so when it attends in the compressed form, too.
+    """
+
+    run: Callable
+    caps_scores: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
+        return self.run(*args, **kwargs)
+
+    def softcap(self, kwargs: dict[str, Any]) -> float | None:
+        """The cap on scores that this backend applies when called with `kwargs`."""
+        return kwargs.get("softcap") if self.caps_scores else None
+
+
+def default_backend(model: PreTrainedModel) -> str:
+    """What transformers loads this model with when nothing is asked for."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def backend(name: str) -> Backend:
+    """One of :data:`BACKENDS`; eager attention is the module's family's own."""
+    return _BACKENDS[name]
+
+
+def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    """Eager attention adds its mask to the scores and knows no causality of its own."""
+    if mask is None:
+        queries, tokens = query.shape[2], key.shape[2]
+        position_Q = torch.arange(tokens - queries, tokens, device=query.device)
+        mask = (torch.arange(tokens, device=query.device) <= position_Q[:, None])[None, None]
+    added = mask
+    if mask.dtype == torch.bool:  # without a compressed cache a user's own mask may add what it likes
+        added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    forward = sys.modules[type(module).__module__].eager_attention_forward
+    return forward(module, query, key, value, added, **kwargs)
+
+
+def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
+    """Flash attention is causal by itself, the last query aligned with the last key; it is told only of padding, and of
+    documents packed into one sequence by their `position_ids`."""
+    seen_BT = None
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise UserError(
+                f"a four-dimensional `attention_mask` must be boolean for `{_FLASH}`, which cannot add to scores; got "
+                f"{mask.dtype}; load the model with sdpa or eager attention"
+            )
+        seen_BT = mask[:, 0].any(dim=1)
+        seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
+    # transformers looks up which flash attention is meant under the name of the attention that the model has now.
+    as_loaded = _Replaced(module, config=_Replaced(module.config, _attn_implementation=_FLASH))
+    return ALL_ATTENTION_FUNCTIONS[_FLASH](as_loaded, query, key, value, seen_BT, **kwargs)
+
+
+class _Replaced:
+    """An object as it is but for some attributes."""
+
+    def __init__(self, of: Any, **attributes: Any):
+        self.__dict__.update(attributes, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+_BACKENDS = {
+    "sdpa": Backend(_sdpa, caps_scores=False),
+    "eager": Backend(_eager, caps_scores=True),
+    _FLASH: Backend(_flash, caps_scores=True),
+}

@@ -1,0 +1,102 @@
+"""What cache layers share whose tokens are held as a codec gives them: from states to coefficients and back.
+
+Shapes: B batch, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+import abc
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lowrank_kv.codec import Encoded, LayerCodec, prefix_mask
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
+from lowrank_kv.hf.rope import Rope
+from lowrank_kv.ops import native
+from lowrank_kv.ops.decoders import Decoders
+
+
+class CodecLayer(CompressedLayer):
+    """Keys (before rotation) and values as their codec gives them, each token at its own rank; what the codec does is worked
+    out when the first tokens come."""
+
+    rotates = True
+
+    def __init__(self, codec: LayerCodec):
+        super().__init__()
+        self.codec = codec
+        self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
+        self._decoders: Decoders | None = None
+        self._encoder: native.Encoder | None = None  # a faster way for a few new tokens
+
+    def start(self) -> None:
+        codecs = self.codec.key, self.codec.value
+        self._decoders = Decoders(*(codec.decoder(self.dtype, self.device) for codec in codecs))
+        self._encoder = None
+        # Asked first: a gate takes its basis in fp32, which nothing else needs.
+        if native.encodes(self.dtype, self.device):
+            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs), self.dtype)
+
+    @abc.abstractmethod
+    def store(self, key: Encoded, value: Encoded) -> None:
+        """Hold new tokens."""
+
+    @abc.abstractmethod
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Coefficients of the keys and of the values of all tokens, (B, T, C) each, zero beyond their ranks."""
+
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        is_prompt = not self.get_seq_length()
+        if is_prompt and self.codec.exact_prefill:
+            self._prompt = (key_BGQD, value_BGQD)
+        key, value = self._encoded(key_BGQD, value_BGQD, rope)
+        self.store(key, value)
+        # What coefficients give once they are rounded is in the store alone.
+        if is_prompt and self._prompt is None and self.codec.quantisation is None:
+            kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
+            self._prompt = self._states(*kept, rope)
+
+    def is_decoding(self, query: Tensor) -> bool:
+        """Whether these (B, H, Q, D) queries are few and follow others. A prompt is attended as a prompt however short it
+        is: its mask may be left out, which a model's own attention takes for causal."""
+        count = query.shape[2]
+        return self._prompt is None and (count == 1 or MAX_DECODE_QUERIES >= count < self.get_seq_length())
+
+    def clear(self) -> None:
+        self._prompt = None
+
+    def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
+        """New tokens' keys and their values as they are held."""
+        new = self._encode_compiled(key_BGTD, value_BGTD, rope)
+        if new is not None:
+            return tuple(zip(new.coef_SBTC.to(self.dtype), new.rank_SBT, strict=True))
+        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
+        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
+        value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
+        return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
+
+    def _encode_compiled(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.Entrance] = ()
+    ) -> native.NewTokens | None:
+        """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
+        if self._encoder is None:
+            return None
+        turned = None if rope is None else rope.turned_halves
+        if rope is not None and turned is None:
+            return None
+        return self._encoder.encode(key_BGTD, value_BGTD, turned, entrances)
+
+    def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""
+        return self._keys(key_coef, rope), split_heads(value_coef @ self._decoders.value_CC, self.head_dim)
+
+    def _keys(self, coef_BTC: Tensor, rope: Rope | None) -> Tensor:
+        """Rotated keys from coefficients, (B, G, T, D)."""
+        key_BGTD = split_heads(coef_BTC @ self._decoders.key_CC, self.head_dim)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD)
+
+    def _rebuild(self) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of all tokens, (B, G, T, D) each; of a prompt what its own attention sees."""
+        if self._prompt is not None:
+            states, self._prompt = self._prompt, None
+            return states
+        return self._states(*self.dense(), None if self.history is None else self.history.rope())

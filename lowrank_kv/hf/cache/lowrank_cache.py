@@ -1,0 +1,134 @@
+"""A compressed cache that stock `generate()` drives."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from lowrank_kv.hf.attention import prepare
+from lowrank_kv.hf.cache.layer import CompressedLayer
+from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of, rotary_function, rotary_module
+from lowrank_kv.hf.rope import RopeHistory
+from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
+from lowrank_kv.utils.errors import UserError
+
+
+class LowRankCache(Cache):
+    """Compressed keys and values for the full-attention layers of a model, native caches for the others.
+
+    Pass it as ``past_key_values`` to the model or to `generate()`.
+    """
+
+    def __init__(self, model: PreTrainedModel, compressed: dict[int, CompressedLayer]):
+        """
+        Args:
+            model: the model the cache will serve; it is prepared for compressed attention.
+            compressed: layer index → an empty layer, for every layer of ``geometry_of(model).layers``.
+        """
+        prepare(model)
+        self.geometry: KVGeometry = geometry_of(model)
+        if set(compressed) != set(self.geometry.layers):
+            raise UserError(
+                f"`compressed` must cover the layers {self.geometry.layers}, got {tuple(sorted(compressed))}"
+            )
+        rotates = any(layer.rotates for layer in compressed.values())
+        self.history = _history_of(model) if rotates else None
+        config = model.config.get_text_config(decoder=True)
+        layers = list(DynamicCache(config=config).layers) or [None] * config.num_hidden_layers
+        last = max(compressed)
+        for index, layer in compressed.items():
+            layer.bind(self.history, is_last=index == last)
+            layers[index] = layer
+        super().__init__(layers=layers)
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of all the compressed layers hold between steps, each byte once."""
+        for layer in self.compressed_layers():
+            yield from layer.held()
+        if self.history is not None:
+            for tensor in self.history.tensors():
+                yield POSITIONS, tensor
+
+    def memory(self) -> MemoryReport:
+        """Bytes by kind, and those of an uncompressed cache; ``print(cache.memory())`` shows a table."""
+        return MemoryReport.of(self.held(), self.full_nbytes)
+
+    def compressed_layers(self) -> list[CompressedLayer]:
+        return [self.layers[index] for index in self.geometry.layers]
+
+    def expect_prompt(self, length: int) -> None:
+        """A `generate()` begins, whose prompt ends at place `length`, in whatever chunks it comes."""
+        for layer in self.compressed_layers():
+            layer.expect_prompt(length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for the tokens seen, room to grow included; :meth:`memory` says of what."""
+        return self.memory().total
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes an uncompressed cache of the same tokens takes in the same layers, in the model's dtype."""
+        layer = self.compressed_layers()[0]
+        if not layer.is_initialized:
+            return 0
+        return self.geometry.full_nbytes(layer.batch_size * layer.get_seq_length(), layer.dtype.itemsize)
+
+    @property
+    def rate(self) -> float:
+        """``nbytes / full_nbytes``; 1.0 for an empty cache."""
+        return self.memory().rate
+
+    # -- state shared by the layers -------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        # A chunk that a layer has refused is in the layers before it.
+        begun = [layer for layer in self.layers if layer.is_initialized]
+        least = min((layer.get_seq_length() for layer in begun), default=0)
+        if tokens_to_remove:
+            for layer in self.compressed_layers():  # all are asked before any forgets
+                if layer.is_initialized:
+                    layer.check_crop(least + int(tokens_to_remove))
+        for layer in begun:
+            if layer.get_seq_length() > least:
+                layer.crop(least - layer.get_seq_length())
+        super().crop(tokens_to_remove)
+        if self.history is not None and tokens_to_remove:
+            self.history.crop(self.get_seq_length(self.geometry.layers[0]))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select_history(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = getattr(self.compressed_layers()[0], "batch_size", 0)
+        super().batch_repeat_interleave(repeats)
+        self._select_history(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select_history(indices)
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # Up to 5.17 a native layer's own reset keeps its length, filled with zeros.
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        super().reset()
+        if self.history is not None:
+            self.history.clear()
+
+    def _select_history(self, index_B: Tensor) -> None:
+        if self.history is not None:
+            self.history.select(index_B)
+
+
+def _history_of(model: PreTrainedModel) -> RopeHistory | None:
+    module = rotary_module(model)
+    apply = rotary_function(next(iter(attention_modules(model).values())))
+    return None if module is None or apply is None else RopeHistory(module, apply)

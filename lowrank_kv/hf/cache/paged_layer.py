@@ -1,0 +1,170 @@
+"""A cache layer on a GPU: coefficients in pages, filled and read by Triton kernels, all sequences at once.
+
+Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_kv.codec import Codec, Encoded, LayerCodec
+from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache.codec_layer import CodecLayer
+from lowrank_kv.hf.cache.layer import join_heads
+from lowrank_kv.hf.rope import Rope
+from lowrank_kv.ops.gated_append.triton import gated_append
+from lowrank_kv.ops.gated_append.weights import append_weights
+from lowrank_kv.ops.paged_attention.triton import paged_attention
+from lowrank_kv.ops.triton.availability import launching_on
+from lowrank_kv.ops.triton.launch import rows_together
+from lowrank_kv.stores.paged import PagedStore
+from lowrank_kv.stores.shared_page_pool import PagedMemory
+from lowrank_kv.utils.dispatch_log import log_choice
+from lowrank_kv.utils.errors import UserError
+
+# Of a KV head: the kernel that rebuilds keys holds the scores of a tile's tokens with all of them.
+MAX_QUERY_ROWS = 128
+
+
+class PagedLayer(CodecLayer):
+    """Keys and values of one layer in stores that share their pages with the other layers'.
+
+    A decoded token is projected, gated and packed in one launch a side, by the compressor as it was when the first token
+    came, and attended over in three; the host seldom waits. Prompts and chunks go the way of
+    :class:`lowrank_kv.hf.cache.ragged_layer.RaggedLayer`.
+    """
+
+    def __init__(self, codec: LayerCodec, memory: PagedMemory):
+        super().__init__(codec)
+        self.memory = memory
+        self.key: PagedStore | None = None  # from the first token on
+        self.value: PagedStore | None = None
+        self.length = 0
+
+    @torch.no_grad()
+    def start(self) -> None:
+        super().start()
+        self.key, self.value = (
+            self.memory.store(self.batch_size, codec.width, self.dtype, self.device)
+            for codec in (self.codec.key, self.codec.value)
+        )
+        self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
+        log_choice("paged_attention", "triton", self.dtype, self.device)
+        if None in self.appends:
+            log_choice("gated_append", "torch", self.dtype, self.device, "a codec has no gate's weights for a kernel")
+        else:
+            log_choice("gated_append", "triton", self.dtype, self.device)
+
+    def _append_of(self, codec: Codec) -> dict[str, Any] | None:
+        """Arguments of the kernel that takes in one token of each sequence; None where the codec has no gate for it."""
+        gate = codec.token_gate()
+        if gate is None:
+            return None
+        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.spread_C, self.dtype)
+        return {
+            "weight_CX": weight_CX.to(self.device).contiguous(),
+            "bias_C": gate.bias_C.detach().to(self.device),
+            "threshold": gate.threshold,
+            "granularity": gate.granularity,
+        }
+
+    # -- new tokens -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        length = self.length + key_BGQD.shape[2]
+        if length > self.memory.max_length:
+            raise UserError(
+                f"`max_length` of the cache is {self.memory.max_length}, and the text has come to {length} tokens; make the "
+                f"cache with a larger one"
+            )
+        if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
+            super().take(key_BGQD, value_BGQD, rope)
+            return
+        unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
+        self.memory.reserve_one(self.key, self.value, length)
+        sides = zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True)
+        with launching_on(self.device):
+            for store, states, arguments in sides:
+                gated_append(join_heads(states)[:, 0], store=store, **arguments)
+        self.length += 1
+
+    def store(self, key: Encoded, value: Encoded) -> None:
+        self.key.append(*key)
+        try:
+            self.value.append(*value)
+        except UserError:
+            self.key.crop(self.length)  # a key without its value would put all later ones beside the wrong values
+            raise
+        self.length += key[0].shape[1]
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on the exact ones, where so
+        configured); a few queries at a time attend in the kernels."""
+        if not self.is_decoding(query):
+            return inner(module, query, *self._rebuild(), mask, **kwargs)
+        with launching_on(self.device):
+            output_BHQD = paged_attention(
+                query,
+                self.key,
+                self.value,
+                self._decoders,
+                scaling=kwargs["scaling"],
+                rotation=None if self.history is None else self.history.table(),
+                softcap=inner.softcap(kwargs),
+                mask_BQT=None if mask is None else rows_together(mask[:, 0]),
+            )
+        return output_BHQD.transpose(1, 2).contiguous(), None
+
+    def is_decoding(self, query: Tensor) -> bool:
+        groups = self.codec.key.width // self.head_dim
+        return super().is_decoding(query) and query.shape[1] * query.shape[2] <= MAX_QUERY_ROWS * groups
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return self.key.dense(), self.value.dense()
+
+    # -- what generate() does to a cache --------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def shorten(self, length: int) -> None:
+        self.memory.forget_granted()
+        self.key.crop(length)
+        self.value.crop(length)
+        self.length = length
+
+    def select(self, rows: list[int]) -> None:
+        if rows != list(range(self.batch_size)):
+            index_B = torch.tensor(rows, device=self.device)
+            self.key.select(index_B)
+            self.value.select(index_B)
+
+    def clear(self) -> None:
+        super().clear()
+        # The next text may come in another number of sequences; nothing may keep the pages of this one.
+        self.memory.release()
+        self.key = self.value = None
+        self.length = 0
+
+    def fork(self, memo: dict) -> None:
+        self.key, self.value = copy.deepcopy((self.key, self.value), memo)
+
+    def __deepcopy__(self, memo: dict) -> "PagedLayer":
+        twin = super().__deepcopy__(memo)
+        # An empty layer's, too, which is not forked: the first of both would take the pages for both.
+        twin.memory = copy.deepcopy(self.memory, memo)
+        return twin
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The layer's own tables; pages belong to the cache."""
+        if self.is_initialized:
+            yield from self.key.held()
+            yield from self.value.held()

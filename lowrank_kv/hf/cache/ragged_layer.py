@@ -1,0 +1,247 @@
+"""A cache layer whose tokens keep different numbers of coefficients (DynaKV, section 3.2).
+
+Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_kv.codec import Codec, Encoded
+from lowrank_kv.eviction import best_of, fixed_by
+from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache.codec_layer import CodecLayer
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.rope import Rope
+from lowrank_kv.ops.native import NewTokens
+from lowrank_kv.ops.native.ragged_table import append_few, table_of
+from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.memory_report import POSITIONS
+from lowrank_kv.stores.ragged import RaggedStore
+
+
+class RaggedSequence:
+    """One sequence's coefficients, and where its tokens were once some of them have been evicted."""
+
+    def __init__(self, key: RaggedStore, value: RaggedStore):
+        self.key, self.value = key, value
+        self.length = 0  # tokens seen
+        self.fixed = 0
+        self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
+
+    def note(self, count: int) -> None:
+        """So many tokens have been appended to both stores."""
+        if self._place is not None:
+            new_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.key.device)
+            self._place.append(new_N)
+        self.length += count
+
+    def places(self) -> Tensor | None:
+        """The place of each row of the stores, (N,) int64; None where row t is token t."""
+        return None if self._place is None else self._place.rows.long()
+
+    def rows_of(self, places: slice) -> slice:
+        """The rows of the tokens at `places`, of which, and of those after them, none is evicted yet."""
+        ahead = self.length - self.key.length  # of all rows that are meant
+        return slice(places.start - ahead, places.stop - ahead)
+
+    def evict(self, places: slice, kept_N: Tensor) -> None:
+        """Of the tokens at `places` keep those that `kept_N` counts, rising, from the first of them on."""
+        rows, device = self.rows_of(places), kept_N.device
+        after_N = torch.arange(rows.stop, self.key.length, device=device)
+        row_N = torch.cat([torch.arange(rows.start, device=device), rows.start + kept_N, after_N])
+        place_N = torch.arange(self.length, device=device) if self._place is None else self._place.rows
+        self._place = GrowingTensor(place_N[row_N].to(torch.int32))
+        self.key.keep(row_N)
+        self.value.keep(row_N)
+        self.fixed = fixed_by(places.start, kept_N[None], rows.stop - rows.start)
+
+    def crop(self, length: int) -> None:
+        rows = length if self._place is None else self._place.length - (self.length - length)
+        self.key.crop(rows)
+        self.value.crop(rows)
+        if self._place is not None:
+            self._place.crop(rows)
+        self.length = length
+
+    def clone(self) -> "RaggedSequence":
+        twin = copy.copy(self)
+        twin.key, twin.value = self.key.clone(), self.value.clone()
+        twin._place = None if self._place is None else self._place.clone()
+        return twin
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.held()
+        yield from self.value.held()
+        if self._place is not None:
+            yield POSITIONS, self._place.buffer
+
+
+class RaggedLayer(SequenceLayer, CodecLayer):
+    """A ragged store for each sequence."""
+
+    def new_sequence(self) -> RaggedSequence:
+        def store(codec: Codec) -> RaggedStore:
+            return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
+
+        return RaggedSequence(store(self.codec.key), store(self.codec.value))
+
+    def start(self) -> None:
+        SequenceLayer.start(self)
+        CodecLayer.start(self)
+
+    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+        new = None
+        if self._encoder is not None and self.codec.quantisation is None and self.get_seq_length():
+            # Every decoded token: into the stores in the call that encodes it.
+            entrances = [(table_of(each.key), table_of(each.value), each.key.length) for each in self.sequences]
+            new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
+        if new is None:
+            super().take(key_BGQD, value_BGQD, rope)
+            return
+        if new.left:
+            self._append_left(new)
+        else:
+            for sequence in self.sequences:
+                sequence.key.count(key_BGQD.shape[2])
+                sequence.value.count(key_BGQD.shape[2])
+                sequence.note(key_BGQD.shape[2])
+
+    def _append_left(self, new: NewTokens) -> None:
+        """Into the stores what found no room in them."""
+        ranks_SBT = new.rank_SBT.tolist()
+        for b, sequence in enumerate(self.sequences):
+            for side, store in enumerate((sequence.key, sequence.value)):
+                done = new.appended(side, b)
+                store.count(done)
+                append_few(store, new.coef_SBTC[side, b, done:], ranks_SBT[side][b][done:])
+            sequence.note(new.rank_SBT.shape[2])
+
+    def store(self, key: Encoded, value: Encoded) -> None:
+        count = key[0].shape[1]
+        if count > MAX_DECODE_QUERIES:
+            for b, sequence in enumerate(self.sequences):
+                sequence.key.append(key[0][b], key[1][b], is_prompt=True)
+                sequence.value.append(value[0][b], value[1][b], is_prompt=True)
+                sequence.note(count)
+            return
+        key_ranks, value_ranks = torch.stack([key[1], value[1]]).tolist()  # one copy for which the host waits, not two
+        for b, sequence in enumerate(self.sequences):
+            append_few(sequence.key, key[0][b], key_ranks[b])
+            append_few(sequence.value, value[0][b], value_ranks[b])
+            sequence.note(count)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return (
+            torch.stack([sequence.key.dense() for sequence in self.sequences]),
+            torch.stack([sequence.value.dense() for sequence in self.sequences]),
+        )
+
+    def clear(self) -> None:
+        SequenceLayer.clear(self)
+        CodecLayer.clear(self)
+
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
+        ones, where so configured); a few queries at a time attend in the compressed form."""
+        if not self.codec.eviction.is_on:
+            return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
+        end, queries = self.get_seq_length(), query.shape[2]
+        if end - queries < self.prompt_end < end:
+            # Drafts came with the end of a prompt. They see what is left of it, as they would if they came later.
+            if mask is None:
+                mask = torch.ones(queries, end, dtype=torch.bool, device=query.device).tril(end - queries)[None, None]
+            prompt = self.prompt_end - end + queries
+        else:
+            prompt = queries
+        rows = None if mask is None else mask[:, :, :prompt]
+        output, key = self._attend(module, query[:, :, :prompt], rows, inner, end - queries + prompt, **kwargs)
+        self._evict(query, key, mask, kwargs["scaling"])
+        if prompt < queries:
+            later, _ = self._attend(module, query[:, :, prompt:], mask[:, :, prompt:], inner, end, **kwargs)
+            output = torch.cat([output, later], dim=1)
+        return output, None
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of queries that see none but the first `length` tokens, and the rotated keys of these, (B, G, T, D),
+        where it needed them all."""
+        if self.is_decoding(query):
+            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
+        if any(sequence.fixed for sequence in self.sequences):
+            return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
+        key, value = (states[:, :, :length] for states in self._rebuild())
+        return inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0], key
+
+    def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
+        """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
+        the heads, so all heads choose together, by the keys that this call's attention saw, where it saw all."""
+        eviction = self.codec.eviction
+        finished = self.finished_prompt(query, eviction.window)
+        if finished is None:
+            return
+        places, query_BHWD = finished
+        for b, sequence in enumerate(self.sequences):
+            rows = sequence.rows_of(places)
+            if key is not None:
+                key_GTD = key[b, :, places]
+            else:
+                rope = None if self.history is None else self.history.picked(b, places)
+                [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
+            tokens, present_T = key_GTD.shape[1], None
+            if mask is not None:
+                present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)
+                tokens = int(present_T.sum())
+            score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
+            count = eviction.count(tokens)
+            if count < tokens:
+                sequence.evict(places, best_of(score_1T, count)[0])
+
+    def _attend_rebuilt(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
+    ) -> Tensor:
+        """`inner` on those of the first `length` tokens that each sequence still has; sequences need no longer have equally
+        many."""
+        outputs, later = [], self.get_seq_length() - length
+        for b, sequence in enumerate(self.sequences):
+            rows = slice(0, sequence.key.length - later)
+            key, value = (states[:, :, rows] for states in self._rebuild_one(b))
+            mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None, :, rows]
+            outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
+        return torch.cat(outputs)
+
+    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        sequences = [
+            RaggedTokens(
+                sequence.key,
+                sequence.value,
+                None if self.history is None else self.history.rotation(b, self.device),
+                sequence.places(),
+                None if mask is None else _mask_of(mask, b, sequence),
+            )
+            for b, sequence in enumerate(self.sequences)
+        ]
+        return ragged_attention(query, sequences, self._decoders, scaling=scaling, softcap=softcap)
+
+    def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""
+        sequence, rope = self.sequences[b], None
+        if self.history is not None:
+            place_N = sequence.places()
+            rope = self.history.picked(b, slice(0, sequence.length) if place_N is None else place_N)
+        return self._states(sequence.key.dense()[None], sequence.value.dense()[None], rope)
+
+
+def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:
+    """The mask's columns of the tokens a sequence still has, (Q, N)."""
+    mask_QT = mask_of_row(mask, b)
+    place_N = sequence.places()
+    return mask_QT if place_N is None else mask_QT[:, place_N]

@@ -1,0 +1,188 @@
+"""The shape of a model's key–value cache, and the modules that fill it."""
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
+
+from lowrank_kv.utils.config import check_entries
+from lowrank_kv.utils.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVGeometry:
+    """The shape of a model's cache.
+
+    Attributes:
+        layers: indices of the layers that are compressed (sliding-window layers keep their native cache).
+        num_kv_heads: G. head_dim: D.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], source: str | Path) -> "KVGeometry":
+        """What :func:`dataclasses.asdict` gave, read back from JSON.
+
+        Raises:
+            UserError: it is something else; `source` is the file it names.
+        """
+        names = {"layers": list, "num_kv_heads": int, "head_dim": int}
+        check_entries(values, names, f"`geometry` in {source}")
+        layers = values["layers"]
+        are_indices = layers and all(type(index) is int and index >= 0 for index in layers)
+        rise = are_indices and layers == sorted(set(layers))
+        if not rise or min(values["num_kv_heads"], values["head_dim"]) < 1 or values.keys() != names.keys():
+            raise UserError(f"`geometry` in {source} is damaged: it is {values!r}; restore the file, or make it again")
+        return cls(**{**values, "layers": tuple(layers)})
+
+    @property
+    def width(self) -> int:
+        """C = G·D, the joint width of one layer's keys or values."""
+        return self.num_kv_heads * self.head_dim
+
+    def full_nbytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of an uncompressed cache of `tokens` tokens (all sequences together) in the compressed layers."""
+        return tokens * len(self.layers) * 2 * self.width * itemsize
+
+    def check_equal(self, other: "KVGeometry", what: str) -> None:
+        """Raise :class:`UserError` unless both describe the same shape; `what` names the other one's origin."""
+        if self != other:
+            raise UserError(
+                f"{what} was made for {other.describe()}, but this model has {self.describe()}; "
+                f"use the model it was made for, or make one for this model"
+            )
+
+    def describe(self) -> str:
+        return f"{len(self.layers)} compressed layers of {self.num_kv_heads} KV heads × {self.head_dim} dims"
+
+
+def warn_of_another(model: PreTrainedModel, made_on: str | None, what: str, remedy: str) -> None:
+    """Warn where `what` was made on a model of the same shape but another name, whose states may be quite different.
+
+    Names are compared by their last part: a directory may hold a copy of what the hub has.
+    """
+    made_on, name = (Path(each or "").name for each in (made_on, model.config._name_or_path))
+    if made_on and name and made_on != name:
+        warnings.warn(
+            f"{what} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the other, "
+            f"{remedy}",
+            stacklevel=3,
+        )
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise :class:`UserError` where the model wraps another."""
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps: of peft "
+            f"`model.get_base_model()` or, merged, `model.merge_and_unload()`, of a parallel one `model.module`; compile "
+            f"with `model.compile()`, which wraps nothing"
+        )
+
+
+def geometry_of(model: PreTrainedModel) -> KVGeometry:
+    """The geometry of any stock decoder.
+
+    Raises:
+        UserError: the model wraps another, or has no layer that can be compressed.
+    """
+    check_model(model)
+    config = model.config.get_text_config(decoder=True)
+    if not model._supports_attention_backend:
+        raise UserError(
+            f"{config.model_type} computes attention in its own modules, which transformers does not let a compressed "
+            f"attention replace; use a model of another family"
+        )
+    native = DynamicCache(config=config).layers
+    layers = tuple(i for i, layer in enumerate(native) if type(layer) is DynamicLayer)
+    if native and not layers:
+        window = getattr(config, "sliding_window", None)
+        raise UserError(
+            f"no layer of this {config.model_type} model has full attention (sliding_window={window}), and only such layers "
+            f"are compressed, as a window's cache does not grow with the text; use a model without a window"
+        )
+    if not layers:
+        # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
+        layers = tuple(range(config.num_hidden_layers))
+    heads = config.num_attention_heads
+    return KVGeometry(
+        layers=layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Layer index → the decoder's attention module, for every layer. Raises :class:`UserError` when none is found."""
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
+    }
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported"
+        )
+    return dict(sorted(found.items()))
+
+
+def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name in the model → linear projection, of all that stand directly in attention modules."""
+    attention = set(attention_modules(model).values())
+    return {
+        f"{path}.{name}": child
+        for path, module in model.named_modules()
+        if module in attention
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear | Conv1D)
+    }
+
+
+def rotary_function(module: nn.Module) -> Callable | None:
+    """The family's own ``apply_rotary_pos_emb(q, k, cos, sin)``, or None for a family without rotary embeddings."""
+    return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedRotary:
+    """The rotation of one layer type, of a rotary module that holds frequencies for each."""
+
+    module: nn.Module
+    layer_type: str
+
+    @property
+    def rope_type(self) -> str:
+        return self.module.rope_type[self.layer_type]
+
+    def __call__(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self.module(like, position_BT, self.layer_type)
+
+
+def rotary_module(model: PreTrainedModel) -> Callable | None:
+    """What rotates the compressed layers: (tensor, position ids) → cos, sin; None for a family without rotary embeddings.
+
+    It has the `rope_type` of these layers. Raises :class:`UserError` unless they all rotate alike.
+    """
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if len(found) > 1:
+        raise UserError(f"{type(model).__name__} has {len(found)} rotary modules; models with one are supported")
+    if not found or not isinstance(getattr(found[0], "rope_type", None), dict):
+        return found[0] if found else None
+    layer_types = model.config.get_text_config(decoder=True).layer_types
+    types = sorted({layer_types[index] for index in geometry_of(model).layers})
+    if len(types) > 1:
+        raise UserError(
+            f"the compressed layers of {type(model).__name__} rotate differently ({', '.join(types)}), but a cache "
+            f"remembers one rotation of each token; models whose full-attention layers rotate alike are supported"
+        )
+    return TypedRotary(found[0], types[0])

@@ -1,0 +1,103 @@
+"""From a hub id or directory to a model and its tokenizer, with errors a user can act on."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICE_HELP = "where to run, e.g. cuda or cpu; by default a GPU where there is one"
+
+
+def device_of(name: str | torch.device | None = None) -> torch.device:
+    """Where to run: a GPU where there is one, unless `name` says otherwise.
+
+    Raises:
+        UserError: torch knows no such device, or cannot use it here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(
+            f"`device` must be one that torch can use here, such as cpu; got {str(name)!r}: {why}"
+        ) from error
+
+
+def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:
+    """A stock causal language model in eval mode.
+
+    Args:
+        name: hub id or local directory.
+        dtype: one of :data:`DTYPES`.
+        device: where to put it, see :func:`device_of`.
+    """
+    device = device_of(device)
+    if dtype not in DTYPES:
+        raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    model = _pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    return model.to(device).eval()
+
+
+def shard_while_loading(deepspeed: dict[str, Any], *, dtype: str) -> object:
+    """Let transformers spread a ZeRO-3 model over processes while loading it.
+
+    Args:
+        deepspeed: DeepSpeed's configuration.
+        dtype: what the model is loaded in; transformers reads it from the same configuration.
+
+    Returns:
+        What must be kept alive for as long as this is to hold; transformers keeps a weak reference.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig({**deepspeed, "bf16": {"enabled": dtype == "bfloat16"}})
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that stands beside a model."""
+    return _pretrained(AutoTokenizer, name)
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many positions a model has; None where it does not say."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def check_length(model: PreTrainedModel, length: int, key: str) -> None:
+    """Raise :class:`UserError` unless sequences of `length` tokens are some, and fit the model's positions."""
+    require(length >= 1, key, length, "at least 1 token")
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise UserError(f"`{key}` is {length} tokens, but this model has {limit} positions; use at most {limit}")
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Only the non-reentrant form keeps the graph of what a compressor leaves aside in its forward pass (its retain rate).
+    """
+    # Renamed between 5.17 and 5.23; the old name warns in the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
+    looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
+    if looks_local and not Path(name).is_dir():
+        raise UserError(
+            f"the model directory `{name}` does not exist; for the demo model run scripts/fetch_demo_assets.py, "
+            f"or pass `--model` with a hub id or another directory"
+        )
+    try:
+        return factory.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot load `{name}`: {' '.join(str(error).split())}") from error

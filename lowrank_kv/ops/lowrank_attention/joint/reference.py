@@ -1,0 +1,50 @@
+"""Plain form of decode attention on joint coefficients: rebuild everything, then attend, in fp64.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.softmax_reference import joined_attention
+
+
+def joint_attention(
+    query_BHQD: Tensor,
+    keys: LatentRows,
+    values: LatentRows,
+    length_B: Tensor,
+    *,
+    scaling: float,
+    rotation: RotaryTable | None = None,
+    place_BN: Tensor | None = None,
+    softcap: float | None = None,
+    mask_BQN: Tensor | None = None,
+    full: FullTokens | None = None,
+) -> Tensor:
+    """softmax(q K̂ᵀ · scaling) V̂ with K̂ rotated after it is rebuilt.
+
+    Arguments and result as in :func:`lowrank_kv.ops.lowrank_attention.joint.triton.joint_attention`.
+    """
+    batch, head_dim = query_BHQD.shape[0], query_BHQD.shape[3]
+
+    def heads(rows: LatentRows) -> Tensor:
+        return rows.rebuilt()[:, 0].unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+    key_BGND, room = heads(keys), keys.row_BGNY.shape[2]
+    if rotation is not None:
+        row_BN = torch.arange(room, device=query_BHQD.device) if place_BN is None else place_BN[:, :room]
+        key_BGND = rotation.rotate(key_BGND, row_BN.expand(batch, -1))
+    return joined_attention(
+        query_BHQD,
+        key_BGND,
+        heads(values),
+        length_B,
+        scaling=scaling,
+        softcap=softcap,
+        mask_BQT=mask_BQN,
+        full=full,
+    )

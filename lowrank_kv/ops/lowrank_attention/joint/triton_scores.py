@@ -1,0 +1,186 @@
+"""Scores of joint keys of one rank, rebuilt and rotated within the kernel.
+
+A program rebuilds a run of tokens, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`), and writes
+their scores, all heads of a token side by side.
+
+Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, N tokens
+(room for them), R rank, Y bytes or numbers of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned, tuning_class
+from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
+
+
+@tuned(
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    # Not for every rank: water-filling gives each layer its own.
+    key=["GROUPS", "HALF", "BLOCK_M", "BITS", "tuning_class"],
+)
+@triton.jit(do_not_specialize=["tuning_class", "room", "mask_stride_b", "mask_stride_q"])
+def _joint_scores(
+    query_ptr,
+    basis_ptr,
+    row_ptr,
+    scale_ptr,
+    length_ptr,
+    cos_ptr,
+    sin_ptr,
+    place_ptr,
+    mask_ptr,
+    score_ptr,
+    tuning_class,
+    room,
+    rank,
+    basis_stride_b,
+    basis_stride_r,
+    row_stride_b,
+    row_stride_n,
+    scale_stride_b,
+    scale_stride_n,
+    table_stride_b,
+    table_stride_t,
+    place_stride_b,
+    mask_stride_b,
+    mask_stride_q,
+    scaling,
+    softcap,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    GROUPS_EACH: tl.constexpr,
+):
+    start, first_group, b = tl.program_id(0) * BLOCK_N, tl.program_id(1) * GROUPS_EACH, tl.program_id(2).to(tl.int64)
+    length = tl.load(length_ptr + b)
+    if start < length:
+        n, y = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Y)
+        m, f = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F)
+        is_row_N, is_dim_F, is_row_M = n < length, f < HALF, m < ROWS
+        table_row_N = n
+        if cos_ptr is not None:
+            place_N = n
+            if place_ptr is not None:
+                place_N = tl.load(place_ptr + b * place_stride_b + n, mask=is_row_N, other=0)
+            table_row_N = b * table_stride_b + place_N * table_stride_t
+        if BITS < 16:
+            scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
+            step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
+            least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
+        first_F, second_F = pairs(f, HALF, ROTARY_HALF)
+        # With 4 bits a byte holds the coefficients y and y + half of its row.
+        width = (rank + 1) // 2 if BITS == 4 else rank
+        halves: tl.constexpr = 2 if BITS == 4 else 1
+        row_ptrs = row_ptr + b * row_stride_b + n.to(tl.int64)[:, None] * row_stride_n + y[None, :]
+        for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
+            first_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
+            second_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
+            for chunk in range(0, width, BLOCK_Y):
+                is_code_NY = is_row_N[:, None] & (chunk + y < width)[None, :]
+                code_NY = tl.load(row_ptrs + chunk, mask=is_code_NY, other=0)
+                for half in tl.static_range(halves):
+                    coef_NY = code_NY
+                    if BITS == 4:
+                        coef_NY = (code_NY >> 4 * half) & 15
+                    if BITS < 16:
+                        coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
+                    coef_NY = coef_NY.to(COMPUTE)
+                    # A code beyond the rank is no coefficient: it meets zeros.
+                    r_Y = half * width + chunk + y
+                    is_basis_YF = ((chunk + y < width) & (r_Y < rank))[:, None] & is_dim_F[None, :]
+                    basis_ptrs = basis_ptr + b * basis_stride_b + r_Y[:, None] * basis_stride_r + group * 2 * HALF
+                    basis_YF = tl.load(basis_ptrs + first_F[None, :], mask=is_basis_YF, other=0.0)
+                    first_NF = tl.dot(coef_NY, basis_YF.to(COMPUTE), first_NF, input_precision="ieee")
+                    basis_YF = tl.load(basis_ptrs + second_F[None, :], mask=is_basis_YF, other=0.0)
+                    second_NF = tl.dot(coef_NY, basis_YF.to(COMPUTE), second_NF, input_precision="ieee")
+            row_M = group * ROWS + m
+            score_NM = scores_of_halves(
+                first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr, table_row_N, row_M,
+                is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
+            )  # fmt: skip
+            store_scores(
+                score_ptr, mask_ptr, score_NM, n, is_row_N, row_M, is_row_M, b, room, mask_stride_b, mask_stride_q,
+                scaling, softcap, QUERIES, GROUPS * ROWS,
+            )  # fmt: skip
+
+
+def joint_scores(
+    query_BGMD: Tensor,
+    keys: LatentRows,
+    length_B: Tensor,
+    *,
+    queries: int,
+    scaling: float,
+    rotation: RotaryTable | None,
+    place_BN: Tensor | None,
+    softcap: float | None,
+    mask_BQN: Tensor | None,
+) -> Tensor:
+    """Scores times log2 e of all tokens, (B, N, P) fp32; -inf where masked, undefined beyond a sequence's length.
+
+    Arguments as in :func:`lowrank_kv.ops.lowrank_attention.joint.triton.joint_attention`; `query_BGMD` is contiguous.
+    """
+    batch, groups, rows, head_dim = query_BGMD.shape
+    row_BNY = keys.row_BGNY[:, 0]
+    # Dims of a head side by side, whatever the rank, are read in wide loads; a QR leaves them so.
+    basis_BCR = keys.basis_BGDR[:, 0].mT.contiguous().mT
+    scale_BN2 = None if keys.scale_BGN2 is None else keys.scale_BGN2[:, 0]
+    room = row_BNY.shape[1]
+    score_BNP = torch.empty(batch, room, groups * rows, dtype=torch.float32, device=query_BGMD.device)
+
+    def grid(chosen: dict) -> tuple[int, int, int]:
+        return triton.cdiv(room, chosen["BLOCK_N"]), triton.cdiv(groups, chosen["GROUPS_EACH"]), batch
+
+    cos, sin = (None, None) if rotation is None else (rotation.cos_BTF, rotation.sin_BTF)
+    _joint_scores[grid](
+        query_BGMD,
+        basis_BCR,
+        row_BNY,
+        scale_BN2,
+        length_B,
+        cos,
+        sin,
+        place_BN,
+        mask_BQN,
+        score_BNP,
+        tuning_class(room, keys.rank, row_BNY.stride(1), basis_BCR.stride(2)),
+        room,
+        keys.rank,
+        sequence_stride(basis_BCR),
+        basis_BCR.stride(2),
+        sequence_stride(row_BNY),
+        row_BNY.stride(1),
+        *((0, 0) if scale_BN2 is None else (sequence_stride(scale_BN2), scale_BN2.stride(1))),
+        *((0, 0) if cos is None else (sequence_stride(cos), cos.stride(1))),
+        0 if place_BN is None else sequence_stride(place_BN),
+        *((0, 0) if mask_BQN is None else (sequence_stride(mask_BQN), mask_BQN.stride(1))),
+        scaling,
+        softcap,
+        GROUPS=groups,
+        ROWS=rows,
+        QUERIES=queries,
+        HALF=head_dim // 2,
+        ROTARY_HALF=head_dim // 2 if cos is None else cos.shape[2],
+        BITS=keys.bits,
+        COMPUTE=computing_type(query_BGMD.dtype),
+        BLOCK_M=block(rows),
+        BLOCK_F=block(head_dim // 2),
+    )
+    return score_BNP

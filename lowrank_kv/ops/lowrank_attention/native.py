@@ -1,0 +1,75 @@
+"""Decode attention over low-rank and full-rank tokens on a CPU in compiled code.
+
+Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
+"""
+
+from torch import Tensor
+
+from lowrank_kv.ops import native
+from lowrank_kv.ops.lowrank_attention.eager import Operands
+from lowrank_kv.ops.native.plain import plain
+from lowrank_kv.ops.rotation import Places, Rotation, turns_in_pairs
+from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+
+
+def refusal(
+    keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
+) -> str | None:
+    """What keeps :func:`lowrank_attention` from attending over these tokens; None where all parts hold the same ones, and
+    keys have as many parts as values."""
+    if keys.basis_PWR.shape[0] != values.basis_PWR.shape[0]:
+        return "keys are not cut into as many parts as values"
+    if any(isinstance(each, Tensor) and each.dim() != dims for each, dims in ((places, 1), (mask_QT, 2))):
+        return "each part holds tokens of its own"
+    if not keys.coef.length:
+        return "there are no low-rank tokens"
+    return native.refusal(keys.coef.dtype, keys.coef.device, in_pairs=turns_in_pairs(rotation))
+
+
+def lowrank_attention(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    *,
+    scaling: float,
+    rotation: Rotation | None = None,
+    places: Places | None = None,
+    softcap: float | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
+    groups, _, head_dim = keys.full.buffer.shape
+    low, full = keys.coef.length, keys.full.length
+    query_1HQD = plain(query_HQD)[None]
+    mask_of_low, mask_of_full = (None, None) if mask_QT is None else (mask_QT[:, :low], mask_QT[:, low:])
+    if rotation is None:
+        query_1GMD = query_1HQD.reshape(1, groups, -1, head_dim)
+        low_query_BMX = plain(query_1GMD @ keys.head_basis().float())
+        key_decoder_PRW, turns, places = None, None, None
+    else:
+        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.turns
+    held = _table(keys.coef), _table(values.coef), low
+    decoders = native.Decoders(key_decoder_PRW, values.decoder_PRW)
+    tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]
+    if full:
+        held = _whole_table(keys.full), _whole_table(values.full), full
+        tokens.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
+    shape_BHQD = 1, *query_HQD.shape
+    [output_QHD] = native.attend([tokens], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    output_HQD = output_QHD.transpose(0, 1)
+    return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
+
+
+def _table(coef: Coefficients) -> native.Table:
+    if coef.memo is None:
+        coef.memo = native.Table([native.Piece.of(coef)], coef.rank)
+    return coef.memo
+
+
+def _whole_table(full: GrowingTensor) -> native.Table:
+    """Of tokens at full rank, whose number alone changes until they are moved."""
+    if full.memo is None:
+        full.memo = native.Table([native.Piece.whole(full.buffer)], full.buffer.shape[2])
+    full.memo.count_whole(full.length)
+    return full.memo

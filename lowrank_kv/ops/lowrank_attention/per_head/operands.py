@@ -1,0 +1,55 @@
+"""What decode attention on coefficients of one rank reads.
+
+Shapes: B batch, G parts (the KV heads, or a single one of all their dims), N tokens (room for them), R rank, Y bytes of a
+row's codes, D dims of a part.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.utils.config import require
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentRows:
+    """One layer's keys, or values, as coefficients: row n of part g is ``basis[g] @ coef[g, n]``.
+
+    Attributes:
+        row_BGNY: coefficients in the queries' dtype, or codes as uint8, laid out as in
+            :class:`lowrank_kv.stores.coefficients.Coefficients`; contiguous in the last dim. Rows are read in wide
+            loads where their stride is a multiple of 16.
+        basis_BGDR: of each sequence and part; 1 in place of B where all sequences share it.
+        scale_BGN2: bf16 step and least value of each row of codes, contiguous in the last dim; None without codes.
+        quantisation: how the rows are held as integers, without groups.
+
+    Raises:
+        UserError: the quantisation has groups.
+    """
+
+    row_BGNY: Tensor
+    basis_BGDR: Tensor
+    scale_BGN2: Tensor | None = None
+    quantisation: Quantisation | None = None
+
+    def __post_init__(self):
+        group = None if self.quantisation is None else self.quantisation.group
+        require(group is None, "storage_group", group, "none for this operation: all of a row's codes share one scale")
+
+    @property
+    def rank(self) -> int:
+        return self.basis_BGDR.shape[-1]
+
+    @property
+    def bits(self) -> int:
+        """Of a code; 16 for whatever is held as it is."""
+        return 16 if self.quantisation is None else self.quantisation.bits
+
+    def rebuilt(self) -> Tensor:
+        """All rows at full width, (B, G, N, D) fp64."""
+        coef_BGNR = self.row_BGNY
+        if self.quantisation is not None:
+            coef_BGNR = self.quantisation.decode(self.row_BGNY, self.scale_BGN2, self.rank, torch.float64)
+        return coef_BGNR.double() @ self.basis_BGDR.double().mT

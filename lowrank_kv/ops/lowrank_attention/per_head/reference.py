@@ -1,0 +1,37 @@
+"""Plain form of decode attention on per-head coefficients: rebuild everything, then attend, in fp64.
+
+Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head dim.
+"""
+
+from torch import Tensor
+
+from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.softmax_reference import joined_attention
+
+
+def latent_attention(
+    query_BHQD: Tensor,
+    keys: LatentRows,
+    values: LatentRows,
+    length_B: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    mask_BQN: Tensor | None = None,
+    full: FullTokens | None = None,
+) -> Tensor:
+    """softmax(q K̂ᵀ · scaling) V̂.
+
+    Arguments and result as in :func:`lowrank_kv.ops.lowrank_attention.per_head.triton.latent_attention`.
+    """
+    return joined_attention(
+        query_BHQD,
+        keys.rebuilt(),
+        values.rebuilt(),
+        length_B,
+        scaling=scaling,
+        softcap=softcap,
+        mask_BQT=mask_BQN,
+        full=full,
+    )

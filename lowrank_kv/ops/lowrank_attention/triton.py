@@ -1,0 +1,128 @@
+"""Decode attention over low-rank and full-rank tokens on a GPU in Triton: where each KV head has coefficients of its own
+taken after rotation, or all of them joint ones taken before it.
+
+Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.lowrank_attention.eager import Operands
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import Places, Rotation
+from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of a KV head: each has a sum in a program's registers.
+_MAX_QUERY_NUMBERS = 64 * 256
+_NO_KERNELS = f"there are no kernels for the device (an NVIDIA GPU before Ampere, no Triton, or {SWITCH}=0)"
+
+
+def refusal(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    rotation: Rotation | None,
+    places: Places | None,
+    mask_QT: Tensor | None,
+) -> str | None:
+    """What keeps :func:`lowrank_attention` from attending over these tokens; None where keys and values are compressed head
+    by head and keys after rotation, or both jointly and keys before a rotation of pairs, no two heads hold different tokens,
+    integers of a row share one scale, and the rows of queries that share a KV head are few enough for a program's
+    registers."""
+    if not has_kernels(query_HQD.device):  # first: on a CPU nothing else need be asked, at every token of every layer
+        return _NO_KERNELS
+    groups, dtype = keys.full.buffer.shape[0], query_HQD.dtype
+    quantisation = keys.coef.quantisation
+    if not (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation)):
+        return "kernels take heads compressed apart after rotation, or jointly before a rotation of pairs"
+    if min(keys.coef.length, keys.coef.rank, values.coef.rank) == 0:
+        return "there are no low-rank tokens"
+    if (isinstance(places, Tensor) and places.dim() == 2) or (mask_QT is not None and mask_QT.dim() != 2):
+        return "each part holds tokens of its own"
+    if quantisation is not None and quantisation.group is not None:
+        return "kernels take integers of which all of a row share one scale"
+    if dtype not in _DTYPES:
+        return "kernels compute in fp32, fp16 and bf16"
+    if any(not dtype == each.coef.dtype == each.basis_PWR.dtype == each.full.buffer.dtype for each in (keys, values)):
+        return "kernels take queries, coefficients and bases of one dtype"
+    if query_HQD.numel() // groups > _MAX_QUERY_NUMBERS:
+        return "there are more queries than a kernel's registers hold"
+    return None
+
+
+def lowrank_attention(
+    query_HQD: Tensor,
+    keys: Operands,
+    values: Operands,
+    *,
+    scaling: float,
+    rotation: Rotation | None = None,
+    places: Places | None = None,
+    softcap: float | None = None,
+    mask_QT: Tensor | None = None,
+) -> Tensor:
+    """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
+    # Only here: without a GPU there need be no Triton.
+    from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
+    from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention
+    from lowrank_kv.ops.triton.launch import rows_together
+
+    device, low, full = query_HQD.device, keys.coef.length, keys.full_GFD.shape[1]
+    mask_1QT = None if mask_QT is None else rows_together(mask_QT)[None]
+    whole = None
+    if full:
+        whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
+        # With their room to grow: kernels are tuned by it, and it changes less often than what it holds.
+        whole = FullTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), whole_mask)
+    operation, options = latent_attention, {}
+    if not _is_per_head(keys, values, rotation):
+        operation = joint_attention
+        options = _turned(rotation, places)
+    with launching_on(device):
+        return operation(
+            query_HQD[None],
+            _latent_rows(keys),
+            _latent_rows(values),
+            _length(low, device),
+            scaling=scaling,
+            softcap=softcap,
+            mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
+            full=whole,
+            **options,
+        )[0]
+
+
+def _is_per_head(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
+    return rotation is None and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == keys.full_GFD.shape[0]
+
+
+def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
+    """Keys that nothing rotates are not rebuilt: plain products on their coefficients do less."""
+    turns_pairs = rotation is not None and rotation.table is not None
+    halves_heads = keys.full_GFD.shape[2] % 2 == 0
+    return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
+
+
+def _turned(rotation: Rotation, places: Places) -> dict[str, Any]:
+    """The kernels' arguments for keys at some places."""
+    table = rotation.table
+    if isinstance(places, slice):
+        return {"rotation": RotaryTable(table.cos_BTF[:, places], table.sin_BTF[:, places])}
+    return {"rotation": table, "place_BN": places.to(torch.int32)[None]}
+
+
+def _latent_rows(operands: Operands) -> LatentRows:
+    """One sequence's as a batch of one, its room to grow included."""
+    row_GNY, scale_GN2 = operands.coef.buffers()
+    scale_BGN2 = None if scale_GN2 is None else scale_GN2[None]
+    return LatentRows(row_GNY[None], operands.basis_PWR[None], scale_BGN2, operands.coef.quantisation)
+
+
+def _length(count: int, device: torch.device) -> Tensor:
+    # Filled by the device, for which the host need not wait as it would for a copy.
+    return torch.full((1,), count, dtype=torch.int32, device=device)

@@ -1,0 +1,167 @@
+"""Calling the compiled decode attention.
+
+Shapes: B batch, H query heads, G KV heads, Q new queries, P parts (1, or G where heads are compressed apart), D head dim,
+W width of a part, T tokens in all, R rank, F pairs of a rotation.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank_kv.ops.native.library import ABSENT, lanes, library
+from lowrank_kv.ops.native.plain import CPU, plain
+from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
+from lowrank_kv.ops.rotary_table import RotaryTable
+
+# The members of `struct task` in attend.c, in their order: tokens and queries, turns, decoders, what tasks have in common.
+_TOKENS, _TURNS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "3q", "5q", "6q2f"))
+_UNTURNED = _TURNS.pack(0, 0, 0)
+
+
+def refusal(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
+    """What keeps compiled code from attending; None on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at
+    all."""
+    if device.type != "cpu":
+        return "compiled code runs on a CPU"
+    if dtype not in KINDS:
+        return "compiled code reads fp32 and bf16"
+    if not in_pairs:
+        return "compiled code rotates keys in pairs"
+    return ABSENT if library() is None else None
+
+
+class Decoders:
+    """What gives keys and values from coefficients, as compiled code reads it.
+
+    Args:
+        key_PRW: rebuilds keys, as many rows as the keys' :class:`Table` has coefficients; (R, W) of one part. None where
+            queries stand over the coefficients themselves.
+        value_PRW: the same of values, which are not rebuilt one by one.
+
+    Attributes:
+        is_copy: whether it holds tensors of its own.
+    """
+
+    def __init__(self, key_PRW: Tensor | None, value_PRW: Tensor):
+        key = None if key_PRW is None else _padded(key_PRW)
+        value = plain(value_PRW)
+        self._held = key, value  # kept alive: addresses in them follow
+        self.is_copy = key is not key_PRW or value is not value_PRW
+        self.packed = _DECODERS.pack(
+            0 if key is None else key.data_ptr(),
+            value.data_ptr(),
+            0 if key is None else key.shape[-1],
+            value.shape[-1],
+            value.shape[0] if value.dim() == 3 else 1,
+        )
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
+class Turns:
+    """The rotations of rebuilt keys, as compiled code reads them.
+
+    Args:
+        table: of a batch of one, by which the pairs (j, j + F) of keys are turned.
+    """
+
+    def __init__(self, table: RotaryTable):
+        cos, sin = self._held = plain(table.cos_BTF), plain(table.sin_BTF)  # kept alive: addresses in them follow
+        self.packed = _TURNS.pack(cos.data_ptr(), sin.data_ptr(), cos.shape[2])
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
+class Tokens(NamedTuple):
+    """Tokens of one softmax that are held in one way.
+
+    Attributes:
+        query_BMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) where no decoder rebuilds
+            keys; of all sequences, M = H·Q rows of each, over as many dims as is convenient; as :func:`plain` has them.
+        keys, values: the same tokens, at least one, each cut into pieces in its own way.
+        slots: T.
+        decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
+        turns: of rebuilt keys; None to leave them.
+        place_T: the place of each slot in `turns`; None where they are the same.
+        mask_QT: bool, True where a query may see a token; None when it may see all.
+    """
+
+    query_BMX: Tensor
+    keys: Table
+    values: Table
+    slots: int
+    decoders: Decoders | None = None
+    turns: Turns | None = None
+    place_T: Tensor | slice | None = None
+    mask_QT: Tensor | None = None
+
+
+def attend(
+    softmaxes: Sequence[Sequence[Tokens]],
+    shape_BHQD: Sequence[int],
+    *,
+    groups: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of each sequence over all its tokens in one softmax.
+
+    Args:
+        softmaxes: of each of the B sequences the tokens of every way in which some are held.
+        shape_BHQD: query heads, new queries and head dim of B sequences.
+        groups: G.
+        scaling: of the scores.
+        softcap: see :func:`lowrank_kv.ops.ragged_attention.ragged_attention`.
+
+    Returns:
+        (B, Q, H, D) fp32; 0 for a query that may see nothing.
+    """
+    batch, heads, queries, head_dim = shape_BHQD
+    rows = heads * queries
+    # On the CPU, whatever torch's defaults are set to.
+    output_BQHD = torch.empty(batch, queries, heads, head_dim, dtype=torch.float32, device=CPU)
+    output, output_bytes = output_BQHD.data_ptr(), rows * head_dim * 4
+    lanes_of_rows, threads = rows + -rows % lanes(), torch.get_num_threads()
+    common = _COMMON.pack(groups, rows, lanes_of_rows, head_dim, queries, threads, scaling, softcap or 0.0)
+    for b, tokens in enumerate(softmaxes):
+        copies: list[Tensor] = []  # kept alive: addresses in them follow
+        packed = b""
+        for query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT in tokens:
+            place, first_place, mask, mask_stride = 0, 0, 0, 0
+            if isinstance(place_T, slice):
+                first_place = place_T.start
+            elif place_T is not None:
+                copies.append(place_T.long().contiguous())
+                place = copies[-1].data_ptr()
+            if mask_QT is not None:
+                copies.append(mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous())
+                mask, mask_stride = copies[-1].data_ptr(), copies[-1].stride(0)
+            packed += _TOKENS.pack(
+                keys.address,
+                values.address,
+                slots,
+                query_BMX.shape[-1],
+                query_BMX.data_ptr() + b * query_BMX.stride(0) * 4,
+                place,
+                first_place,
+                mask,
+                mask_stride,
+                output + b * output_bytes,
+            )
+            packed += _UNTURNED if turns is None else turns.packed
+            packed += (_DECODERS.pack(0, 0, 0, 0, groups) if decoders is None else decoders.packed) + common
+        if library().attend(packed, len(tokens)):
+            raise MemoryError("no memory for the scratch space of compiled decode attention")
+    return output_BQHD
+
+
+def _padded(states: Tensor) -> Tensor:
+    """The same with zeros up to a whole number of vector registers in every row."""
+    missing = -states.shape[-1] % lanes()
+    return plain(F.pad(states, (0, missing)) if missing else states)

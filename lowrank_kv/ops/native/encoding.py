@@ -1,0 +1,196 @@
+"""Calling the compiled way of a few new tokens into a cache.
+
+Shapes: S sides (keys, values), B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.codec import TokenGate
+from lowrank_kv.ops.native.library import ABSENT, lanes, library
+from lowrank_kv.ops.native.plain import CPU, plain
+from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
+from lowrank_kv.utils.dispatch_log import log_choice
+
+# More tokens than this are a prompt, which torch's own products serve better.
+MAX_TOKENS = 16
+
+# The members of `struct encoding` in encode.c, in their order: a side's gate, the keys' rotation, and what a call adds.
+_GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("19q")
+_UNTURNED = _TURNED.pack(0, 0, 0, 0)
+_ENTRANCE = 5  # members of `struct entrance`
+
+# The stores of a sequence's keys and of its values, and the slot of its first new token.
+Entrance = tuple[Table, Table, int]
+
+
+class TurnedHalves:
+    """The rotation of new keys, as compiled code reads it.
+
+    Args:
+        cos_BTE, sin_BTE: by which halves of the keys' first E dims were rotated; of all sequences, or of each (B or 1).
+    """
+
+    def __init__(self, cos_BTE: Tensor, sin_BTE: Tensor):
+        cos, sin = self._held = plain(cos_BTE), plain(sin_BTE)  # kept alive: addresses in them follow
+        self.packed = _TURNED.pack(
+            cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
+        )
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
+class NewTokens:
+    """What an encoder has made of new tokens.
+
+    Attributes:
+        coef_SBTC: coefficients, fp32.
+        rank_SBT: their ranks, int64.
+        left: how many keys and values are not in the store where they were to go.
+    """
+
+    def __init__(self, batch: int, tokens: int, width: int):
+        self.shape = batch, tokens, width
+        with torch.inference_mode(False):  # else none but that mode could go on with it
+            self.coef_SBTC = torch.empty(2, batch, tokens, width, dtype=torch.float32, device=CPU)
+            self.rank_SBT = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
+        self.left = 0
+        self.entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
+        self.members = self.coef_SBTC.data_ptr(), self.rank_SBT.data_ptr()
+        self.entrance = ctypes.addressof(self.entrances)
+
+    def appended(self, side: int, sequence: int) -> int:
+        """How many of one sequence's keys (`side` 0) or values (1) are in their store: those before the first that found no
+        room."""
+        return self.entrances[sequence * _ENTRANCE + 3 + side]
+
+
+class _Last(threading.local):
+    """Memory for what a call gives out, which nearly every call could take over from the one before, whatever its layer: to
+    ask torch for it takes as long as much of the encoding."""
+
+    new: NewTokens | None = None
+
+
+_last = _Last()
+
+
+class Encoder:
+    """What a layer's new tokens become, by the weights as they are when this is made.
+
+    Args:
+        key, value: the gates of keys and of values, of one width.
+        dtype: of states, fp32 or bf16; in bf16 every step is rounded to it, as it is where torch computes.
+    """
+
+    def __init__(self, key: TokenGate, value: TokenGate, dtype: torch.dtype):
+        self._gates, self._dtype = (key, value), dtype
+        self._sides = [_weights(gate, dtype) for gate in self._gates]  # kept alive: addresses in them follow
+        self._width = self._sides[0][0].shape[0]
+        self._packed = b"".join(
+            _GATE.pack(
+                *[0 if tensor is None else tensor.data_ptr() for tensor in tensors], gate.granularity, gate.threshold
+            )
+            for tensors, gate in zip(self._sides, self._gates, strict=True)
+        )
+
+    def __reduce__(self) -> tuple:
+        return _made_again, (*self._gates, self._dtype)
+
+    def encode(
+        self,
+        key_BGTD: Tensor,
+        value_BGTD: Tensor,
+        turned: TurnedHalves | None,
+        entrances: Sequence[Entrance] = (),
+    ) -> NewTokens | None:
+        """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
+
+        Args:
+            key_BGTD: rotated keys.
+            value_BGTD: values.
+            turned: the rotation, which is undone; None where keys are not rotated.
+            entrances: where each sequence's tokens are appended; empty: nowhere.
+
+        Returns:
+            what the tokens have become, which the thread's next call, of whatever layer, writes over; None, and nothing is
+            done, unless these are few tokens, in the encoder's dtype and on a CPU.
+        """
+        batch, groups, tokens, head_dim = key_BGTD.shape
+        if batch * tokens > MAX_TOKENS or not (self._reads(key_BGTD) and self._reads(value_BGTD)):
+            return None
+        new = _last.new
+        if new is None or new.shape != (batch, tokens, self._width):
+            new = _last.new = NewTokens(batch, tokens, self._width)
+        if entrances:
+            for place, (key, value, slot) in zip(range(0, batch * _ENTRANCE, _ENTRANCE), entrances, strict=True):
+                new.entrances[place : place + 3] = key.address, value.address, slot
+        call = _CALL.pack(
+            key_BGTD.data_ptr(),
+            *key_BGTD.stride(),
+            value_BGTD.data_ptr(),
+            *value_BGTD.stride(),
+            *new.members,
+            new.entrance if entrances else 0,
+            batch,
+            tokens,
+            groups,
+            head_dim,
+            torch.get_num_threads(),
+            KINDS[self._dtype],
+        )
+        new.left = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
+        if new.left < 0:
+            raise MemoryError("no memory for the scratch space of compiled encoding")
+        return new
+
+    def _reads(self, states: Tensor) -> bool:
+        return states.dtype == self._dtype and states.is_cpu
+
+
+def encodes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is compiled code for new tokens that are held in `dtype` on a device."""
+    if device.type != "cpu":
+        return False
+    because = None
+    if dtype not in KINDS:
+        because = "compiled code writes fp32 and bf16"
+    elif library() is None:
+        because = ABSENT
+    if because is not None:
+        log_choice("encode", "torch", dtype, device, because)
+    return because is None
+
+
+def encoder_of(key: TokenGate | None, value: TokenGate | None, dtype: torch.dtype) -> Encoder | None:
+    """An encoder by these gates of states in `dtype`, where :func:`encodes`; None where there are no gates, or they do not
+    fill whole vector registers."""
+    because = None
+    if key is None or value is None:
+        because = "compiled code encodes by a gate's weights"
+    elif key.basis_CC.shape[0] % lanes():
+        because = "compiled code encodes widths that fill vector registers"
+    log_choice("encode", "torch" if because else "compiled", dtype, CPU, because)
+    return None if because else Encoder(key, value, dtype)
+
+
+def _made_again(key: TokenGate, value: TokenGate, dtype: torch.dtype) -> Encoder | None:
+    """A copy, by the compiled code that there is where it is made."""
+    return encoder_of(key, value, dtype) if encodes(dtype, CPU) else None
+
+
+def _weights(gate: TokenGate, dtype: torch.dtype) -> list[Tensor | None]:
+    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), and what coefficients are divided by, as they are in `dtype`; fp32
+    ones uncopied."""
+    basis_CC, scale_C, weight_CC, bias_C = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C
+    if dtype != torch.float32:  # what torch rounds is the product of s and W
+        weight_CC = (scale_C[:, None] * weight_CC).to(dtype)
+        scale_C = torch.ones_like(scale_C)
+    tensors = basis_CC, scale_C, weight_CC, bias_C, gate.spread_C
+    return [None if tensor is None else plain(tensor.detach().to(dtype)) for tensor in tensors]

@@ -1,0 +1,78 @@
+"""The compiled kernels: built from the C files here for the processor at hand when they are first needed, and kept.
+
+Only a C compiler with OpenMP is needed (``$CC``, or ``cc`` where that is unset or blank); it takes about two seconds. The
+shared object lies in the user cache directory under a name that says of what source, by what command and for what processor
+it was made.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+from lowrank_kv.utils.paths import home
+
+# Set to 0 to do without compiled code.
+SWITCH = "ADAPTIVE_KV_NATIVE"
+# Why there is no library, in short; how it came about is warned of once.
+ABSENT = f"there is no compiled code (no C compiler that serves, or {SWITCH}=0)"
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+# Sums may be reordered only where the source says so: the exponential depends on the order of its terms.
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+_FLAGS_OF_X86 = ["-mprefer-vector-width=512"]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None (after one warning) where they cannot be compiled or ``$ADAPTIVE_KV_NATIVE`` is 0."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(compiler[0]) is None:
+        return _without(f"there is no C compiler `{compiler[0]}`; install one (e.g. gcc) or name yours in $CC")
+    command = [*compiler, *_FLAGS, *(_FLAGS_OF_X86 if platform.machine() == "x86_64" else []), "-shared", "-fPIC"]
+    macros = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+    if macros.returncode:
+        return _without(f"`{shlex.join(command)}` fails: {macros.stderr.strip()}")
+    made_of = "\n".join([shlex.join(command), macros.stdout, *(path.read_text(encoding="utf-8") for path in _SOURCES)])
+    target = home() / "native" / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    try:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+                built = Path(directory) / target.name
+                files = [str(path) for path in _SOURCES if path.suffix == ".c"]
+                result = subprocess.run([*command, "-o", str(built), *files, "-lm"], capture_output=True, text=True)
+                if result.returncode:
+                    return _without(f"compiling them fails: {result.stderr.strip()}")
+                os.replace(built, target)
+        kernels = ctypes.CDLL(str(target))
+    except OSError as error:
+        return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $ADAPTIVE_KV_HOME")
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    kernels.append.argtypes = [address, address, number, number]
+    kernels.encode.restype = number
+    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
+    kernels.angles.restype = None
+    return kernels
+
+
+@functools.cache
+def lanes() -> int:
+    """Floats of a vector register; sizes of matrices are multiples of it."""
+    return library().lanes()
+
+
+def _without(reason: str) -> None:
+    warnings.warn(
+        f"decoding on this CPU runs without compiled kernels, two to three times slower: {reason}. "
+        f"{SWITCH}=0 silences this.",
+        stacklevel=3,
+    )

@@ -1,0 +1,159 @@
+"""Paged values times the softmax of scores: Σ_t w_t c_t, split over the sequence, never rebuilt.
+
+A program has one granule of coefficients and a run of tiles, of which it reads those that have the granule. Each keeps
+its own running maximum; the first granule's programs see every token and keep the sum of weights.
+
+Shapes: B batch, P rows of queries, T capacity, N tokens of a tile, K granules of the width C, S splits, X parts of the
+whole softmax.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_kv.ops.paged_attention.triton_pages import load_codes
+from lowrank_kv.ops.triton.launch import block, computing_type, softened, tuned
+from lowrank_kv.stores.paged import PagedStore
+
+_MAX_BLOCK_ROWS = 64
+
+
+@tuned(
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+    triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=3),
+    key=["room_class", "TOKENS", "BLOCK_P", "ROW_BLOCKS", "PAGE_WIDTH", "BITS"],
+)
+@triton.jit(do_not_specialize=["splits", "parts"])
+def _weighted_latents(
+    score_ptr,
+    page_ptr,
+    tile_page_ptr,
+    tile_granules_ptr,
+    tile_rows_ptr,
+    position_ptr,
+    scale_ptr,
+    tiles_ptr,
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    room_class,
+    slots,
+    capacity,
+    splits,
+    parts,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr,
+    GRANULES: tl.constexpr,
+    BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    split, granule = tl.program_id(0), tl.program_id(1)
+    b = (tl.program_id(2) // ROW_BLOCKS).to(tl.int64)
+    p = (tl.program_id(2) % ROW_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    # A tile in pieces of at most BLOCK_N tokens: of integers a whole one would spill registers.
+    size: tl.constexpr = BLOCK_N if BLOCK_N < TOKENS else TOKENS
+    pieces: tl.constexpr = TOKENS // size
+    is_row_P = p < P
+    tiles = tl.load(tiles_ptr + b)
+    each = tl.cdiv(tiles, splits)
+    max_P = tl.full((BLOCK_P,), float("-inf"), tl.float32)
+    sum_P = tl.zeros((BLOCK_P,), tl.float32)
+    least_P = tl.zeros((BLOCK_P,), tl.float32)
+    total_PY = tl.zeros((BLOCK_P, PAGE_WIDTH), tl.float32)
+    high_PY = tl.zeros((BLOCK_P, PAGE_WIDTH if BITS == 4 else 1), tl.float32)
+    for piece in range(split * each * pieces, tl.minimum(split * each + each, tiles) * pieces):
+        tile = b * slots + piece // pieces
+        n = (piece % pieces) * size + tl.arange(0, size)
+        # Tiles without this granule are passed over by masks: a branch would keep the loop from reading ahead.
+        has_page = tl.load(tile_granules_ptr + tile) > granule
+        is_row_N = n < tl.load(tile_rows_ptr + tile)
+        is_seen_N = is_row_N & (has_page | (granule == 0))
+        token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_seen_N, other=0)
+        score_PN = tl.load(
+            score_ptr + (b * capacity + token_N)[None, :] * P + p[:, None],
+            mask=is_seen_N[None, :] & is_row_P[:, None],
+            other=float("-inf"),
+        )
+        weight_PN, fade_P, max_P, sum_P = softened(score_PN, max_P, sum_P)
+
+        is_coef_N = is_row_N & has_page
+        page = tl.load(tile_page_ptr + tile * GRANULES + granule, mask=has_page, other=0)
+        if BITS < 16:
+            scale_ptrs = scale_ptr + (tile * TOKENS + n) * 2
+            step_N = tl.load(scale_ptrs, mask=is_coef_N, other=0.0).to(tl.float32)
+            least_N = tl.load(scale_ptrs + 1, mask=is_coef_N, other=0.0).to(tl.float32)
+            least_P = least_P * fade_P + tl.sum(weight_PN * least_N[None, :], 1)
+            weight_PN *= step_N[None, :]
+        weight_PN = weight_PN.to(COMPUTE)
+        if BITS == 4:
+            byte_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, 8)
+            total_PY = tl.dot(weight_PN, (byte_NY & 15).to(COMPUTE), total_PY * fade_P[:, None], input_precision="ieee")
+            high_PY = tl.dot(weight_PN, (byte_NY >> 4).to(COMPUTE), high_PY * fade_P[:, None], input_precision="ieee")
+        else:
+            coef_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
+            total_PY = tl.dot(weight_PN, coef_NY, total_PY * fade_P[:, None], input_precision="ieee")
+
+    halves: tl.constexpr = 2 if BITS == 4 else 1
+    width: tl.constexpr = GRANULES * halves * PAGE_WIDTH
+    row = b * P + p
+    column_Y = granule * halves * PAGE_WIDTH + tl.arange(0, PAGE_WIDTH)
+    partial_ptrs = partial_ptr + (row * splits + split)[:, None] * width + column_Y[None, :]
+    tl.store(partial_ptrs, total_PY + least_P[:, None], mask=is_row_P[:, None])
+    if BITS == 4:
+        tl.store(partial_ptrs + PAGE_WIDTH, high_PY + least_P[:, None], mask=is_row_P[:, None])
+    part = row * parts + split
+    tl.store(max_ptr + part * GRANULES + granule, max_P, mask=is_row_P)
+    if granule == 0:
+        tl.store(sum_ptr + part, sum_P, mask=is_row_P)
+
+
+def weighted_latents(
+    score_BTP: Tensor, values: PagedStore, max_BPXK: Tensor, sum_BPX: Tensor, *, splits: int, dtype: torch.dtype
+) -> Tensor:
+    """The sums of weighted coefficients of S splits, (B, P, S, C) fp32, each granule relative to its own maximum.
+
+    Args:
+        score_BTP: fp32 scores times log2 e by place.
+        max_BPXK, sum_BPX: where maxima and sums of weights are written, fp32, to the first S of X parts.
+        dtype: in which weights and coefficients are multiplied.
+    """
+    batch, _, rows = score_BTP.shape
+    pool = values.pool
+    partial_BPSC = torch.empty(batch, rows, splits, values.width, dtype=torch.float32, device=score_BTP.device)
+    block_rows = min(_MAX_BLOCK_ROWS, block(rows))
+    row_blocks = triton.cdiv(rows, block_rows)
+    _weighted_latents[splits, values.granules, batch * row_blocks](
+        score_BTP,
+        pool.page_PNY,
+        values.tile_page_BSK,
+        values.tile_granules_BS,
+        values.tile_rows_BS,
+        values.tile_position_BSN,
+        values.tile_scale_BSN2,
+        values.tiles_B,
+        partial_BPSC,
+        max_BPXK,
+        sum_BPX,
+        triton.next_power_of_2(values.slots),
+        values.slots,
+        values.capacity,
+        splits,
+        sum_BPX.shape[2],
+        P=rows,
+        TOKENS=pool.tokens,
+        PAGE_WIDTH=pool.page_PNY.shape[2],
+        GRANULES=values.granules,
+        BITS=16 if pool.quantisation is None else pool.quantisation.bits,
+        COMPUTE=computing_type(dtype),
+        BLOCK_P=block_rows,
+        ROW_BLOCKS=row_blocks,
+    )
+    return partial_BPSC

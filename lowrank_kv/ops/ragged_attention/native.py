@@ -1,0 +1,54 @@
+"""Decode attention over a ragged cache on a CPU, in compiled code.
+
+Nearly every decoded token runs through this in every layer, and each step of Python finds its data gone from the processor's
+caches for the model's weights: there are few.
+
+Shapes: B batch, H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, M rows of queries that share a KV
+head.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lowrank_kv.ops import native
+from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.native.plain import plain
+from lowrank_kv.ops.native.ragged_table import table_of
+from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
+from lowrank_kv.ops.rotation import turns_in_pairs
+
+
+def refusal(sequences: Sequence[RaggedTokens]) -> str | None:
+    """What keeps :func:`ragged_attention` from attending over these tokens; None where it can."""
+    for tokens in sequences:
+        if not tokens.keys.length:
+            return "there are no tokens"
+    first = sequences[0]
+    return native.refusal(first.keys.dtype, first.keys.device, in_pairs=turns_in_pairs(first.rotation))
+
+
+def ragged_attention(
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
+    decoders: Decoders,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """See :func:`lowrank_kv.ops.ragged_attention.ragged_attention`."""
+    shape_BHQD = query_BHQD.shape
+    groups = decoders.key_CC.shape[1] // shape_BHQD[3]
+    if sequences[0].rotation is None:
+        query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
+        head_decoder_GDC = decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
+        queries, read_by = plain(query_BGMD @ head_decoder_GDC), native.Decoders(None, decoders.value_CC)
+    else:
+        queries, read_by = plain(query_BHQD), decoders.compiled()
+    softmaxes = []
+    for keys, values, rotation, place_T, mask_QT in sequences:
+        turns = None if rotation is None else rotation.turns
+        held = table_of(keys), table_of(values), keys.length
+        softmaxes.append([native.Tokens(queries, *held, read_by, turns, place_T, mask_QT)])
+    output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

@@ -1,0 +1,48 @@
+"""What ragged attention is told of one sequence, and attending to one after another.
+
+Shapes: B batch, H query heads, D head dim, Q new queries, T cached tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.sequences import join_sequences
+from lowrank_kv.stores.ragged import RaggedStore
+
+
+class RaggedTokens(NamedTuple):
+    """The tokens of one sequence.
+
+    Attributes:
+        keys, values: coefficient stores, T rows each; their ranks need not agree.
+        rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
+        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
+        mask_QT: True where a query may see a row's token; None when it may see all.
+    """
+
+    keys: RaggedStore
+    values: RaggedStore
+    rotation: Rotation | None = None
+    place_T: Tensor | None = None
+    mask_QT: Tensor | None = None
+
+
+# (query_HQD, tokens, decoders, scaling, softcap) → (H, Q, D)
+AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, float, float | None], Tensor]
+
+
+def one_by_one(
+    attention_of_one: AttentionOfOne,
+    query_BHQD: Tensor,
+    sequences: Sequence[RaggedTokens],
+    decoders: Decoders,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Ragged attention, (B, Q, H, D), by a form that takes one sequence at a time."""
+    pairs = zip(query_BHQD, sequences, strict=True)
+    return join_sequences([attention_of_one(query, tokens, decoders, scaling, softcap) for query, tokens in pairs])

@@ -1,0 +1,67 @@
+"""What kernels share that rebuild keys: turning them by their places' angles, and writing scores.
+
+A key is rebuilt in two halves, so that the dims of a rotated pair meet in one register: with the pair (a, b) of a key and
+the angle of its place, (a cos − b sin, b cos + a sin). No rebuilt key leaves the program.
+
+Shapes: B batch, M rows of queries that share a KV head, P rows of queries in all, Q queries, N tokens of a tile, D head dim,
+F = D/2 (room for them), E rotary dims.
+"""
+
+import triton
+import triton.language as tl
+
+from lowrank_kv.ops.triton.launch import LOG2E, capped
+
+
+@triton.jit
+def pairs(f, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr):
+    """The dims that the pairs f are made of."""
+    # Dims that are not rotated are paired as well: (j + E/2, j + D/2) for the j from E/2 to D/2.
+    if ROTARY_HALF == HALF:
+        first_F, second_F = f, f + HALF
+    else:
+        first_F = tl.where(f < ROTARY_HALF, f, f + ROTARY_HALF)
+        second_F = tl.where(f < ROTARY_HALF, f + ROTARY_HALF, f + HALF)
+    return first_F, second_F
+
+
+@triton.jit
+def scores_of_halves(
+    first_NF, second_NF, query_ptr, cos_ptr, sin_ptr, table_row_N, row_M, is_row_N, is_row_M, f, HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Products of queries with keys that are turned first, (N, M) fp32.
+
+    `query_ptr` is of rows (M, D) at `row_M`, `table_row_N` where each token's cos and sin begin; without `cos_ptr` nothing
+    is turned.
+    """
+    if cos_ptr is not None:
+        # Read anew for every KV head: kept, they would take as many registers as the key itself.
+        table_NF = table_row_N[:, None] + f[None, :]
+        is_turned_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
+        cos_NF = tl.load(cos_ptr + table_NF, mask=is_turned_NF, other=1.0).to(tl.float32)
+        sin_NF = tl.load(sin_ptr + table_NF, mask=is_turned_NF, other=0.0).to(tl.float32)
+        first_NF, second_NF = first_NF * cos_NF - second_NF * sin_NF, second_NF * cos_NF + first_NF * sin_NF
+    first_F, second_F = pairs(f, HALF, ROTARY_HALF)
+    is_query_FM = (f < HALF)[:, None] & is_row_M[None, :]
+    query_ptrs = query_ptr + row_M[None, :] * (2 * HALF)
+    query_FM = tl.load(query_ptrs + first_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+    score_NM = tl.dot(first_NF.to(COMPUTE), query_FM, input_precision="ieee")
+    query_FM = tl.load(query_ptrs + second_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+    return tl.dot(second_NF.to(COMPUTE), query_FM, score_NM, input_precision="ieee")
+
+
+@triton.jit
+def store_scores(
+    score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b, mask_stride_q,
+    scaling, softcap, QUERIES: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Scale, cap and mask scores, and write them to their tokens' places in (B, capacity, P)."""
+    score_NM *= scaling
+    if softcap is not None:
+        score_NM = capped(score_NM, softcap)
+    is_out_NM = is_row_N[:, None] & is_row_M[None, :]
+    if mask_ptr is not None:
+        mask_ptrs = mask_ptr + b * mask_stride_b + (row_M % QUERIES)[None, :] * mask_stride_q + token_N[:, None]
+        score_NM = tl.where(tl.load(mask_ptrs, mask=is_out_NM, other=0) != 0, score_NM, float("-inf"))
+    tl.store(score_ptr + (b * capacity + token_N)[:, None] * P + row_M[None, :], score_NM * LOG2E, mask=is_out_NM)

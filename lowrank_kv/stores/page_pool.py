@@ -1,0 +1,121 @@
+"""A pool of equally large pages of coefficients, from which stores take and to which they give back.
+
+A page holds N tokens' coefficients of one granule (g consecutive coefficients), so that a tile of N tokens at rank r takes
+r / g pages wherever they lie: whatever the ranks, no page is of the wrong size, and nothing is ever moved to make room.
+
+Shapes: P pages, N tokens of a page, g coefficients of a granule, Y bytes of a granule's codes.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+
+# What a tensor core takes at once: 16 tokens or coefficients; 4-bit codes come as two halves of a granule.
+MIN_TOKENS = 16
+MIN_GRANULE = 16
+
+
+class PagePool:
+    """Pages and the stack of those that are free, both on the device, so that a kernel can take pages by itself.
+
+    One pool may serve keys and values of all layers whose stores hold coefficients alike.
+
+    Args:
+        pages: P, how many there are; all memory is taken here, once.
+        tokens: N, a power of two, at least 16; 64 for head dims above 128, where 128 rebuilt keys spill registers.
+        granule: g, a power of two, at least 16 (32 where codes have 4 bits).
+        dtype: of the coefficients, and of what is read where they are held as integers.
+        device: where the pages live.
+        quantisation: how coefficients are held as integers, with one scale for each token; None to hold them in `dtype`.
+
+    Raises:
+        UserError: a size is not as said above, or the quantisation has groups.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        tokens: int = 128,
+        granule: int = 64,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantisation: Quantisation | None = None,
+    ):
+        least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
+        require(pages >= 1, "pages", pages, "at least 1")
+        require(_is_power(tokens) and tokens >= MIN_TOKENS, "tokens", tokens, f"a power of two from {MIN_TOKENS} on")
+        require(_is_power(granule) and granule >= least, "granule", granule, f"a power of two from {least} on")
+        require(
+            quantisation is None or quantisation.group is None,
+            "storage_group",
+            quantisation and quantisation.group,
+            "none where coefficients lie in pages: all of a token's share one scale",
+        )
+        self.tokens, self.granule, self.dtype, self.quantisation = tokens, granule, dtype, quantisation
+        row = (granule, dtype) if quantisation is None else (quantisation.row_bytes(granule), torch.uint8)
+        self.page_PNY = torch.zeros(pages, tokens, row[0], dtype=row[1], device=device)
+        self.free_P = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device)
+        self.free_count = torch.full((1,), pages, dtype=torch.int32, device=device)
+        # At least so many are free. The device alone knows how many are; asking it would make the host wait.
+        self._surely_free = pages
+
+    @property
+    def pages(self) -> int:
+        return self.page_PNY.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.page_PNY.device
+
+    def reserve(self, count: int) -> None:
+        """Make sure that `count` pages can be taken; waits for the device only when its own account does not suffice.
+
+        Raises:
+            UserError: so many are not free.
+        """
+        if self._surely_free < count:
+            self.check_free(count)
+            self._surely_free = int(self.free_count)
+        self._surely_free -= count
+
+    def check_free(self, count: int, *, given_back: int = 0) -> None:
+        """Raise :class:`UserError` unless so many pages are free once `given_back` more are; waits for the device."""
+        free = int(self.free_count) + given_back
+        if free < count:
+            raise UserError(
+                f"`pages` (of a cache: `rate`) must be larger for so many tokens and sequences; {free} of {self.pages} are "
+                f"free, and up to {count} are needed"
+            )
+
+    def take(self, count: int) -> Tensor:
+        """`count` pages off the stack, (count,) int64; :meth:`reserve` must have granted them."""
+        free = int(self.free_count)
+        self.free_count -= count
+        return self.free_P[free - count : free].long()
+
+    def give_back(self, page_X: Tensor) -> None:
+        """Put pages back on the stack."""
+        free, count = int(self.free_count), page_X.numel()
+        self.free_P[free : free + count] = page_X.flatten().to(torch.int32)
+        self.free_count += count
+        self._surely_free = free + count
+
+    def pack(self, code_XR: Tensor) -> Tensor:
+        """Coefficients or codes (…, R), R whole granules, as they lie in pages, (…, R / g, Y)."""
+        granule_XKG = code_XR.unflatten(-1, (-1, self.granule))
+        return granule_XKG if self.quantisation is None else self.quantisation.packed(granule_XKG)
+
+    def unpack(self, raw_XKY: Tensor, scale_X2: Tensor | None) -> Tensor:
+        """What :meth:`pack` took, as numbers in the pool's dtype, (…, R)."""
+        if self.quantisation is None:
+            return raw_XKY.flatten(-2)
+        code_XR = self.quantisation.unpacked(raw_XKY, self.granule).flatten(-2)
+        return (code_XR.float() * scale_X2[..., :1].float() + scale_X2[..., 1:].float()).to(self.dtype)
+
+
+def _is_power(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

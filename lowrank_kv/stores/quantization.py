@@ -1,0 +1,121 @@
+"""Coefficients as 8- or 4-bit integers with a scale and an offset for each token, or for each group of its coefficients.
+
+Shapes: N rows, R coefficients, K groups of a row, Y bytes of a row's codes. Leading dims are kept.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.utils.config import require
+
+# How coefficients are held: in the model's dtype, or as integers of so many bits.
+STORAGES = {"model": None, "int8": 8, "int4": 4}
+STORAGE_HELP = "how coefficients are held: in the model's dtype, or as integers with a scale for each token"
+GROUP_HELP = "coefficients that share a scale; all of a token where none is given"
+
+# Scales and offsets are bf16: no coefficient is out of its range, and rounding is taken up before codes are chosen.
+SCALE_DTYPE = torch.bfloat16
+_ROUNDING = 2.0**-8
+# Before quantising, coefficients are divided by this power of their calibrated root mean square. 0 would drown the small
+# ones in the steps of the large ones; 1 would spend as many steps on coefficients that hardly matter.
+COMPANDING = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """How rows are turned into integers.
+
+    Attributes:
+        bits: 8, or 4, of which two share a byte.
+        group: coefficients that share a scale; None when all of a row do.
+    """
+
+    bits: int
+    group: int | None = None
+
+    def __post_init__(self):
+        require(
+            self.group is None or self.group >= 2, "storage_group", self.group, "at least 2, or none for whole rows"
+        )
+
+    def groups(self, rank: int) -> int:
+        """K, how many scales a row of `rank` coefficients has."""
+        return -(-rank // (self.group or max(rank, 1)))
+
+    def row_bytes(self, rank: int) -> int:
+        """Y, bytes of a row's codes."""
+        return rank if self.bits == 8 else -(-rank // 2)
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes of a row, scales included."""
+        return self.row_bytes(rank) + 2 * self.groups(rank) * SCALE_DTYPE.itemsize
+
+    def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, two to a byte where they have 4 bits, (…, N, Y) uint8, and scales as :meth:`levels` gives them."""
+        code_NR, scale_NS = self.levels(rows_NR)
+        return self.packed(code_NR), scale_NS
+
+    def levels(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (…, N, R) uint8, one to a byte, and scales (…, N, 2·K) bf16: K steps, then K least values.
+
+        A value x of a group is rounded to ``least + step · code``, code in 0..2^bits − 1; a group's least and largest value
+        are within its range, so nothing is clipped.
+        """
+        rank = rows_NR.shape[-1]
+        rows_NR = rows_NR.float()
+        group_of_R = self._group_of(rank, rows_NR.device)
+        steps, least = [], []
+        for part_NG in rows_NR.split(self.group or max(rank, 1), dim=-1):
+            low_N, high_N = part_NG.aminmax(dim=-1)
+            # Outwards by what rounding to bf16 may take away.
+            low_N = (low_N - low_N.abs() * _ROUNDING).to(SCALE_DTYPE)
+            step_N = (high_N - low_N.float()) * (1 + _ROUNDING) / (2**self.bits - 1)
+            steps.append(step_N.to(SCALE_DTYPE))
+            least.append(low_N)
+        scale_NK, least_NK = torch.stack(steps, dim=-1), torch.stack(least, dim=-1)
+        step_NR = scale_NK.float()[..., group_of_R]
+        level_NR = (rows_NR - least_NK.float()[..., group_of_R]) / step_NR.clamp(min=torch.finfo(torch.float32).tiny)
+        code_NR = level_NR.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
+        return code_NR, torch.cat([scale_NK, least_NK], dim=-1)
+
+    def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+        """The rows that :meth:`encode` took, rounded, (…, N, R) in `dtype`."""
+        # In place and in fp32, which a CPU does several times as fast as a fused operation on broadcast halves.
+        scale_NK, least_NK = scale_NS.float().chunk(2, dim=-1)
+        if self.group is not None:
+            group_of_R = self._group_of(rank, code_NY.device)
+            scale_NK, least_NK = scale_NK[..., group_of_R], least_NK[..., group_of_R]
+        return self.unpacked(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
+
+    def _group_of(self, rank: int, device: torch.device) -> Tensor:
+        return torch.arange(rank, device=device) // (self.group or max(rank, 1))
+
+    def packed(self, code_NR: Tensor) -> Tensor:
+        """4-bit codes: the first half of a row in the low bits, the second half in the high ones."""
+        if self.bits == 8:
+            return code_NR
+        half = self.row_bytes(code_NR.shape[-1])
+        low_NY, high_NY = code_NR[..., :half].clone(), code_NR[..., half:]
+        low_NY[..., : high_NY.shape[-1]] |= high_NY << 4
+        return low_NY
+
+    def unpacked(self, code_NY: Tensor, rank: int) -> Tensor:
+        """What :meth:`packed` took."""
+        if self.bits == 8:
+            return code_NY
+        return torch.cat([code_NY & 15, code_NY >> 4], dim=-1)[..., :rank]
+
+
+def quantisation_of(storage: str, group: int | None) -> Quantisation | None:
+    """The quantisation a configuration's `storage` and `storage_group` ask for."""
+    bits = STORAGES[storage]
+    require(bits is not None or group is None, "storage_group", group, "none where coefficients are held as they are")
+    return None if bits is None else Quantisation(bits=bits, group=group)
+
+
+def companding(energy_R: Tensor) -> Tensor:
+    """What to divide coefficients by before they are quantised, from their calibrated energies, same shape, fp32."""
+    floor = energy_R.amax(dim=-1, keepdim=True) * 1e-6
+    return energy_R.float().clamp(min=floor).clamp(min=torch.finfo(torch.float32).tiny) ** (COMPANDING / 2)

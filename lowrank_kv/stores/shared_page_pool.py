@@ -1,0 +1,117 @@
+"""The pages that all layers of a cache share."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.memory_report import COEFFICIENTS, POSITIONS
+from lowrank_kv.stores.page_pool import MIN_GRANULE, PagePool
+from lowrank_kv.stores.paged import PagedStore
+from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+
+# Kernels rebuild keys a granule at a time; above this they gain nothing.
+_MAX_GRANULE = 64
+
+
+class PagedMemory:
+    """A pool of pages, taken once, when the first layer learns how many sequences there are, of what dtype and where.
+
+    Args:
+        max_length: the most tokens a sequence will have.
+        rate: share of all coefficients that there is to be room for.
+        stores: how many stores will share the pages: keys and values of every layer.
+        granularity: of the ranks.
+        width: C, of every store.
+        quantisation: how coefficients are held as integers; None to hold them in the model's dtype.
+
+    Raises:
+        UserError: a size out of range, or ranks that are not whole granules of 16 coefficients (32 in 4 bits).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        rate: float,
+        stores: int,
+        granularity: int,
+        width: int,
+        quantisation: Quantisation | None,
+    ):
+        require(max_length >= 1, "max_length", max_length, "at least 1 token")
+        require(
+            quantisation is None or quantisation.group is None,
+            "storage_group",
+            quantisation and quantisation.group,
+            "null for a paged cache: all coefficients of a token share one scale",
+        )
+        require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
+        self.max_length, self.rate, self.stores, self.quantisation = max_length, rate, stores, quantisation
+        least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
+        granule = _MAX_GRANULE
+        while granule >= least and (granularity % granule or width % granule):
+            granule //= 2
+        if granule < least:
+            raise UserError(
+                f"`granularity` is {granularity} and the joint width {width}, but pages hold whole granules of {least} "
+                f"coefficients or a power of two more; set `granularity` to a multiple of {least}, e.g. "
+                f"dynakv.configure(model, granularity={least})"
+            )
+        self.granule = granule
+        self.pool: PagePool | None = None
+        self._granted = 0  # length of the text whose last tokens there are pages for
+
+    def store(self, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
+        """An empty store in the pages."""
+        if self.pool is None:
+            # Kernels of larger heads would spill with larger tiles; tiny pools (tests) would be all slack.
+            tokens = 64 if self.max_length >= 1024 else 16
+            granules = width // self.granule
+            tiles = -(-self.max_length // tokens)
+            # Beside the room asked for, every rank may have a tile that is not full.
+            pages = int(self.rate * tiles * granules) + 1 + granules * (granules + 1) // 2
+            self.pool = PagePool(
+                pages * batch * self.stores,
+                tokens=tokens,
+                granule=self.granule,
+                dtype=dtype,
+                device=device,
+                quantisation=self.quantisation,
+            )
+        return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
+
+    def reserve_one(self, key: PagedStore, value: PagedStore, length: int) -> None:
+        """Make sure that there are pages for the token that makes a text so long, in these stores and in all others: a
+        token that does not fit is refused before the first layer has taken it.
+
+        Raises:
+            UserError: too few pages are free.
+        """
+        if self._granted != length:
+            self.pool.reserve(self.stores * key.pages_of_one)
+            self._granted = length
+        for store in (key, value):
+            store.expect_one()
+
+    def forget_granted(self) -> None:
+        """Tokens are gone, and others will come in their places."""
+        self._granted = 0
+
+    def release(self) -> None:
+        """Give up the pages; stores made before hold nothing any more."""
+        self.pool = None
+        self.forget_granted()
+
+    def free_nbytes(self) -> int:
+        """Bytes of the pages that hold nothing; waits for the device."""
+        return 0 if self.pool is None else int(self.pool.free_count) * self.pool.page_PNY[0].nbytes
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of the pages, free ones included, and of what is free."""
+        if self.pool is not None:
+            yield COEFFICIENTS, self.pool.page_PNY
+            yield POSITIONS, self.pool.free_P
+            yield POSITIONS, self.pool.free_count

@@ -1,0 +1,40 @@
+"""Where the package keeps what it downloads, and how configuration files refer to it."""
+
+import os
+import re
+from pathlib import Path
+
+from lowrank_kv.utils.errors import UserError
+
+HOME_VARIABLE = "ADAPTIVE_KV_HOME"
+
+
+def home() -> Path:
+    """The user cache directory: ``$ADAPTIVE_KV_HOME``, by default ``~/.cache/adaptive-kv``."""
+    # Set to nothing, as a shell clears it for one command, is not the present directory.
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/adaptive-kv").expanduser()
+
+
+def name_of(source: str) -> str:
+    """How results call a hub id, or a file or directory: by its last part, as where it lies is this machine's own."""
+    path = Path(source).expanduser()
+    return path.name if path.exists() else source
+
+
+def expand(text: str) -> str:
+    """Replace ``${NAME}`` by the environment variable NAME and a leading ``~`` by the user's directory.
+
+    ``${ADAPTIVE_KV_HOME}`` has a default (see :func:`home`); any other unset variable is an error.
+    """
+
+    def value_of(match: re.Match) -> str:
+        name = match.group(1)
+        if name == HOME_VARIABLE:
+            return str(home())
+        if name not in os.environ:
+            raise UserError(
+                f"`{text}` uses the environment variable {name}, which is not set; set it or write the path"
+            )
+        return os.environ[name]
+
+    return os.path.expanduser(re.sub(r"\$\{(\w+)\}", value_of, text))

@@ -1,0 +1,211 @@
+"""Text for calibration, training and evaluation: documents in, blocks of tokens out.
+
+Shapes: T tokens of a block.
+"""
+
+import functools
+import glob
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.errors import UserError
+
+_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_PACKED = (".gz", ".zst", ".xz")
+
+STREAMING_HELP = "read the first documents alone, without a local copy of all, rather than blocks from the whole text"
+
+# Imported by what reads: measuring on random tokens needs no `datasets`.
+if TYPE_CHECKING:
+    import datasets
+
+Documents: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
+
+
+def load_documents(name: str, *, subset: str | None, split: str, text_field: str, streaming: bool = False) -> Documents:
+    """One data set, a row per document, its text in the column ``text``.
+
+    Args:
+        name: a hub id, or a .txt (one document), .json, .jsonl or .parquet file, also packed as .gz, .zst or .xz. A file
+            may be a pattern (``texts/*.jsonl.gz``) and lie elsewhere (``hf://datasets/…``, ``https://…``).
+        subset: the hub data set's configuration name, if it has several.
+        split: of a hub data set, e.g. ``train`` or ``train[:1%]``.
+        text_field: the column that holds the text.
+        streaming: read while iterating, without a local copy; the result then has no length.
+
+    Raises:
+        UserError: nothing there, no such column, or no text in it.
+    """
+    import datasets
+
+    format = _format(name)
+    if format is None and Path(name).is_file():
+        raise UserError(
+            f"the data file `{name}` is of no known kind; give it its own of the endings {', '.join(_FORMATS)}, "
+            f"or one of these and {', '.join(_PACKED)}"
+        )
+    try:
+        if format is None:
+            rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        else:
+            if "://" not in name and not glob.glob(name, recursive=True):
+                raise UserError(f"the data file `{name}` does not exist; check `name`")
+            options = {"sample_by": "document"} if format == "text" else {}
+            rows = datasets.load_dataset(format, data_files=name, split="train", streaming=streaming, **options)
+        first = next(iter(rows), None)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
+        if isinstance(error, UserError):
+            raise
+        # What went wrong is said by what datasets' own exception came from.
+        why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}") from error
+    if first is not None and text_field not in first:
+        raise UserError(
+            f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"
+        )
+    if first is not None and not isinstance(first[text_field], str | None):
+        kind = type(first[text_field]).__name__
+        raise UserError(f"column `{text_field}` of the data set `{name}` holds {kind}, not text; set `text_field`")
+    if first is not None:
+        rows = rows.select_columns([text_field]).filter(_has_text, input_columns=text_field)
+        first = next(iter(rows), None)
+    if first is None:
+        raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
+    return rows.rename_column(text_field, "text") if text_field != "text" else rows
+
+
+def _format(name: str) -> str | None:
+    """The loader of a file name; None for a hub id."""
+    path = Path(name)
+    if path.suffix in _PACKED:
+        path = path.with_suffix("")
+        # A bare .gz has always been read as .jsonl.gz.
+        return _FORMATS.get(path.suffix, "json")
+    return _FORMATS.get(path.suffix)
+
+
+def _has_text(text: str | None) -> bool:
+    return bool(text and text.strip())
+
+
+def hold_out(rows: Documents, share: float) -> tuple[Documents, Documents]:
+    """(documents to train on, documents held out), split by a hash of each document's text.
+
+    A document is on the same side in every run, process and order, and so are its duplicates.
+
+    Args:
+        share: of the documents to hold out, in [0, 1].
+    """
+    return (
+        rows.filter(functools.partial(_hashes_above, share=share), input_columns="text"),
+        rows.filter(functools.partial(_hashes_below, share=share), input_columns="text"),
+    )
+
+
+def _hashes_below(text: str, share: float) -> bool:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _hashes_above(text: str, share: float) -> bool:
+    return not _hashes_below(text, share)
+
+
+@configuration
+class CalibrationText:
+    """What bases are calibrated on."""
+
+    name: list[str] = option(["Salesforce/wikitext"], help="hub ids or local files, equal shares of each")
+    subset: str | None = option(None, help="configuration name of a hub data set")
+    split: str = option("train", help="split of a hub data set")
+    text_field: str = option("text", help="column that holds the text")
+    streaming: bool = option(False, help=STREAMING_HELP)
+    heldout_share: float = option(
+        0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
+    )
+    tokens: int = option(8192, help="at most how much of it, in whole blocks of every text", unit="tokens")
+    length: int = option(
+        1024, help="length of a block; less where `tokens` has no room for one of every text", unit="tokens"
+    )
+
+    def __post_init__(self):
+        require(bool(self.name), "name", self.name, "at least one text")
+        require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")
+        require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
+        texts = len(self.name)
+        require(self.tokens >= texts, "tokens", self.tokens, f"at least {texts}, one of every text in `name`")
+        require(self.length >= 1, "length", self.length, "at least 1")
+
+    def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """The token ids, (count, T) int64."""
+        share = self.tokens // len(self.name)
+        length = min(self.length, share)
+        count = share // length
+
+        def of(name: str) -> Tensor:
+            rows = load_documents(
+                name, subset=self.subset, split=self.split, text_field=self.text_field, streaming=self.streaming
+            )
+            if self.heldout_share:
+                rows = hold_out(rows, self.heldout_share)[0]
+            return blocks(rows, tokenizer, length, count)
+
+        return torch.cat([of(name) for name in self.name])
+
+
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a document, as a prompt begins (with the tokenizer's own first token, if it adds one), ended by its
+    end-of-text token."""
+    # Documents are cut into blocks afterwards, so the tokenizer's warning about their length means nothing here.
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
+    """The token ids of :func:`document_blocks` alone."""
+    return document_blocks(rows, tokenizer, length, count)[0]
+
+
+def document_blocks(
+    rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """`count` blocks (or as many as there are), (count, T) int64, and where in them documents start, (count, T) bool.
+
+    They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
+    its documents; of documents that are streamed they are the first.
+    """
+    from datasets import IterableDataset
+
+    limit = count * length if isinstance(rows, IterableDataset) else None
+    ids: list[int] = []
+    starts: list[int] = []
+    for row in rows:
+        starts.append(len(ids))
+        ids += tokens_of(row["text"], tokenizer)
+        if limit is not None and len(ids) >= limit:
+            ids = ids[:limit]
+            break
+    usable = len(ids) // length
+    if not usable:
+        raise UserError(f"the text has {len(ids)} tokens, too few for one block of {length}; use a shorter block")
+    # One place more, for a last document without a token.
+    is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
+    is_start[starts] = True
+    picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
+    return tuple(of[: usable * length].view(usable, length)[picked] for of in (torch.tensor(ids), is_start))
+
+
+def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:
+    """A command line's ``LABEL=FILE`` as the label and the first block of the file, (T,) int64."""
+    label, equals, name = argument.partition("=")
+    if not equals:
+        raise UserError(f"`--text` must be LABEL=FILE, got {argument!r}")
+    documents = load_documents(name, subset=None, split="test", text_field="text")
+    return label, blocks(documents, tokenizer, length, 1)[0]

@@ -1,0 +1,184 @@
+"""From a calibration to each layer's starting bases and ranks (OjaKV, appendix A.3).
+
+Shapes: C = G·D joint width, G KV heads, D head dim, P parts, W width of a part, R rank.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.bases.pca import parts_of, pca_basis
+from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfill_ranks
+from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.stores.quantization import companding
+from lowrank_kv.utils.errors import UserError
+from ojakv.config import OjaKVConfig
+from ojakv.trackers import by_columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SideBasis:
+    """Where one layer's keys, or values, start.
+
+    Attributes:
+        vectors_PWR: orthonormal columns, fp32.
+        energy_PR: mean energy of the calibration's states along them.
+        is_compressed: False for the identity of a side that is stored as it is, and stays so.
+    """
+
+    vectors_PWR: Tensor
+    energy_PR: Tensor
+    is_compressed: bool = True
+
+    @property
+    def parts(self) -> int:
+        return self.vectors_PWR.shape[0]
+
+    @functools.cached_property
+    def spread(self) -> Tensor:
+        """What coefficients are divided by to be held as integers, (P, R) fp32."""
+        return companding(self.energy_PR)
+
+    def to(self, device: torch.device) -> "SideBasis":
+        return dataclasses.replace(self, vectors_PWR=self.vectors_PWR.to(device), energy_PR=self.energy_PR.to(device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a cache of one configuration starts from; shared by every cache made of it.
+
+    Attributes:
+        layers: layer index → (keys, values).
+    """
+
+    config: OjaKVConfig
+    geometry: KVGeometry
+    layers: dict[int, tuple[SideBasis, SideBasis]]
+
+    def pair(self, index: int, device: torch.device) -> tuple[SideBasis, SideBasis]:
+        """A layer's keys and values, on `device`; one copy there for all caches."""
+        pair = self.layers[index]
+        if pair[0].vectors_PWR.device == device:
+            return pair
+        if (index, device) not in self._elsewhere:
+            self._elsewhere[index, device] = tuple(side.to(device) for side in pair)
+        return self._elsewhere[index, device]
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[SideBasis, SideBasis]]:
+        return {}
+
+    @property
+    def coefficient_rate(self) -> float:
+        """Coefficients of a compressed token over the numbers of an uncompressed one."""
+        kept = sum(side.parts * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair)
+        return kept / (2 * self.geometry.width * len(self.layers))
+
+
+def eviction_parts(pair: tuple[SideBasis, SideBasis]) -> int:
+    """Heads that share coefficients, of keys or of values, forget the same tokens."""
+    return min(side.parts for side in pair)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spectrum:
+    vectors_PWW: Tensor
+    ranking_PW: Tensor  # what ranks are chosen by
+    weight: float  # of a lost share of it
+    energy_PW: Tensor  # of the states themselves
+
+
+def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
+    """Bases and ranks of every layer.
+
+    Args:
+        calibration: of the model the cache will serve (:meth:`Calibration.for_model` checks it).
+        config: the cache's settings.
+
+    Raises:
+        UserError: coefficients are to be held as integers, and the calibration read too little to know their spread.
+    """
+    geometry = calibration.geometry
+    widest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    if config.quantisation is not None and (calibration.tokens or math.inf) < 2 * widest:
+        raise UserError(
+            f"{calibration.origin} is of {calibration.tokens} tokens, too few to know how {widest} directions spread, which "
+            f"`storage: {config.storage}` divides by; calibrate on at least {2 * widest}, better on ten times as many"
+        )
+    spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
+    is_compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]
+    ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
+    sides = [
+        _side(spectrum, next(ranks)) if chosen else _whole(geometry)
+        for spectrum, chosen in zip(spectra, is_compressed, strict=True)
+    ]
+    pairs = zip(sides[::2], sides[1::2], strict=True)
+    return Plan(config=config, geometry=geometry, layers=dict(zip(geometry.layers, pairs, strict=True)))
+
+
+def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:
+    heads = calibration.geometry.num_kv_heads
+    moments = calibration.moments[index]
+
+    def parts(side: str) -> Tensor:
+        return parts_of(moments[side].double(), layout=config.layout, num_heads=heads)
+
+    key_PWW, value_PWW = parts(KEY if config.rope == "pre" else ROTATED_KEY), parts(VALUE)
+    ranking_PWW = key_PWW
+    if config.query_key:
+        # Queries and keys have different scales; stacked as they are, the larger would decide alone.
+        ranking_PWW = _unit(key_PWW) + _unit(parts(QUERY))
+    spectra = []
+    for moment_PWW, chosen_PWW, weight in ((key_PWW, ranking_PWW, config.key_weight), (value_PWW, value_PWW, 1.0)):
+        basis = pca_basis(chosen_PWW)
+        vectors_PWW = basis.vectors_PWW.double()
+        energy_PW = (vectors_PWW * (moment_PWW @ vectors_PWW)).sum(dim=1).float()
+        spectra.append(_Spectrum(basis.vectors_PWW, basis.energy_PW, weight, energy_PW))
+    return spectra
+
+
+def _unit(moment_PWW: Tensor) -> Tensor:
+    """With a trace of 1; a part whose states are all zero stays so."""
+    return moment_PWW / _positive(moment_PWW.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None])
+
+
+def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
+    """One rank for each side of each layer; heads of a layer share the largest that any of them needs."""
+    if config.ranks == "fraction":
+        return uniform_ranks([spectrum.ranking_PW.shape[1] for spectrum in spectra], config.rate, config.rank_multiple)
+    if config.ranks == "budget":
+        shares = [spectrum.weight * _unit_rows(spectrum.ranking_PW).mean(dim=0) for spectrum in spectra]
+        return waterfill_ranks(shares, config.rate, config.rank_multiple)
+    return [
+        min(-(-rank // config.rank_multiple) * config.rank_multiple, spectrum.ranking_PW.shape[1])
+        for spectrum in spectra
+        for rank in [max(energy_rank(part_W, config.energy) for part_W in spectrum.ranking_PW)]
+    ]
+
+
+def _unit_rows(energy_PW: Tensor) -> Tensor:
+    return energy_PW / _positive(energy_PW.sum(dim=1, keepdim=True))
+
+
+def _positive(total: Tensor) -> Tensor:
+    return total.clamp(min=torch.finfo(total.dtype).tiny)
+
+
+def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
+    # A copy: a view would keep all directions alive.
+    vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
+    return SideBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
+
+
+def _whole(geometry: KVGeometry) -> SideBasis:
+    heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+    return SideBasis(
+        vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32, device="cpu").repeat(heads, 1, 1)),
+        energy_PR=torch.ones(heads, head_dim, dtype=torch.float32, device="cpu"),
+        is_compressed=False,
+    )

@@ -1,0 +1,44 @@
+"""Stored coefficients when the basis they are in moves.
+
+Shapes: P parts, N rows, R rank.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.coefficients import Coefficients
+
+
+def moment(coef: Coefficients, spread_PR: Tensor | None = None, *, start: int = 0, end: int | None = None) -> Tensor:
+    """Σ cᵀc of the rows from `start` to `end`, or all, (P, R, R) fp32.
+
+    Args:
+        spread_PR: what the rows were divided by to be held as integers; None where they were not.
+    """
+    parts = coef.rows(0, 0).shape[0]
+    nothing_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
+    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, spread_PR, start, end)), start=nothing_PRR)
+
+
+def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tensor | None = None) -> Coefficients:
+    """The rows in the new basis, c · turn, with room for `capacity` of them; `spread_PR` as above."""
+    if coef.quantisation is None and coef.dtype == turn_PRR.dtype:  # written where it belongs at once
+        rows_PNR = coef.rows()
+        room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
+        torch.matmul(rows_PNR, turn_PRR, out=room_PNR[:, : coef.length])
+        moved = Coefficients.of(room_PNR)
+        moved.crop(coef.length)
+        return moved
+    moved = coef.empty_like(capacity)
+    for tile_PNR in _tiles(coef, spread_PR):
+        tile_PNR = tile_PNR @ turn_PRR
+        moved.append(tile_PNR if spread_PR is None else tile_PNR / spread_PR[:, None])
+    return moved
+
+
+def _tiles(coef: Coefficients, spread_PR: Tensor | None, start: int = 0, end: int | None = None) -> Iterator[Tensor]:
+    """The rows as they were before they were divided, fp32."""
+    for _, rows_PNR in coef.tiles(start, end):
+        yield rows_PNR.float() if spread_PR is None else rows_PNR.float() * spread_PR[:, None]

@@ -1,0 +1,214 @@
+"""Every benchmark as it is called, on a tiny model: it checks what it times, and writes what it says it writes."""
+
+import importlib
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+
+import dynakv
+from benchmarks import decode_shapes
+from benchmarks.caches import lay_out_by_columns
+from benchmarks.harness import check_close
+from lowrank_kv.utils.errors import UserError
+
+CACHES = ["dynamic_cache", "preallocated", "dynakv", "ojakv-pf", "ojakv-joint"]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    """The arguments that name a model's compressor and bases."""
+    directory = tmp_path_factory.mktemp("benchmarked")
+    model = tiny_model()
+    model.save_pretrained(directory / "model")
+    calibration_of(model).save(directory / "bases", model="model", text=["random tokens"])
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, directory / "checkpoint")
+    return [
+        *("--model", directory / "model", "--checkpoint", directory / "checkpoint", "--bases", directory / "bases"),
+        *("--context", 80),
+    ]
+
+
+@pytest.fixture
+def rows(capsys, tmp_path):
+    """Call a benchmark in this process; returns the rows it writes by method, each of which it also prints."""
+
+    def call(name: str, *arguments: object) -> dict[str, dict]:
+        output = tmp_path / "out.json"
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments), "--json", str(output)])
+        return read(output, name, capsys.readouterr().out)
+
+    return call
+
+
+def read(output: Path, name: str, printed: str) -> dict[str, dict]:
+    written = json.loads(output.read_text())
+    assert written["benchmark"] == name
+    assert written["environment"]["device"] not in ("", platform.machine())
+    found = {row["method"]: row for row in written["rows"]}
+    for method in found:
+        assert f"{method}  " in printed
+    return found
+
+
+def test_flash_attends_as_torch_chooses():
+    shape = decode_shapes.Shape(2, 6, 2, 16, 70, torch.bfloat16, torch.device("cpu"))
+    torch.manual_seed(0)
+    step = decode_shapes.flash(shape)
+    expected = step.reference()
+    assert (step.attend().double() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_decoding_end_to_end(rows, caches):
+    found = rows("generate_e2e", *caches, "--tokens", 3)
+    assert list(found) == CACHES
+    for row in found.values():
+        assert row["ms_per_token"] > 0
+        assert row["bandwidth_fraction"] > 0
+        for other, key in (("dynamic_cache", "ratio_to_dynamic_cache"), ("preallocated", "ratio_to_preallocated")):
+            assert row[key] == pytest.approx(row["ms_per_token"] / found[other]["ms_per_token"])
+    assert found["dynamic_cache"]["rate"] == 1.0
+    assert 0.3 < found["dynakv"]["rate"] < 0.7
+
+
+@torch.no_grad()
+def test_weights_by_columns_are_the_same_weights(rows, caches):
+    model = tiny_model()
+    ids = torch.arange(1, 40)[None]
+    expected = model(ids).logits
+    lay_out_by_columns(model)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    assert weight.stride() == (1, weight.shape[0])
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert list(rows("generate_e2e", *caches, "--tokens", 2, "--columns")) == CACHES
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
+def test_all_decoding_compiled(rows, caches):
+    found = rows("generate_e2e", *caches, "--tokens", 2, "--caches", "dynakv", "--compile")
+    assert list(found) == [*CACHES[:2], "dynakv"]
+
+
+def test_a_model_that_is_only_a_configuration(rows, tmp_path):
+    model = tiny_model(num_hidden_layers=1)
+    model.config.save_pretrained(tmp_path / "model")
+    found = rows(
+        *("generate_e2e", "--model", tmp_path / "model", "--made-up", "0.25,0.5", "--granularity", 8),
+        *("--context", 200, "--tokens", 2, "--batch", 2),
+    )
+    assert list(found) == CACHES
+    assert found["dynakv"]["batch"] == 2
+    assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.04)
+
+
+def test_without_a_compressor_and_bases_both_are_made_up_and_it_is_said(caches, capsys, tmp_path):
+    from benchmarks import generate_e2e
+
+    output = tmp_path / "out.json"
+    arguments = (*caches[:2], "--context", 200, "--tokens", 2, "--granularity", 4, "--json", output)
+    generate_e2e.main([*map(str, arguments)])
+    printed = capsys.readouterr().out
+    assert (
+        "random tokens give the bases of all compressed caches, and dynakv keeps 0.16 of the keys and 0.44" in printed
+    )
+    found = read(output, "generate_e2e", printed)
+    assert list(found) == CACHES
+    assert found["dynakv"]["rate"] == pytest.approx(0.3, abs=0.08)
+
+
+def test_one_cache_of_those_there_are(rows, caches):
+    assert list(rows("generate_e2e", *caches, "--tokens", 2, "--caches", "ojakv-pf")) == [*CACHES[:2], "ojakv-pf"]
+    with pytest.raises(
+        UserError, match="`--caches` must be among .* dynakv, ojakv-pf, ojakv-joint; got 'dynakv-paged'"
+    ):
+        rows("generate_e2e", *caches, "--caches", "ojakv-pf,dynakv-paged")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("decode_op", ("--layers", 0), "argument --layers: must be a whole number of at least 1; got '0'"),
+        ("decode_op", ("--batches", "1,x"), "argument --batches: must be a whole number of at least 1; got 'x'"),
+        ("decode_op", ("--repeats", 0), "argument --repeats: must be"),
+        ("generate_e2e", ("--context", 0), "argument --context: must be"),
+        ("prefill", ("--repeats", -1), "argument --repeats: must be"),
+    ],
+)
+def test_counts_are_counts(capsys, name, arguments, message):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments)])
+    assert message in capsys.readouterr().err
+
+
+def test_granules_are_of_the_width():
+    from benchmarks import decode_op
+
+    with pytest.raises(UserError, match="`--granule` must be at most the joint width, 192; got 500"):
+        decode_op.main(["--granule", "500"])
+
+
+def test_what_was_asked_for_must_fit(caches, capsys):
+    e2e = importlib.import_module("benchmarks.generate_e2e")
+    arguments = [str(each) for each in caches]
+    with pytest.raises(UserError, match="`the context` is 300 tokens, but this model has 256 positions"):
+        e2e.main([*arguments, "--context", "300"])
+    with pytest.raises(UserError, match="`--context` must be more than what is decoded after the prompt; got 20"):
+        e2e.main([*arguments, "--context", "20"])
+    with pytest.raises(SystemExit):
+        e2e.main([*arguments, "--made-up", "0.3"])
+    assert "argument --made-up: must be two shares in (0, 1]" in capsys.readouterr().err
+
+
+def test_time_to_first_token(rows, caches):
+    found = rows("prefill", *caches, "--repeats", 1)
+    assert list(found) == CACHES
+    for row in found.values():
+        assert row["flop_fraction"] > 0
+        assert row["ratio_to_preallocated"] == pytest.approx(
+            row["ms_to_first_token"] / found["preallocated"]["ms_to_first_token"]
+        )
+
+
+def test_memory(rows, caches):
+    found = rows("memory", *caches, "--sequences", 3)
+    assert list(found) == CACHES
+    assert found["preallocated"]["largest_batch"] == 3, "the memory that is shared is that of three"
+    assert found["dynamic_cache"]["largest_batch"] < 3, "it copies a layer for every token"
+    assert found["dynakv"]["largest_batch"] > 3
+    for row in found.values():
+        assert row["allocated_over_counted"] == pytest.approx(1, abs=0.03)
+        assert row["share_of_ideal"] == pytest.approx(row["largest_batch"] / 3 * row["rate"])
+
+
+def test_one_operation_from_the_shell(run, tmp_path):
+    arguments = ("--context", 64, "--layers", 1, "--repeats", 1, "--json", tmp_path / "out.json")
+    done = run("-m", "benchmarks.decode_op", *arguments)
+    found = read(tmp_path / "out.json", "decode_op", done.stdout)
+    ours = ["ojakv 0.6", "ojakv 0.3", "ojakv-joint 0.5", "ojakv-joint 0.3", "dynakv 0.30", "dynakv 0.12"]
+    assert list(found) == ["preallocated", "concatenated", *ours]
+    for row in found.values():
+        assert row["us_per_layer"] > 0
+        assert row["bandwidth_fraction"] > 0
+    assert found["dynakv 0.30"]["rate"] == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_training_step(rows, tiny_dir):
+    found = rows("training_step", "--model", tiny_dir, "--dtype", "float32", "--length", 32, "--repeats", 1)
+    assert list(found) == ["plain", "dynakv", "dynakv, whole step"]
+    plain = found["plain"]["ms_per_step"]
+    for row in found.values():
+        assert 0 < row["ms_per_step"] < 60_000
+        assert row["ratio_to_plain"] == pytest.approx(row["ms_per_step"] / plain)
+        assert 0 < row["flop_fraction"] < 1
+
+
+def test_what_is_wrong_is_not_timed():
+    right = torch.zeros(2, 3)
+    check_close("a cache", right, right)
+    with pytest.raises(AssertionError, match="^a cache: "):
+        check_close("a cache", right + 2e-3, right)

@@ -1,0 +1,173 @@
+"""Random lives of a cache against a dense model that reads every sequence anew.
+
+The model has one layer, so that the dense model can be told, token by token, what a cache has forgotten. Nothing is
+truncated: whatever a cache then answers differently is a mistake of its bookkeeping.
+"""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from methods import calibration_of, dynakv_model, tiny_model
+
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+VOCABULARY, MAX_TOKENS, MAX_BATCH = 97, 150, 6
+EVICTION = Eviction(keep=0.5, window=4, pool=1)
+EXAMPLES, STEPS = 80, 50
+
+
+def small_model():
+    return tiny_model(num_hidden_layers=1, max_position_embeddings=MAX_TOKENS + 60)
+
+
+def dynakv_maker(model):
+    return dynakv_model(model, 1.0, eviction=EVICTION)
+
+
+def online_maker(model):
+    config = OjaKVConfig.preset(
+        "ojakv-joint", rate=1.0, sinks=2, recent=3, update_period=4, eviction=vars(EVICTION) | {}
+    )
+    plan = make_plan(calibration_of(model), config)
+    return lambda: OjaKVCache(model, plan)
+
+
+def places_of(sequence) -> list[int]:
+    """Places of the tokens a sequence still has."""
+    if hasattr(sequence, "places"):
+        places = sequence.places()
+        return list(range(sequence.length)) if places is None else places.tolist()
+    return sorted([*sequence.low_position().tolist(), *sequence.full_position.rows.tolist()])
+
+
+class CacheLife(RuleBasedStateMachine):
+    """Every sequence is a list of tokens and the set of places the cache has forgotten."""
+
+    make_maker = None
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        if type(self).dense is None:
+            type(self).dense = small_model()
+            type(self).model = small_model()
+            type(self).make_cache = staticmethod(type(self).make_maker(type(self).model))
+
+    dense = model = make_cache = None
+
+    @initialize(batch=st.integers(1, 3), length=st.integers(1, 40), seed=st.integers(0, 10**6))
+    def prompt(self, batch, length, seed):
+        self.cache = self.make_cache()
+        self.tokens = torch.empty(batch, 0, dtype=torch.long)
+        self.forgotten = [set() for _ in range(batch)]
+        self.read(length, seed)
+
+    def read(self, count, seed):
+        """The cache reads tokens; every prediction must be the dense model's."""
+        type(self).steps += 1
+        new = torch.randint(1, VOCABULARY, (len(self.tokens), count), generator=torch.Generator().manual_seed(seed))
+        past = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, new], dim=1)
+        with torch.no_grad():
+            actual = self.model(new, past_key_values=self.cache, use_cache=True).logits
+            seen = torch.ones_like(self.tokens)
+            for row, forgotten in enumerate(self.forgotten):
+                seen[row, sorted(forgotten)] = 0
+            positions = torch.arange(self.tokens.shape[1])[None].expand_as(self.tokens)
+            expected = self.dense(self.tokens, use_cache=False, attention_mask=seen, position_ids=positions).logits
+        torch.testing.assert_close(actual, expected[:, past:], atol=1e-4, rtol=0)
+        for row, sequence in enumerate(self.cache.layers[0].sequences):
+            held = set(places_of(sequence))
+            gone = set(range(self.tokens.shape[1])) - held
+            if count <= MAX_DECODE_QUERIES:
+                assert gone == self.forgotten[row], "a few tokens must not make the cache forget"
+            else:
+                assert gone >= self.forgotten[row], "what is forgotten cannot come back"
+                assert len(gone - self.forgotten[row]) == count - EVICTION.count(count)
+            self.forgotten[row] = gone
+        assert self.cache.get_seq_length() == self.tokens.shape[1]
+        assert self.cache.nbytes == sum(tensor.nbytes for _, tensor in self.cache.held())
+
+    def has_room(self):
+        return self.tokens.shape[1] < MAX_TOKENS
+
+    @precondition(has_room)
+    @rule(count=st.integers(1, MAX_DECODE_QUERIES), seed=st.integers(0, 10**6))
+    def append(self, count, seed):
+        self.read(count, seed)
+
+    @precondition(has_room)
+    @rule(count=st.integers(MAX_DECODE_QUERIES + 1, 40), seed=st.integers(0, 10**6))
+    def append_and_evict(self, count, seed):
+        self.read(count, seed)
+
+    @rule(count=st.integers(0, 12))
+    def crop(self, count):
+        type(self).steps += 1
+        length = self.tokens.shape[1] - count
+        fixed = max(sequence.fixed for sequence in self.cache.layers[0].sequences)
+        if length < max(fixed, 1):
+            if count and length < fixed:
+                with pytest.raises(UserError, match="evicted" if length >= 0 else "must be between"):
+                    self.cache.crop(-count)
+            return
+        self.cache.crop(-count)
+        self.tokens = self.tokens[:, :length]
+        self.forgotten = [{place for place in gone if place < length} for gone in self.forgotten]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        batch = len(self.tokens)
+        self.take(data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch)), "reorder_cache")
+
+    @rule(data=st.data())
+    def select(self, data):
+        batch = len(self.tokens)
+        rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=batch, unique=True))
+        self.take(rows, "batch_select_indices")
+
+    def take(self, rows, operation):
+        type(self).steps += 1
+        getattr(self.cache, operation)(torch.tensor(rows))
+        self.tokens = self.tokens[rows]
+        self.forgotten = [set(self.forgotten[row]) for row in rows]
+
+    @precondition(lambda self: 2 * len(self.tokens) <= MAX_BATCH)
+    @rule()
+    def repeat(self):
+        type(self).steps += 1
+        self.cache.batch_repeat_interleave(2)
+        self.tokens = self.tokens.repeat_interleave(2, dim=0)
+        self.forgotten = [set(gone) for gone in self.forgotten for _ in range(2)]
+
+    @rule()
+    def go_on_with_a_copy(self):
+        type(self).steps += 1
+        twin = copy.deepcopy(self.cache)
+        with torch.no_grad():  # what the original reads must not show in the copy
+            self.model(self.tokens[:, :1], past_key_values=self.cache, use_cache=True)
+        self.cache = twin
+
+    @precondition(lambda self: self.tokens.shape[1] >= MAX_TOKENS)
+    @rule(length=st.integers(1, 40), seed=st.integers(0, 10**6))
+    def start_again(self, length, seed):
+        self.cache.reset()
+        self.tokens = self.tokens[:, :0]
+        self.forgotten = [set() for _ in self.forgotten]
+        self.read(length, seed)
+
+
+@pytest.mark.parametrize("maker", [dynakv_maker, online_maker], ids=["dynakv", "ojakv-joint"])
+def test_any_life_of_a_cache_is_the_dense_models(maker):
+    machine = type("CacheLifeOf" + maker.__name__, (CacheLife,), {"make_maker": staticmethod(maker)})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True)
+    )
+    assert machine.steps >= 1000, f"only {machine.steps} steps were taken"

@@ -1,0 +1,136 @@
+"""Sweeps over targets, prices and recipes, and runs that train on from a checkpoint."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from evaluation.compare import TextConfig
+from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.text_data import CalibrationText
+
+
+def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake, four_steps, text_file, tmp_path):
+    settings = {
+        "train": str(four_steps),
+        "targets": [0.9],
+        "alphas": [4],
+        "texts": [{"label": "text", "name": str(text_file)}],
+        "calibration": {"name": str(text_file), "tokens": 256},
+        "block_length": 64,
+        "blocks": 2,
+    }
+    path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
+    path.write_text(yaml.safe_dump(settings))
+    done = run("scripts/sweep.py", "--config", path, "--output", output)
+    rows = json.loads((output / "comparison.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
+    keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
+    assert all(set(row) == keys for row in rows)
+    assert (output / "comparison.md").read_text() in done.stdout
+    assert (output / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    points = {path.name: path for path in (output / "points").iterdir()}
+    assert points.keys() == {"dynakv-target-0.9", "dynakv-alpha-4"}
+    # Both start from the bases beside them, not from their own.
+    for point in points.values():
+        assert yaml.safe_load((point / "config.yaml").read_text())["calibration"]["bases"] == str(output / "bases")
+    # As if the sweep had been stopped before the second point was measured: it alone is measured again, not trained.
+    (points["dynakv-alpha-4"] / "rows.json").unlink()
+    trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
+    here("scripts/sweep.py", "--config", path, "--output", output)
+    assert json.loads((output / "comparison.json").read_text())["rows"] == rows
+    assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
+    error = mistake("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
+    assert "begun with other settings" in error
+    # So is a training run that says something else than when the sweep was begun.
+    four_steps.write_text(yaml.safe_dump({**yaml.safe_load(four_steps.read_text()), "seed": 5}))
+    assert "begun with other settings" in mistake("scripts/sweep.py", "--config", path, "--output", output)
+
+
+def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    target = ("--rate.target_retain_rate", "0.9", "--rate.settle", "false")
+    here("train_dynakv.py", "--config", four_steps, "--output", first, *target)
+    learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
+    start = ("--initial_checkpoint", first / "checkpoint")
+    here("train_dynakv.py", "--config", four_steps, "--output", second, *start, *target, *learned_nothing)
+    last = json.loads((first / "checkpoint/config.json").read_text())["summary"]["alpha"]
+    assert json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["alpha"] == last != 4.0
+    weights = [load_file(output / "checkpoint/compressor.safetensors") for output in (first, second)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+    for argument, message in {
+        "--compressor.inverse=orthogonal": "`compressor.inverse` is 'orthogonal', and the checkpoint",
+        "--calibration.bases=somewhere": "`initial_checkpoint` must be null where `calibration.bases` is given",
+    }.items():
+        refused = ("train_dynakv.py", "--config", four_steps, "--output", tmp_path / "third", *start, argument)
+        assert message in mistake(*refused)
+        assert not (tmp_path / "third/checkpoint").exists()
+
+
+def test_a_sweep_says_when_its_recipe_has_no_model(tmp_path):
+    (tmp_path / "train.yaml").write_text("optimizer:\n  steps: 3\n")
+    texts = [TextConfig(label="t", name="t")]
+    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
+    with pytest.raises(UserError, match="`model` must be a hub id or directory in .*train.yaml; got None"):
+        sweep(config, tmp_path / "out", [])
+    assert not (tmp_path / "out").exists()
+
+
+def test_points_of_a_staged_sweep_train_on_from_each_other():
+    texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
+    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
+    config = SweepConfig(
+        train="x.yaml",
+        targets=[0.5, 0.3],
+        alphas=[4],
+        staged=True,
+        variants=recipes,
+        texts=texts,
+        calibration=calibration,
+    )
+    assert [(point.name, point.after) for point in points(config)] == [
+        ("exact-target-0.5", None),
+        ("exact-target-0.3", "exact-target-0.5"),
+        ("exact-alpha-4", "exact-target-0.3"),
+        ("other-target-0.5", None),
+        ("other-target-0.3", "other-target-0.5"),
+        ("other-alpha-4", "other-target-0.3"),
+    ]
+    assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
+    # Whatever the run's own file says, a point starts from one of the two.
+    begun, gone_on = (start_arguments(point, Path("out")) for point in points(config)[:2])
+    assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
+    checkpoint = "out/points/exact-target-0.5/checkpoint"
+    assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
+
+
+def test_a_sweep_knows_which_recipes_start_from_gradients():
+    def starts(recipe=None, **options):
+        config = SweepConfig(train="train.yaml", texts=[TextConfig(label="t", name="t")], **options)
+        return starts_from_gradients(config, {"model": "m"} | (recipe or {}))
+
+    plain = Variant(label="plain")
+    weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
+    unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
+    orthogonal = Variant(label="orthogonal", arguments=["--compressor.inverse", "orthogonal"])
+    # Where nothing is said, runs that have a target and can.
+    assert starts(targets=[0.5])
+    assert not starts(alphas=[4.0])
+    assert not starts(targets=[0.5], variants=[orthogonal, unweighted])
+    assert starts(targets=[0.5], variants=[unweighted, weighted])
+    with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
+        starts(alphas=[4.0], variants=[plain, weighted])
+    nested = Variant(label="nested", arguments=["--compressor.truncation", "nested"])
+    with pytest.raises(UserError, match="`alphas` is .4.0., but nested draws nested ranks"):
+        starts(alphas=[4.0], variants=[plain, nested])
+    assert not starts({"compressor": {"truncation": "nested"}}, targets=[0.5])
+    weighs = {"calibration": {"start": "gradient"}}
+    assert starts(weighs, targets=[0.5])
+    assert not starts(weighs, alphas=[4.0], variants=[unweighted])

@@ -1,0 +1,136 @@
+"""Calibration: of what model, in what mode, and what is read back from a disk."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+from methods import calibration_of, dynakv_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+import dynakv
+from lowrank_kv.calibration import calibration as calibration_store
+from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.text_data import CalibrationText
+
+
+def token_ids(count: int = 2, length: int = 24) -> torch.Tensor:
+    return torch.randint(1, 97, (count, length), generator=torch.Generator().manual_seed(3))
+
+
+def from_text(model, blocks, progress):
+    return Calibration.from_text(model, blocks, gradients=True, progress=progress)
+
+
+@pytest.mark.parametrize("measure", [calibrate, gradient_moments, from_text])
+def test_a_model_with_compressors_is_refused_before_it_runs(measure):
+    model = tiny_model()
+    dynakv_model(model, 0.5)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a pass was made"))
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("a pass was made"))
+    with pytest.raises(UserError, match=r"has compressors, .* uncompressed model; call dynakv.detach\(model\) first"):
+        measure(model, token_ids(), progress=False)
+    assert dynakv.compressors(model)
+
+
+def test_what_gradients_refuse_is_refused_before_the_states_are_read(monkeypatch):
+    monkeypatch.setattr(calibration_store, "calibrate", lambda *_, **__: pytest.fail("a pass was made"))
+    with pytest.raises(UserError, match="blocks of one token"):
+        from_text(tiny_model(), token_ids(4, 1), progress=False)
+
+
+@pytest.mark.parametrize("measure", [calibrate, gradient_moments])
+def test_a_model_in_training_is_measured_without_dropout_and_stays_in_training(measure):
+    model = tiny_model(attention_dropout=0.5)
+    expected = measure(model, token_ids(), progress=False)
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    found = measure(model, token_ids(), progress=False)
+    assert [module.training for module in model.modules()] == modes
+    for index, sides in expected.items():
+        for side, moment in sides.items():
+            torch.testing.assert_close(found[index][side].mean(), moment.mean(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "shape"), [(1000, 1024, (3, 333)), (1000, 100, (9, 100)), (3, 8, (3, 1)), (96, 32, (3, 32))]
+)
+def test_no_more_text_is_read_than_was_asked_for(tmp_path, tokens, length, shape):
+    names = []
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"the text called {name} is read a share of. " * 60)
+        names.append(str(tmp_path / f"{name}.txt"))
+    blocks_NT = CalibrationText(name=names, tokens=tokens, length=length).blocks(byte_tokenizer())
+    assert tuple(blocks_NT.shape) == shape
+    assert blocks_NT.numel() <= tokens
+
+
+GEOMETRY = {"layers": [0, 1, 2], "num_kv_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"geometry": {**GEOMETRY, "head_dim": None}},
+            "`geometry` in .*config.json is damaged: its `head_dim` is None",
+        ),
+        ({"geometry": {"layers": [0, 1, 2], "num_kv_heads": 2}}, "`geometry` in .*config.json .* it has no `head_dim`"),
+        ({"geometry": {**GEOMETRY, "head_dim": 0}}, "config.json is damaged: it is .*'head_dim': 0"),
+        ({"geometry": {**GEOMETRY, "layers": ["0"]}}, "config.json is damaged: it is .*'layers': \\['0'\\]"),
+        ({"geometry": {**GEOMETRY, "layers": []}}, "config.json is damaged: it is .*'layers': \\[\\]"),
+        ({"geometry": {**GEOMETRY, "scale": 2}}, "config.json is damaged: it is .*'scale': 2"),
+        ({"geometry": [2, 16]}, "config.json is damaged: its `geometry` is \\[2, 16\\]"),
+        ({"geometry": {**GEOMETRY, "layers": [0, 1, 2, 3]}}, "moments.safetensors .* it has no layers.3.key"),
+        ({"geometry": {**GEOMETRY, "head_dim": 8}}, "layers.0.key is \\(32, 32\\), not \\(16, 16\\)"),
+        ({"model": 7}, "config.json is damaged: its `model` is 7"),
+        ({"tokens": "many"}, "config.json is damaged: its `tokens` is 'many'"),
+    ],
+)
+def test_what_a_damaged_calibration_lacks_is_named(tmp_path, entries, message):
+    calibration_of(tiny_model()).save(tmp_path / "bases", model="tiny", text=["random"])
+    path = tmp_path / "bases/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    with pytest.raises(UserError, match=message):
+        Calibration.load(tmp_path / "bases")
+
+
+def test_a_configuration_that_is_no_text_is_refused(tmp_path):
+    calibration_of(tiny_model()).save(tmp_path / "bases", model="tiny", text=["random"])
+    (tmp_path / "bases/config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is no calibration"):
+        Calibration.load(tmp_path / "bases")
+
+
+@pytest.mark.parametrize("lost", ["layers.1.query", "layers.2.value_gradient"])
+def test_missing_moments_are_named(tmp_path, lost):
+    from_text(tiny_model(), token_ids(), progress=False).save(tmp_path / "bases", model="tiny", text=["random"])
+    moments, config = tmp_path / "bases/moments.safetensors", tmp_path / "bases/config.json"
+    save_file({name: tensor for name, tensor in load_file(moments).items() if name != lost}, moments)
+    digest = hashlib.sha256(moments.read_bytes()).hexdigest()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sha256": digest}))
+    with pytest.raises(
+        UserError, match=f"moments.safetensors does not hold what its config.json says: it has no {lost}"
+    ):
+        Calibration.load(tmp_path / "bases")
+
+
+def test_the_moments_that_are_used_are_those_that_were_hashed(tmp_path, monkeypatch):
+    calibration = calibration_of(tiny_model())
+    calibration.save(tmp_path / "bases", model="tiny", text=["random"])
+    moments = tmp_path / "bases/moments.safetensors"
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(moments).items()}
+    sha256 = hashlib.sha256
+
+    def replace_after_hashing(data):
+        save_file(zeros, moments)
+        return sha256(data)
+
+    monkeypatch.setattr(hashlib, "sha256", replace_after_hashing)
+    loaded = Calibration.load(tmp_path / "bases")
+    assert torch.equal(loaded.moments[1]["key"], calibration.moments[1]["key"])

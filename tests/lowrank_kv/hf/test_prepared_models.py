@@ -1,0 +1,119 @@
+"""A prepared model is still a model: threads share it, it is copied, pickled and saved as any other."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from methods import METHODS, calibration_of, dynakv_model, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import dynakv
+from dynakv.checkpoint import settings_of
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+every_method = pytest.mark.parametrize(
+    "method", [m for m in METHODS if m.name in ("dynakv", "ojakv-joint", "ojakv-pf")], ids=lambda m: m.name
+)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (1, 24), generator=torch.Generator().manual_seed(0))
+
+
+def written(model, ids, cache):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **OPTIONS)
+
+
+@every_method
+def test_threads_generate_with_one_model(method, ids):
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    texts = [ids, ids.flip(1)]
+    alone = [written(model, text, make_cache()) for text in texts]
+    # Every call of one thread's attention has begun, and none is over, when the other's begins.
+    meet = threading.Barrier(2, timeout=60)
+
+    def wait(*_) -> None:
+        meet.wait()
+
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_pre_hook(wait)
+    results: dict[int, torch.Tensor] = {}
+
+    def run(thread: int) -> None:
+        results[thread] = written(model, texts[thread], make_cache())
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[thread].tolist() for thread in range(2)] == [text.tolist() for text in alone]
+
+
+@every_method
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_generates_compressed_and_alone(method, copied, ids):
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    cache = make_cache()
+    expected = written(model, ids, cache)
+    twin = copied(model)
+    nn.init.zeros_(model.lm_head.weight)  # the copy shares nothing with it
+    twins_cache = dynakv.DynaKVCache.from_model(twin) if method.name == "dynakv" else make_cache()
+    assert torch.equal(written(twin, ids, twins_cache), expected)
+    assert twins_cache.nbytes == cache.nbytes
+    with pytest.raises(UserError, match="cache_implementation"):
+        twin.generate(ids, past_key_values=twins_cache, cache_implementation="static", **OPTIONS)
+
+
+@torch.no_grad()
+def test_an_attached_model_saves_itself_whole(ids, tmp_path):
+    trained = tiny_model()
+    dynakv_model(trained, 0.4, granularity=4)
+    dynakv.save_compressor(trained, tmp_path / "c")
+    attached = dynakv.attach(tiny_model(), tmp_path / "c", eviction={"keep": 0.5, "window": 4})
+    dynakv.configure(attached, threshold=0.2)
+    expected, cache = attached.generate(ids, **OPTIONS), dynakv.DynaKVCache.from_model(attached)
+    attached(ids, past_key_values=cache)
+    attached.save_pretrained(tmp_path / "full")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
+    assert settings_of(loaded) == settings_of(attached)
+    for model in (attached, loaded):
+        assert torch.equal(pickle.loads(pickle.dumps(model)).generate(ids, **OPTIONS), expected)
+    assert torch.equal(loaded.generate(ids, **OPTIONS), expected)
+    again = dynakv.DynaKVCache.from_model(loaded)
+    loaded(ids, past_key_values=again)
+    assert again.nbytes == cache.nbytes < cache.full_nbytes
+    dynakv.detach(attached).save_pretrained(tmp_path / "stock")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert not dynakv.is_attached(stock)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_wrapped_models_are_refused_by_name(tmp_path):
+    trained = tiny_model()
+    dynakv_model(trained, 0.4)
+    dynakv.save_compressor(trained, tmp_path / "c")
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match=r"got a PeftModel; pass .*get_base_model"):
+        dynakv.attach(wrapped, tmp_path / "c")
+    dynakv.attach(wrapped.get_base_model(), tmp_path / "c")
+    with pytest.raises(UserError, match="got a DataParallel"):
+        OjaKVCache.from_model(nn.DataParallel(tiny_model()), OjaKVConfig(), bases=calibration_of(tiny_model()))
+
+
+def test_a_section_keeps_the_keys_that_are_not_given():
+    model = tiny_model()
+    dynakv_model(model, 0.4, eviction={"keep": 0.5, "window": 4, "pool": 1})
+    eviction = settings_of(dynakv.configure(model, eviction={"keep": 0.25})).eviction
+    assert (eviction.keep, eviction.window, eviction.pool) == (0.25, 4, 1)

@@ -1,0 +1,83 @@
+"""What kernels that attend over rows of one rank are checked on, and how: joint and per-head coefficients alike."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from errors import check_near
+from torch import Tensor
+
+from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.stores.quantization import Quantisation
+
+
+def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generator, bits=None, shared=False):
+    """Rows beyond a sequence's length are NaN, or codes whose scales are."""
+    coef = torch.randn(batch, groups, room, rank, generator=generator).to(dtype)
+    bases = torch.randn(1 if shared else batch, groups, head_dim, rank, generator=generator) / head_dim**0.5
+    beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
+    if bits is None:
+        return LatentRows(coef.masked_fill(beyond, torch.nan), bases.to(dtype))
+    quantisation = Quantisation(bits=bits)
+    codes, scales = quantisation.encode(coef)
+    return LatentRows(codes, bases.to(dtype), scales.masked_fill(beyond, torch.nan), quantisation)
+
+
+def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, generator):
+    key, value = torch.randn(2, batch, groups, room, head_dim, generator=generator).to(dtype)
+    beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
+    mask = torch.rand(batch, queries, room, generator=generator) < 0.8
+    return FullTokens(key.masked_fill(beyond, torch.nan), value.masked_fill(beyond, torch.nan), length_B, mask)
+
+
+def moved(operands, device):
+    """The same dataclass with its tensors on a device."""
+    fields = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
+    return type(operands)(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})
+
+
+def cleaned(operands):
+    """The same dataclass with zero in place of NaN, for a reference that multiplies every row before it masks."""
+    fields = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
+    floats = {k: v for k, v in fields.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return dataclasses.replace(operands, **{k: v.nan_to_num() for k, v in floats.items()})
+
+
+def beside(case: dict, room: int, groups: int, query: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """The options of a case that every kernel has: scores' scale and cap, splits, a mask, tokens at full rank."""
+    options = {"scaling": 0.25, "softcap": case.get("softcap"), "splits": case["splits"]}
+    batch, _, queries, head_dim = query.shape
+    if case.get("masked"):
+        options["mask_BQN"] = torch.rand(batch, queries, room, generator=generator) < 0.7
+    if case["full"]:
+        length = torch.tensor([case["full"] - 2, case["full"]], dtype=torch.int32)
+        shape = {"queries": queries, "dtype": query.dtype, "generator": generator}
+        options["full"] = full_tokens(batch, groups, length, case["full"], head_dim, **shape)
+    return options
+
+
+def check_equal(
+    kernel: Callable, reference: Callable, rows: tuple, *, device: torch.device, splits: int, **options: Any
+) -> None:
+    """The kernel on the device against the reference in fp64.
+
+    Args:
+        rows: queries, rows of keys, rows of values, lengths.
+    """
+
+    def on_device(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return moved(value, device) if dataclasses.is_dataclass(value) else value
+
+    def clean(value: Any) -> Any:
+        return cleaned(value) if isinstance(value, FullTokens) else value
+
+    query, keys, values, length = rows
+    known = {name: clean(value) for name, value in options.items()}
+    expected = reference(query.double(), cleaned(keys), cleaned(values), length, **known)
+    given = {name: on_device(value) for name, value in options.items()}
+    actual = kernel(*map(on_device, rows), splits=splits, **given)
+    check_near(actual.cpu(), expected, query.dtype)

@@ -1,0 +1,295 @@
+"""Every kernel, as the operations launch it at the shapes of an 8 B model, compiled for an H100 or H200 without one.
+
+Launches are recorded on meta tensors and compiled ahead of time, with the specialisations a launch would have: shared memory
+must suffice and registers must not spill.
+"""
+
+import contextlib
+import re
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", minversion="3.6")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.autotuner import Autotuner  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from lowrank_kv.ops.decoders import Decoders  # noqa: E402
+from lowrank_kv.ops.full_rank_tokens import FullTokens  # noqa: E402
+from lowrank_kv.ops.gated_append.triton import gated_append  # noqa: E402
+from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention  # noqa: E402
+from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows  # noqa: E402
+from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  # noqa: E402
+from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
+from lowrank_kv.ops.rotary_table import RotaryTable  # noqa: E402
+from lowrank_kv.ops.triton import launch as triton_launch  # noqa: E402
+from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
+from lowrank_kv.stores.paged import PagedStore  # noqa: E402
+from lowrank_kv.stores.quantization import Quantisation  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+META = torch.device("meta")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Launches:
+    """What would have been launched: (kernel, values of all parameters, options), of autotuned kernels each choice."""
+
+    def __init__(self):
+        self.found = []
+
+    def of_plain(self, kernel, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self.found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, options))
+
+    def of_tuned(self, tuner, *args, **kwargs):
+        for config in tuner.configs:
+            chosen = {name: value for name, value in config.all_kwargs().items() if value is not None}
+            self.of_plain(tuner.fn, *args, **kwargs, **chosen)
+
+    @contextlib.contextmanager
+    def recorded(self):
+        def plain(kernel, *args, **kwargs):
+            self.of_plain(kernel, *args, **kwargs)
+
+        def tuned(tuner, *args, **kwargs):
+            self.of_tuned(tuner, *args, **kwargs)
+
+        runs = mock.patch.object(JITFunction, "run", plain), mock.patch.object(Autotuner, "run", tuned)
+        with runs[0], runs[1], mock.patch.object(triton_launch, "multiprocessors", return_value=132):
+            yield self
+
+
+def compiled(kernel: JITFunction, values: dict, options: dict):
+    """The kernel as a launch with these values would compile it."""
+    signature, constants, aligned = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        is_special = type(value) is int and not parameter.do_not_specialize
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            aligned[(index,)] = [["tt.divisibility", 16]]  # as the allocator aligns
+        elif parameter.is_constexpr or value is None or (is_special and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if is_special and value % 16 == 0:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=HOPPER, options=options)
+
+
+def resources(cubin: bytes, directory: Path) -> dict[str, int]:
+    """REG, STACK, SHARED, LOCAL … of the one function of a cubin."""
+    path = directory / "kernel.cubin"
+    path.write_bytes(cubin)
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([dump, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    [line] = [line for line in text.splitlines() if "REG:" in line]
+    return {name: int(number) for name, number in (pair.split(":") for pair in line.split() if pair.count(":") == 1)}
+
+
+def check_all(launches: Launches, directory: Path) -> None:
+    assert launches.found
+    for kernel, values, options in launches.found:
+        built = compiled(kernel, values, options)
+        used = resources(built.asm["cubin"], directory)
+        assert built.metadata.shared <= SHARED_BYTES, (kernel.__name__, options)
+        assert used["STACK"] == used["LOCAL"] == 0, (kernel.__name__, options, used)
+
+
+def first_only(launches: Launches) -> Launches:
+    """The first choice of each kernel: other data, the same tuning."""
+    firsts = Launches()
+    seen = set()
+    for launch in launches.found:
+        if launch[0].__name__ not in seen:
+            seen.add(launch[0].__name__)
+            firsts.found.append(launch)
+    return firsts
+
+
+def full_tokens(batch, groups, head_dim, dtype):
+    states = torch.empty(batch, groups, 512, head_dim, dtype=dtype, device=META)
+    return FullTokens(states, states, torch.empty(batch, dtype=torch.int32, device=META))
+
+
+def paged_launches(
+    *,
+    heads=32,
+    groups=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    bits=None,
+    rotary=128,
+    tokens=64,
+    masked=False,
+    queries=1,
+    softcap=None,
+) -> Launches:
+    width, batch = groups * head_dim, 8
+    quantisation = None if bits is None else Quantisation(bits=bits)
+    pool = PagePool(64, tokens=tokens, dtype=dtype, device=META, quantisation=quantisation)
+    stores = [PagedStore(batch, width, capacity=32768, pool=pool) for _ in range(2)]
+    decoder = torch.empty(width, width, dtype=dtype, device=META)
+    query = torch.empty(batch, heads, queries, head_dim, dtype=dtype, device=META)
+    options = {"scaling": 0.1, "softcap": softcap}
+    if rotary:
+        table = torch.empty(1, 32768, rotary // 2, device=META)
+        options["rotation"] = RotaryTable(table, table)
+    if masked:
+        options["mask_BQT"] = torch.empty(batch, queries, 32768, dtype=torch.bool, device=META)
+    with Launches().recorded() as launches:
+        assert paged_attention(query, *stores, Decoders(decoder, decoder), **options).shape == query.shape
+    return launches
+
+
+def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16) -> Launches:
+    batch, groups = 8, 8
+    basis = torch.empty(batch, groups, head_dim, rank, dtype=dtype, device=META)
+    if bits is None:
+        rows = LatentRows(torch.empty(batch, groups, 32768, rank, dtype=dtype, device=META), basis)
+    else:
+        quantisation = Quantisation(bits=bits)
+        width = quantisation.row_bytes(rank)
+        codes = torch.empty(batch, groups, 32768, width, dtype=torch.uint8, device=META)
+        scales = torch.empty(batch, groups, 32768, 2, dtype=torch.bfloat16, device=META)
+        rows = LatentRows(codes, basis, scales, quantisation)
+    query = torch.empty(batch, 4 * groups, 1, head_dim, dtype=dtype, device=META)
+    length = torch.empty(batch, dtype=torch.int32, device=META)
+    with Launches().recorded() as launches:
+        latent_attention(query, rows, rows, length, scaling=0.1, full=full_tokens(batch, groups, head_dim, dtype))
+    return launches
+
+
+def joint_launches(
+    *,
+    key_rank=380,
+    value_rank=650,
+    bits=None,
+    head_dim=128,
+    groups=8,
+    rotary=128,
+    dtype=torch.bfloat16,
+    queries=1,
+    padded=False,
+) -> Launches:
+    """As one sequence of an OjaKV cache is attended, at half of the bytes."""
+    width, room = groups * head_dim, 32768
+
+    def rows(rank: int) -> LatentRows:
+        basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
+        if bits is None:
+            return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
+        quantisation = Quantisation(bits=bits)
+        codes = torch.empty(1, 1, room, quantisation.row_bytes(rank), dtype=torch.uint8, device=META)
+        return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantisation)
+
+    table = torch.empty(1, room, rotary // 2, device=META)
+    options = {}
+    if padded:
+        options["mask_BQN"] = torch.empty(1, queries, room, dtype=torch.bool, device=META)
+        options["place_BN"] = torch.empty(1, room, dtype=torch.int32, device=META)
+        options["softcap"] = 50.0
+    query = torch.empty(1, 4 * groups, queries, head_dim, dtype=dtype, device=META)
+    with Launches().recorded() as launches:
+        joint_attention(
+            query,
+            rows(key_rank),
+            rows(value_rank),
+            torch.empty(1, dtype=torch.int32, device=META),
+            scaling=0.1,
+            rotation=RotaryTable(table, table),
+            full=full_tokens(1, groups, head_dim, dtype),
+            **options,
+        )
+    return launches
+
+
+@pytest.mark.parametrize("ranks", [(380, 650), (384, 640)], ids=["any ranks", "multiples of 16"])
+def test_joint_attention(tmp_path, ranks):
+    check_all(joint_launches(key_rank=ranks[0], value_rank=ranks[1]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"padded": True},
+        {"bits": 8},
+        {"bits": 4},
+        {"head_dim": 256, "groups": 4, "rotary": 256},
+        {"dtype": torch.float16, "queries": 4},
+    ],
+    ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
+)
+def test_joint_attention_of_other_kinds(tmp_path, case):
+    check_all(first_only(joint_launches(**case)), tmp_path)
+
+
+def test_paged_attention(tmp_path):
+    check_all(paged_launches(masked=True), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_pages_of_keys_are_read_ahead(bits):
+    """The loop over granules leaves later ones under way while it multiplies one: it waits for all but a few reads."""
+    found = [launch for launch in paged_launches(bits=bits).found if launch[0].__name__ == "_rebuilt_scores"]
+    for kernel, values, options in found:
+        waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled(kernel, values, options).asm["ptx"])
+        assert max(map(int, waits)) >= options["num_stages"], (options, waits)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"bits": 8},
+        {"bits": 4},
+        {"rotary": 0},
+        {"head_dim": 64, "groups": 3, "heads": 9, "rotary": 64},
+        {"head_dim": 96, "groups": 8, "heads": 8, "rotary": 48},
+        {"head_dim": 256, "groups": 4, "heads": 8, "rotary": 256},
+        {"dtype": torch.float16, "queries": 4},
+        {"tokens": 128, "softcap": 50.0},
+    ],
+    ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
+)
+def test_paged_attention_of_other_kinds(tmp_path, case):
+    check_all(first_only(paged_launches(**case)), tmp_path)
+
+
+@pytest.mark.parametrize("rank", [80, 128])
+def test_latent_attention(tmp_path, rank):
+    check_all(latent_launches(rank=rank), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_latent_attention_on_integers(tmp_path, bits):
+    check_all(first_only(latent_launches(rank=64, bits=bits)), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_gated_append(tmp_path, bits):
+    width, batch = 1024, 8
+    quantisation = None if bits is None else Quantisation(bits=bits)
+    pool = PagePool(64, dtype=torch.bfloat16, device=META, quantisation=quantisation)
+    store = PagedStore(batch, width, capacity=32768, pool=pool)
+    state = torch.empty(batch, width, dtype=torch.bfloat16, device=META)
+    weight = torch.empty(width, 2 * width, dtype=torch.bfloat16, device=META)
+    with Launches().recorded() as launches:
+        gated_append(state, weight, torch.empty(width, device=META), store, threshold=0.1, granularity=64)
+    check_all(launches, tmp_path)

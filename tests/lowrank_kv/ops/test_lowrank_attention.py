@@ -1,0 +1,175 @@
+"""Decode attention over low-rank and full-rank tokens against the plain fp64 form."""
+
+import pytest
+import torch
+from rotations import rotation
+from threads import threads_of
+
+from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank_kv.ops.lowrank_attention import eager as dense
+from lowrank_kv.ops.lowrank_attention import native as compiled
+from lowrank_kv.ops.lowrank_attention import reference as plain_form
+from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank_kv.ops.native.library import library
+from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+
+HEADS, GROUPS, HEAD_DIM = 6, 2, 16
+
+
+def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Generator) -> Operands:
+    parts, width = (1, GROUPS * HEAD_DIM) if joint else (GROUPS, HEAD_DIM)
+    return Operands(
+        Coefficients.of(torch.randn(parts, low, rank, generator=generator)),
+        torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
+        GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator), dim=1),
+    )
+
+
+@pytest.fixture(params=["dense", "compiled"])
+def operation(request):
+    """Both ways to attend: plain torch, and compiled code where there is a compiler."""
+    if request.param == "compiled" and library() is None:
+        pytest.skip("there is no C compiler")
+    return {"dense": dense, "compiled": compiled}[request.param]
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("rotated", ["pairs", "function", None])
+@pytest.mark.parametrize(("low", "full"), [(0, 5), (7, 0), (60, 3), (2500, 40)])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
+def test_equals_the_reference(operation, low, full, queries, joint, rotated, softcap):
+    generator = torch.Generator().manual_seed(low)
+    keys = operands(low, full, 5, joint=joint, generator=generator)
+    values = operands(low, full, 9, joint=joint, generator=generator)
+    query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25, "softcap": softcap}
+    if rotated:
+        places = torch.randperm(low + full, generator=generator)[:low].sort().values
+        turned = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
+        options |= {"rotation": turned, "places": places}
+    if queries > 1:
+        mask = torch.rand(queries, low + full, generator=generator) < 0.7
+        mask[1] = False
+        options["mask_QT"] = mask
+    if operation is compiled and (not low or rotated == "function"):
+        assert compiled.refusal(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
+        return
+    actual = operation.lowrank_attention(query, keys, values, **options)
+    assert actual.shape == query.shape
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
+    full = GrowingTensor(held.full_GFD.to(dtype), dim=1)
+    return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("way", [dense, compiled, plain_form], ids=["dense", "compiled", "reference"])
+def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
+    if way is compiled and library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(7)
+    keys, values = (in_dtype(operands(60, 3, rank, joint=joint, generator=generator), dtype) for rank in (5, 9))
+    query = torch.randn(HEADS, 3, HEAD_DIM, generator=generator).to(dtype)
+    mask = torch.rand(3, 63, generator=generator) < 0.7
+    mask[1] = False
+    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60), "mask_QT": mask}
+    actual = way.lowrank_attention(query, keys, values, **options)
+    assert not actual[:, 1].any()
+    expected = reference(query.double(), keys, values, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    # A query that is no number is not passed over where it sees something.
+    actual = way.lowrank_attention(query * torch.nan, keys, values, **options)
+    assert not actual[:, 1].any()
+    assert actual[:, ::2].isnan().all()
+
+
+@pytest.mark.parametrize("way", [dense, plain_form], ids=["dense", "reference"])
+def test_a_head_that_may_see_nothing_gets_zero(way):
+    """Where every head holds tokens of its own, so that they have masks of their own."""
+    generator = torch.Generator().manual_seed(8)
+    keys, values = (operands(60, 3, rank, joint=False, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    mask = torch.rand(HEADS, 1, 63, generator=generator) < 0.7
+    mask[4] = False
+    actual = way.lowrank_attention(query, keys, values, scaling=0.25, mask_QT=mask)
+    assert actual.flatten(1).any(dim=1).tolist() == [True] * 4 + [False, True]
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_threads_share_low_rank_and_whole_tokens(joint):
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (operands(60, 3, rank, joint=joint, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 2, HEAD_DIM, generator=generator)
+    mask = torch.rand(2, 63, generator=generator) < 0.7
+    mask[1] = False
+    options = {"scaling": 0.25, "mask_QT": mask}
+    with threads_of(5):
+        actual = compiled.lowrank_attention(query, keys, values, **options)
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def test_joint_keys_and_values_of_each_head():
+    """Keys and values that are cut into parts differently take the plain form."""
+    generator = torch.Generator().manual_seed(5)
+    keys = operands(60, 3, 5, joint=True, generator=generator)
+    values = operands(60, 3, 9, joint=False, generator=generator)
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60)}
+    actual = lowrank_attention(query, keys, values, **options)
+    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+def test_the_cap_bounds_scores_before_the_mask():
+    """softmax over scores in [-c, c] gives a token e^2c times another's weight at most, and a masked one none."""
+    generator = torch.Generator().manual_seed(0)
+    keys = operands(30, 10, 5, joint=True, generator=generator)
+    # Values that tell the tokens apart: the output is the sum of the weights of low-rank and of full-rank tokens.
+    ones = Operands(
+        Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, GrowingTensor(torch.ones(GROUPS, 10, HEAD_DIM), dim=1)
+    )
+    query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4)
+    torch.testing.assert_close(share, torch.full_like(share, 10 / 40), atol=1e-4, rtol=0)
+    mask = torch.arange(40)[None] < 35
+    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4, mask_QT=mask)
+    torch.testing.assert_close(share, torch.full_like(share, 5 / 35), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_half_precision_is_near_the_reference(dtype, rotated):
+    generator = torch.Generator().manual_seed(1)
+
+    keys, values = (in_dtype(operands(700, 20, 9, joint=True, generator=generator), dtype) for _ in range(2))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    options = {"scaling": 0.25}
+    if rotated:
+        options |= {"rotation": rotation(720, HEAD_DIM, generator), "places": slice(5, 705)}
+    actual = lowrank_attention(query, keys, values, **options)
+    assert actual.dtype == dtype
+    expected = reference(query.double(), keys, values, **options)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
+def test_autocast_changes_nothing_but_precision(operation, rotated):
+    """Under it a product of fp32 matrices is in bf16."""
+    generator = torch.Generator().manual_seed(9)
+    keys, values = (operands(60, 3, rank, joint=True, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.25}
+    if rotated:
+        options |= {"rotation": rotation(63, HEAD_DIM, generator), "places": torch.arange(60)}
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = operation.lowrank_attention(query, keys, values, **options)
+    expected = reference(query, keys, values, **options)
+    assert (actual - expected).norm() / expected.norm() < 1e-2

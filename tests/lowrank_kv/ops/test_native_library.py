@@ -1,0 +1,82 @@
+"""Building the compiled kernels, and doing without them."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from lowrank_kv.ops.native import library as native
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache directory, and nothing built or decided yet."""
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(tmp_path))
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_is_built_once_and_found_again(fresh):
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    [built] = (fresh / "native").iterdir()
+    made = built.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert [path.stat().st_mtime_ns for path in (fresh / "native").iterdir()] == [made]
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.warns(UserWarning, match=f"without compiled kernels.*{compiler}.*ADAPTIVE_KV_NATIVE=0"):
+        assert native.library() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+    assert not list(fresh.rglob("*.so"))
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_a_blank_compiler_is_none_named(fresh, monkeypatch, blank):
+    monkeypatch.delenv("CC", raising=False)
+    native.library()
+    usual = [path.name for path in fresh.rglob("*.so")]
+    native.library.cache_clear()
+    monkeypatch.setenv("CC", blank)
+    assert (native.library() is None) == (not usual)
+    assert [path.name for path in fresh.rglob("*.so")] == usual
+
+
+def test_where_nothing_can_be_kept_it_says_so(fresh, monkeypatch):
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    native.library.cache_clear()
+    (fresh / "file").write_text("no directory")
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(fresh / "file"))
+    with pytest.warns(
+        UserWarning, match=r"without compiled kernels.*cannot be kept at .*/file/native.*ADAPTIVE_KV_HOME"
+    ):
+        assert native.library() is None
+
+
+def test_can_be_switched_off(fresh, monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+
+
+def test_shares_the_thread_pool_of_torch(fresh):
+    """A second OpenMP runtime would have threads of its own, which wait for work in the way of torch's."""
+    code = (
+        "import torch; from lowrank_kv.ops.native.library import library\n"
+        "if library(): print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if not result.stdout:
+        pytest.skip("there is no C compiler")
+    assert result.stdout.strip() == "1"

@@ -1,0 +1,108 @@
+"""What decoding allocates, as the allocator sees it, and what the cache says it holds."""
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+
+from benchmarks.peak_memory import allocations
+from lowrank_kv.stores.growable_tensor import GROWTH
+from lowrank_kv.stores.memory_report import BASES, BUFFERS, COEFFICIENTS, FULL_RANK, KINDS, SCALES
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+PROMPT, DECODED = 8192, 64
+GROUPS, HEAD_DIM = 4, 64
+
+
+def long_model():
+    return tiny_model(
+        hidden_size=GROUPS * HEAD_DIM, num_key_value_heads=GROUPS, max_position_embeddings=PROMPT + DECODED + 8
+    )
+
+
+def make_dynakv(model, storage):
+    return dynakv_model(model, 0.4, storage=storage, granularity=32)
+
+
+def make_online(preset):
+    def make(model, storage):
+        config = OjaKVConfig.preset(preset, rate=0.4, storage=storage)
+        plan = make_plan(calibration_of(model, blocks=16), config)
+        return lambda: OjaKVCache(model, plan)
+
+    return make
+
+
+MAKERS = {"dynakv": make_dynakv, "ojakv-joint": make_online("ojakv-joint"), "ojakv-pf": make_online("ojakv-pf")}
+
+
+def peak_bytes(prepare, run) -> int:
+    return allocations(prepare, run, torch.device("cpu"))[1]
+
+
+def test_the_record_sees_allocations_and_what_is_freed():
+    def replace(held):
+        for _ in range(5):
+            held[0] = held[0].clone()
+
+    peak = peak_bytes(lambda: [torch.zeros(1_000_000)], replace)
+    assert 4_000_000 <= peak < 4_100_000
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("storage", ["model", "int4"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_no_full_width_copy_exists_while_decoding(make, storage):
+    ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(5))
+    sizes = []
+
+    def prepare():
+        model = long_model()
+        cache = make(model, storage)()
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        sizes.append(cache.nbytes)
+        return model, cache
+
+    def decode(prepared):
+        model, cache = prepared
+        for step in range(DECODED):
+            model(ids[:, step : step + 1], past_key_values=cache, logits_to_keep=1)
+        assert cache.get_seq_length() == PROMPT + DECODED
+        sizes.append(cache.nbytes)
+
+    peak = peak_bytes(prepare, decode)
+    before, after = sizes
+    # What the cache itself gained stays alive; the rest is what a step needs for a moment.
+    passing = peak - max(0, after - before)
+    one_layer = 2 * PROMPT * GROUPS * HEAD_DIM * 4
+    assert passing < one_layer, f"{passing:,} bytes for a moment; one layer at full width takes {one_layer:,}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_memory_adds_up_and_slack_is_bounded(make):
+    model = long_model()
+    cache = make(model, "model")()
+    ids = torch.randint(1, 97, (2, 700), generator=torch.Generator().manual_seed(5))
+    model(ids[:, :500], past_key_values=cache, logits_to_keep=1)
+    for part in ids[:, 500:].split(1, dim=1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    memory = cache.memory()
+    assert tuple(memory.kinds) == KINDS
+    assert memory.total == sum(memory.kinds.values()) == cache.nbytes
+    assert memory.full == 2 * 700 * 3 * 2 * GROUPS * HEAD_DIM * 4
+    assert memory.rate == memory.total / memory.full
+    assert memory.kinds[SCALES] == 0
+    used = {COEFFICIENTS: 0}
+    for layer in cache.compressed_layers():
+        for sequence in layer.sequences:
+            for side in (sequence.key, sequence.value):
+                if hasattr(side, "buckets"):
+                    used[COEFFICIENTS] += sum(coef.length * coef.rank * 4 for coef in side.buckets())
+                else:
+                    used[COEFFICIENTS] += side.coef.rows().numel() * 4
+    assert used[COEFFICIENTS] <= memory.kinds[COEFFICIENTS] <= used[COEFFICIENTS] * (1 + GROWTH) + 4096
+    if make is make_dynakv:
+        assert memory.kinds[FULL_RANK] == memory.kinds[BUFFERS] == memory.kinds[BASES] == 0
+    else:
+        assert memory.kinds[BASES] > 0
+        assert memory.kinds[BUFFERS] > 0

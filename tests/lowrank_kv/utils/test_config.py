@@ -1,0 +1,217 @@
+"""Strict configuration: what the YAML says, what the command line overrides, what is refused."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from evaluation.compare import CompareConfig
+from evaluation.sweep import SweepConfig, Variant
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.utils.config import build, configuration, option, parse_config, require
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import expand
+from lowrank_kv.utils.text_data import CalibrationText
+from training.config import DatasetConfig, OptimizerConfig, RateConfig, TrainConfig
+
+ROOT = Path(__file__).parents[3]
+
+TEXT = {"name": "t.txt"}
+ROOT_YAML = "model: somewhere\ndataset: {name: t.txt}\noptimizer:\n  steps: 7\n  lr_gate: 3e-3\n"
+
+
+def parse(tmp_path, *arguments: str, text: str = ROOT_YAML) -> TrainConfig:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return parse_config(TrainConfig, ["--config", str(path), *arguments], description="")[0]
+
+
+def test_file_then_command_line(tmp_path):
+    chosen = ["--optimizer.steps", "9", "--rate.target_retain_rate", "0.3"]
+    config = parse(tmp_path, *chosen, "--dataset.name", "a.txt,b.txt", "--dataset.weights", "[2, 1]")
+    assert (config.optimizer.steps, config.optimizer.lr_gate) == (9, 3e-3)
+    assert (config.dataset.name, config.dataset.weights) == (["a.txt", "b.txt"], [2, 1])
+    assert config.rate.target_retain_rate == 0.3
+    assert parse(tmp_path, "--dataset.heldout", "").dataset.heldout == []
+    assert parse(tmp_path, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  stpes: 3\n",
+            "unknown key `optimizer.stpes`.*did you mean `steps`",
+        ),
+        ("model: m\ndataset: {name: t}\nzebra: 3\n", "unknown key `zebra`.*valid keys: average_checkpoints"),
+        ("optimizer:\n  steps: 3\n", "`model` is missing"),
+        ("model: m\n", "`dataset.name` is missing from .*c.yaml; hub ids or .txt"),
+        ("model: m\ndataset:\n  weights: [1]\n", "`dataset.name` is missing"),
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  steps: three\n",
+            "`optimizer.steps` must be of type int, got 'three'",
+        ),
+        ("model: m\ndataset: {name: t}\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  gap: sideways\n",
+            "`compressor.gap` must be one of hard.*got 'sideways'",
+        ),
+        ("model: m\ndataset: {name: t}\nrate:\n  target_retain_rate: 1.5\n", "target_retain_rate.*got 1.5"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  threshold: 2\n",
+            "`compressor.threshold` must be between 0 and 1",
+        ),
+        ("model: m\ndataset: {name: t}\ncompressor:\n  storage_group: 8\n", "`compressor.storage_group` must be none"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  eviction:\n    keep: 0\n",
+            r"`compressor.eviction.keep` must be in \(0, 1\]",
+        ),
+        (
+            "model: m\ndataset: {name: t}\noptimizer:\n  warmup: 2\n",
+            "`optimizer.warmup` must be between 0 and 1; got 2.0",
+        ),
+        ("model: m\ndataset:\n  name: []\n", r"`dataset.name` must be at least one data set; got \[\]"),
+        ("model: m\ndataset: {name: t}\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
+        ("model: m\ndataset: {name: t}\noptimizer: 3\n", "`optimizer` must be a section"),
+        ("model: [", "not valid YAML"),
+        ("- 3\n", "must hold keys and values"),
+        ("model: ${NO_SUCH_VARIABLE}/m\n", "NO_SUCH_VARIABLE, which is not set"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        parse(tmp_path, text=text)
+
+
+def test_unknown_argument_names_the_nearest(tmp_path):
+    with pytest.raises(UserError, match="--optimizer.step`; did you mean `optimizer.steps`"):
+        parse(tmp_path, "--optimizer.step", "3")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere.yaml"):
+        parse_config(TrainConfig, ["--config", str(tmp_path / "nowhere.yaml")], description="")
+
+
+def test_home_expands(monkeypatch, tmp_path):
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(tmp_path))
+    assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/model"
+    monkeypatch.setenv("ADAPTIVE_KV_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/.cache/adaptive-kv/model"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, dtype="float8"),
+            "`dtype` must be one of float32, bfloat16; got 'float8' in Tr",
+        ),
+        (lambda: TrainConfig(model=7, dataset=TEXT), "`model` must be of type str, got 7 in TrainConfig"),
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, rate={"alpha": -1}),
+            "`rate.alpha` must be zero or positive; got -1.0",
+        ),
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, rate=RateConfig(alpha=-1)),
+            "`alpha` must be zero or positive; got -1.0",
+        ),
+        (
+            lambda: TrainConfig(model="m", dataset=TEXT, compressor={"eviction": {"pool": 2}}),
+            "`compressor.eviction.pool` must be odd",
+        ),
+        (lambda: OptimizerConfig(steps="7"), "`steps` must be of type int, got '7' in OptimizerConfig"),
+        (lambda: OptimizerConfig(steps=True), "`steps` must be of type int, got True"),
+        (lambda: DatasetConfig(name="t.txt", weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
+        (lambda: CalibrationText(tokens=1.5), "`tokens` must be of type int"),
+        (lambda: Eviction(keep=2), r"`keep` must be in \(0, 1\]"),
+        (lambda: Variant(label="a b"), "`label` must be letters, digits"),
+        (lambda: sweep(texts=[{"label": "a", "name": "a", "heldout_share": 2}]), r"`texts\[0\].heldout_share` must be"),
+        (lambda: sweep(texts=[{"label": "a", "nmae": "a"}]), r"unknown key `texts\[0\].nmae`"),
+        (lambda: sweep(calibration={"length": 0}), "`calibration.length` must be at least 1"),
+        (lambda: sweep(dtype="float8"), "`dtype` must be one of float32"),
+        (lambda: CompareConfig(model="m", byte_rates=[0.5], texts=[], prefix="many"), "`prefix` must be of type int"),
+    ],
+)
+def test_a_configuration_checks_itself_whoever_builds_it(make, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        make()
+
+
+def sweep(**values) -> SweepConfig:
+    return SweepConfig(**{"train": "t.yaml", "targets": [0.5], "texts": [{"label": "a", "name": "a.txt"}], **values})
+
+
+def test_a_configuration_made_by_hand_takes_what_a_file_would():
+    assert CalibrationText(name="abc").name == ["abc"]
+    assert sweep().texts[0].split == "test"
+    config = TrainConfig(model="m", dataset=TEXT, optimizer={"steps": 3, "clip": 2})
+    assert config == build(TrainConfig, {"model": "m", "dataset": TEXT, "optimizer": {"steps": 3, "clip": 2}})
+    assert isinstance(config.optimizer.clip, float)
+
+
+def test_what_a_subclass_adds_is_checked_beside_what_it_has():
+    @configuration
+    class Longer(CalibrationText):
+        times: int = option(1, help="")
+
+        def __post_init__(self):
+            super().__post_init__()
+            require(self.times >= 1, "times", self.times, "at least 1")
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plain(Longer):
+        places: int = option(1, help="")
+
+    for key, wrong, message in (
+        ("times", 0, "`times` must be at least 1"),
+        ("times", "2", "`times` must be of type int"),
+        ("tokens", 0, "`tokens` must be at least 1"),
+        ("places", "2", "`places` must be of type int"),
+    ):
+        for cls in (Longer, Plain) if key != "places" else (Plain,):
+            with pytest.raises(UserError, match=message):
+                cls(**{key: wrong})
+
+
+def test_every_class_of_options_is_a_configuration():
+    """One made a plain dataclass would check nothing where it is built by hand."""
+    roots = ("lowrank_kv", "dynakv", "ojakv", "training", "evaluation", "scripts", "benchmarks")
+    found = {}
+    for path in (path for root in roots for path in (ROOT / root).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(map(_is_option, node.body)):
+                found[node.name] = [ast.unparse(decorator) for decorator in node.decorator_list]
+    assert len(found) >= 16
+    # This one inherits its checks.
+    del found["CalibrateConfig"]
+    assert {name for name, decorators in found.items() if decorators != ["configuration"]} == set()
+
+
+def _is_option(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node.target).startswith("option(")
+
+
+def test_configurations_are_frozen():
+    config = build(TrainConfig, {"model": "m", "dataset": TEXT})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3
+
+
+def test_help_lists_every_key_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(TrainConfig, ["--help"], description="")
+    text = " ".join(capsys.readouterr().out.split())
+
+    def leaves(cls, prefix=""):
+        for field in dataclasses.fields(cls):
+            if field.metadata.get("section"):
+                yield from leaves(field.default_factory, f"{prefix}{field.name}.")
+            else:
+                yield f"{prefix}{field.name}"
+
+    for key in leaves(TrainConfig):
+        assert f"--{key} " in text
+    assert "in tokens [default 1024]" in text

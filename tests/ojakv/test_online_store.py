@@ -1,0 +1,271 @@
+"""When an OjaKV basis moves, and what its moves may cost the stored coefficients."""
+
+import pytest
+import torch
+
+from evaluation.subspace_metrics import relative_error
+from ojakv import OjaKVConfig
+from ojakv.basis_plan import SideBasis
+from ojakv.online_store import OnlineSide
+
+
+def new_side(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineSide:
+    start = SideBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
+    config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
+    return OnlineSide(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
+
+
+def turning_stream(regimes: int, length: int) -> torch.Tensor:
+    """Rows (1, N, 16) from one 4-dimensional subspace after another, with a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for _ in range(regimes):
+        basis = torch.linalg.qr(torch.randn(16, 4, generator=generator)).Q
+        rows = torch.randn(length, 4, generator=generator) @ basis.T
+        parts.append(rows + 0.03 * torch.randn(length, 16, generator=generator))
+    return torch.cat(parts)[None]
+
+
+def run(side: OnlineSide, rows: torch.Tensor, period: int) -> float:
+    """Mean residual of every batch as it is stored."""
+    left = energy = 0.0
+    for i, batch in enumerate(rows.split(period, dim=1)):
+        side.follow(batch, is_prompt=i == 0)
+        left += relative_error(batch[0], side.tracker.vectors_PWR[0]) * float(batch.square().sum())
+        energy += float(batch.square().sum())
+        side.store(side.projected(batch))
+    return left / energy
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [({"max_loss": 1.0, "preconditioned": False, "decode_learning_rate": 0.3}, 1.01), ({}, 1.04)],
+    ids=["plain steps", "defaults"],
+)
+def test_triggered_updates_reach_the_same_residual_with_fewer_steps(settings, most):
+    rows = turning_stream(3, 1600)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
+    sides = {update: new_side(start, update=update, **settings) for update in ("periodic", "triggered")}
+    residuals = {update: run(side, rows, 32) for update, side in sides.items()}
+    assert sides["periodic"].updates == 150 + 1  # two steps on the prompt
+    assert sides["triggered"].updates < 0.55 * sides["periodic"].updates
+    assert residuals["triggered"] <= most * residuals["periodic"]
+
+
+def test_what_triggered_steps_were_put_off_for_is_settled_by_a_prompt():
+    rows = turning_stream(2, 320)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
+    side = new_side(start, update="triggered", trigger=1e6)
+    run(side, rows, 32)
+    assert side.regret > 0
+    side.follow(rows[:, :64], is_prompt=True)
+    assert side.regret == 0
+
+
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+def test_a_rate_of_zero_leaves_the_basis(tracker):
+    rows = turning_stream(2, 320)
+    start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
+    side = new_side(start, tracker=tracker, learning_rate=0.0, decode_learning_rate=0.0)
+    run(side, rows, 32)
+    assert side.updates == 0
+    assert torch.equal(side.tracker.vectors_PWR[0], start)
+
+
+def test_refused_steps_are_counted():
+    rows = turning_stream(6, 128)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
+    side = new_side(start, max_loss=0.0)
+    run(side, rows, 32)
+    assert side.updates + side.refused == 24 + 1  # two steps on the prompt
+    assert side.refused > 0
+
+
+def test_no_update_loses_more_stored_energy_than_allowed():
+    rows = turning_stream(6, 128)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
+    for max_loss in (0.002, 0.05):
+        side = new_side(start, preconditioned=False, decode_learning_rate=0.5, max_loss=max_loss)
+        losses = []
+        for i, batch in enumerate(rows.split(32, dim=1)):
+            before = side.kept_energy
+            stored = float(side.coef.rows().square().sum())
+            side.follow(batch, is_prompt=i == 0)
+            if stored:
+                assert float(side.coef.rows().square().sum()) >= (1 - max_loss) * stored * (1 - 1e-5)
+                losses.append(1 - side.kept_energy / before)
+            side.store(side.projected(batch))
+        assert max(losses) > max_loss / 100, "the stream must make updates costly"
+        assert max(losses) <= max_loss * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3], ids=lambda scale: f"scale{scale:g}")
+def test_oja_follows_a_subspace_that_turns(scale):
+    """Steep spectra, the lesser directions a thousandth of the largest: within 10 % of the best of the last window, with the
+    default bound on what stored coefficients may lose."""
+    generator = torch.Generator().manual_seed(2)
+    before, after = (torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q for _ in range(2))
+    spectrum = scale * 2.0 ** -torch.arange(16)
+    rows = torch.cat(
+        [
+            torch.randn(count, 16, generator=generator) * spectrum @ basis.T
+            for basis, count in ((before, 640), (after, 3200))
+        ]
+    )[None]
+    sides = {
+        "oja": new_side(before[:, :6], memory=256),
+        "all tokens count": new_side(before[:, :6]),
+        "fixed": new_side(before[:, :6], tracker="fixed"),
+    }
+    window = rows[0, -640:]
+    energies = torch.linalg.svdvals(window.double()).square()
+    best = float(energies[6:].sum() / energies.sum())
+    error = {}
+    for name, side in sides.items():
+        run(side, rows, 32)
+        error[name] = relative_error(window, side.tracker.vectors_PWR[0])
+    assert error["oja"] < 1.1 * best
+    # Where the first tokens count as much as the last, their leading directions are kept instead.
+    assert error["all tokens count"] > 10 * best
+    assert error["fixed"] > 100 * best
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+def test_a_basis_stays_orthonormal_over_a_thousand_updates(tracker, dtype):
+    """State is fp32 whatever the model's dtype, and turned coefficients are rounded to that each time."""
+    rows = turning_stream(5, 1608).to(dtype).float()
+    start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
+    side = new_side(start, dtype, tracker=tracker)
+    run(side, rows, 8)
+    assert side.updates > 1000
+    basis = side.tracker.vectors_PWR[0]
+    assert (basis.dtype, side.coef.rows().dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
+
+
+def flat_stream() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (1, N, 16) of one 6-dimensional subspace and then of another, and a basis of the first."""
+    generator = torch.Generator().manual_seed(3)
+    bases = [torch.linalg.qr(torch.randn(16, 6, generator=generator)).Q for _ in range(2)]
+    parts = [torch.randn(n, 6, generator=generator) @ u.T for n, u in zip((1024, 4096), bases, strict=True)]
+    rows = torch.cat(parts)
+    return (rows + 0.03 * torch.randn(rows.shape, generator=generator))[None], bases[0]
+
+
+def test_a_sketch_moves_as_far_as_the_bound_lets_it():
+    rows, start = flat_stream()
+    window = rows[0, -320:]
+    energies = torch.linalg.svdvals(window.double()).square()
+    best = float(energies[6:].sum() / energies.sum())
+    errors = []
+    for max_loss in (0.01, 1.0):
+        side = new_side(start, tracker="frequent_directions", max_loss=max_loss)
+        run(side, rows, 32)
+        errors.append(relative_error(window, side.tracker.vectors_PWR[0]))
+    assert errors[0] < 1.1 * errors[1]
+    # The sketch knows the first 1,024 rows, too.
+    assert errors[0] < 2 * best
+
+
+def test_a_sketch_is_followed_once_however_many_steps_a_prompt_takes():
+    rows, start = flat_stream()
+    side = new_side(start, tracker="frequent_directions", prompt_steps=3)
+    side.follow(rows[:, :512], is_prompt=True)
+    assert side.updates == 1
+
+
+def slowly_turning_stream(angle: float, length: int) -> torch.Tensor:
+    """Rows (1, N, 16) of a 4-dimensional subspace whose directions turn by `angle` altogether."""
+    generator = torch.Generator().manual_seed(7)
+    turn = torch.linspace(0, angle, length)[:, None]
+    frame = torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q
+    near = torch.randn(length, 4, generator=generator)
+    rows = (near * turn.cos()) @ frame[:4] + (near * turn.sin()) @ frame[4:8]
+    return (rows + 0.01 * torch.randn(length, 16, generator=generator))[None]
+
+
+def true_drift(side: OnlineSide, stored_PNW: torch.Tensor) -> float:
+    """‖now − when stored‖ / ‖now‖ of all rows of a side."""
+    now_PNW = held_rows(side)
+    return float((now_PNW - stored_PNW).norm() / now_PNW.norm())
+
+
+def filled_by(
+    rows: torch.Tensor, *, dtype: torch.dtype = torch.float32, period: int = 32, **settings
+) -> tuple[OnlineSide, float]:
+    """A side that has followed the rows, and how far what it stored truly is from what it was."""
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
+    side, stored = new_side(start, dtype, **settings), []
+    for i, batch in enumerate(rows.split(period, dim=1)):
+        side.follow(batch, is_prompt=i == 0)
+        side.store(side.projected(batch))
+        stored.append(held_rows(side)[:, -batch.shape[1] :])
+    return side, true_drift(side, torch.cat(stored, dim=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": 256}, {"preconditioned": False, "decode_learning_rate": 0.1}])
+def test_rows_drift_no_further_than_the_bound_says(settings):
+    """Where a subspace turns slowly, updates that lose next to nothing each still carry the first rows away."""
+    side, drift = filled_by(slowly_turning_stream(1.57, 3200), **settings)
+    assert side.kept_energy > 0.9
+    assert 0.05 < drift <= side.drift()
+
+
+def test_many_turns_too_small_for_fp32_add_up():
+    rows = slowly_turning_stream(0.3, 8192)
+    side, drift = filled_by(rows, period=8)
+    assert 0.02 < drift <= side.drift()
+    side, drift = filled_by(rows, period=8, max_drift=0.02)
+    assert side.refused
+    assert drift <= side.drift() <= 0.02 * (1 + 1e-4)
+
+
+def test_rounding_to_half_precision_is_drift():
+    """Sketched directions change places within a subspace that stands still, and rows are rounded anew each time."""
+    rows = slowly_turning_stream(0.0, 800)
+    side, drift = filled_by(rows, dtype=torch.bfloat16, period=1, tracker="frequent_directions")
+    assert 0.01 < drift <= side.drift()
+
+
+def test_rows_that_are_gone_have_not_drifted():
+    rows = slowly_turning_stream(1.57, 640)
+    side, _ = filled_by(rows, max_drift=0.5)
+    updates = side.updates
+    assert side.drift() > 0.1
+    side.crop(0)
+    assert side.drift() == 0
+    side.follow(rows[:, -64:], is_prompt=True)
+    assert side.updates == updates + 2
+
+
+def test_drift_is_bounded_where_it_is_asked_to_be():
+    rows = slowly_turning_stream(1.57, 3200)
+    free, far = filled_by(rows, memory=256)
+    side, drift = filled_by(rows, memory=256, max_drift=0.3)
+    assert far > 0.6
+    assert free.refused == 0 < side.refused
+    assert 0.01 < drift <= side.drift() <= 0.3 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_stored_rows_are_projected_on_the_new_basis(dtype, storage):
+    """An update leaves of every stored row its projection: new coefficients are those of the rebuilt old ones."""
+    rows = turning_stream(2, 96)
+    start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :5]
+    side = new_side(start, dtype, storage=storage, max_loss=1.0)
+    side.store(side.projected(rows[:, :96]))
+    old = held_rows(side)
+    side.follow(rows[:, 96:], is_prompt=False)
+    assert side.updates == 1
+    basis = side.tracker.vectors_PWR
+    tolerance = 0.03 if storage == "int8" else 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(held_rows(side), old @ basis @ basis.mT, atol=tolerance, rtol=tolerance)
+    assert float((held_rows(side) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
+
+
+def held_rows(side: OnlineSide) -> torch.Tensor:
+    """(P, N, W) as they would be read."""
+    coef = side.coef.rows().float()
+    return (coef if side.spread_PR is None else coef * side.spread_PR[:, None]) @ side.tracker.vectors_PWR.mT

@@ -1,0 +1,69 @@
+"""What the demo's texts are made from, and how they are rewritten."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from lowrank_kv.utils.errors import UserError
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+fetch = runpy.run_path(str(SCRIPTS / "fetch_demo_assets.py"))
+tokenise = runpy.run_path(str(SCRIPTS / "tokenize_as_wikitext.py"))
+
+PAGE = "<page><title>{title}</title><ns>{namespace}</ns><revision><text>{text}</text></revision></page>"
+MARKUP = """'''Ranks''' are [[number|numbers]].&lt;ref name="a/b" /&gt;
+So says [[Alien: Covenant]].&lt;ref&gt;A source.&lt;/ref&gt; {{cite|x}}
+{| class="wikitable"
+| {{dts|1900|}}
+|
+{| class="nested"
+| 1
+|}
+|}
+[[de:Rang]]
+[[File:Rank.png|thumb|A picture]]
+== Use ==
+They [[cache]] well.
+
+== See also ==
+* [[Other]]
+[[Category:Numbers]]"""
+
+
+def test_articles_lose_their_markup():
+    pages = [
+        {"title": "Ranks", "namespace": 0, "text": MARKUP},
+        {"title": "Rank", "namespace": 0, "text": "#REDIRECT [[Ranks]]"},
+        {"title": "Talk:Ranks", "namespace": 1, "text": "Indeed."},
+    ]
+    dump = "<mediawiki>" + "".join(PAGE.format(**page) for page in pages) + "</mediawiki>"
+    [(title, markup)] = fetch["articles"](dump.encode())
+    assert title == "Ranks"
+    text = fetch["plain_text"](fetch["required"]("mwparserfromhell").parse(markup))
+    assert text.startswith("Ranks are numbers.\nSo says Alien: Covenant.")
+    assert text.endswith("They cache well.")
+    for gone in ("source", "wikitable", "picture", "Other", "Category", "cite", "nested", "Rang", "'''", "[[", "|"):
+        assert gone not in text, gone
+
+
+def test_a_damaged_file_is_refused():
+    with pytest.raises(UserError, match="dump has SHA-256 .*, expected 00; the file is damaged or replaced"):
+        fetch["check_digest"]("dump", b"something else", "00")
+
+
+def test_a_text_as_wikitext_has_it(tmp_path, capsys):
+    document = "Well-kept caches\n\nHe said \"1,500 or 2.5\"; she didn't.\nHe said so, she didn't.\n"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"story": document}) + "\n")
+    common = ["--name", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--text-field", "story"]
+    tokenise["main"]([*common, "--seen", "1"])
+    [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"] == (
+        " \n = = Well @-@ kept caches = = \n \n"
+        " He said \" 1 @,@ 500 or 2 @.@ 5 \" ; she didn 't . \n He said so , she didn 't . \n"
+    )
+    tokenise["main"]([*common, "--seen", "2"])
+    [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"].endswith(" He said <unk> <unk> she didn 't . \n")
+    assert "1 documents, 32 words, 43.8% of them <unk>" in capsys.readouterr().out

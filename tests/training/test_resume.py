@@ -1,0 +1,285 @@
+"""Runs that end in the middle, of themselves or not, and go on."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
+
+from lowrank_kv.utils.config import build, to_dict
+from lowrank_kv.utils.errors import UserError
+from training.config import TrainConfig
+from training.initialization import DEFAULT_PRICE
+from training.resumable_state import check_same_run, saved_states, step_directory
+
+TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
+
+# Stops for ever in the middle of writing the state of a given step, as on a disk that does not answer.
+HANG = """
+import sys, time, pathlib
+import training.resumable_state as state
+from lowrank_kv.utils import cli
+import train_dynakv
+whole = state.save_file
+def half(tensors, path):
+    whole(tensors, path)
+    if sys.argv[4] in str(path) and path.name == state.OPTIMIZER:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        pathlib.Path(sys.argv[3]).touch()
+        time.sleep(600)
+state.save_file = half
+train_dynakv.main(sys.argv[1:3])
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(training_values, tmp_path_factory):
+    """An uninterrupted run with a state after every other step."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, **TEXT)
+    return output
+
+
+def same_as(whole, output):
+    assert losses(output) == losses(whole)
+    weights = "checkpoint/compressor.safetensors"
+    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def start(command, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}, **kwargs
+    )
+
+
+def kill_while_writing(step, training_values, output, tmp_path):
+    writing = tmp_path / "writing"
+    values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
+    command = ["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing), step]
+    process = start(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(1200):
+            if writing.exists():
+                break
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert writing.exists()
+
+
+def test_killed_while_writing_a_state(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    kill_while_writing("step-000004", training_values, output, tmp_path)
+    left = sorted(path.name for path in (output / "states").iterdir())
+    assert left[-1] == "step-000002"
+    assert left[0].startswith(".step-000004-partial-"), "it was in the middle of writing"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_killed_while_writing_the_first_state(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    kill_while_writing("step-000002", training_values, output, tmp_path)
+    changes = {"checkpoint_every": 2, "rate": {"target_retain_rate": 0.5}, **TEXT}
+    with pytest.raises(UserError, match="nothing to resume: .* leave out --resume"):
+        train_here(training_values, output, resume=True, **changes)
+    train_here(training_values, output, **changes)
+    same_as(whole, output)
+
+
+def test_tensorboard_shows_every_step_of_a_resumed_run_once(training_values, whole, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    events = EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    for name in ("train/loss", "train/tokens_per_second", "train/peak_memory_bytes"):
+        assert [event.step for event in events.Scalars(name)] == list(range(1, 9))
+
+
+def test_states_are_in_order_of_their_steps(tmp_path):
+    for step in (1_000_000, 999_998, 200):
+        step_directory(tmp_path, step).mkdir()
+    assert [path.name for path in saved_states(tmp_path)] == ["step-000200", "step-999998", "step-1000000"]
+
+
+def test_killed_between_states(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
+    process = start(["train_dynakv.py", "--config", str(tmp_path / "c.yaml")], stderr=subprocess.DEVNULL)
+    metrics = output / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it was running"
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("optimizer.safetensors", lambda data: data[: len(data) // 2]),
+        ("compressor.safetensors", lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]),
+        ("progress.json", lambda data: data[:20]),
+        ("progress.json", lambda data: data.replace(b'"blocks_per_step": 2', b'"blocks_per_step": 3')),
+        ("config.json", None),
+    ],
+)
+def test_a_damaged_state_is_passed_over(training_values, whole, tmp_path, capfd, file, damage):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    damaged = output / "states/step-000008" / file
+    if damage is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damage(damaged.read_bytes()))
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert f"{output}/states/step-000008 is damaged and is passed over: {damaged} " in warning
+
+
+def test_a_damaged_state_does_not_stay_before_what_follows(training_values, whole, tmp_path):
+    """It would count among those kept, and as the last good one."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    (output / "states/step-000008/config.json").unlink()
+    rate = {"target_retain_rate": 0.5}
+    train_here(training_values, output, checkpoint_every=7, rate=rate, resume=True, **TEXT)
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000007"]
+
+
+def test_killed_while_writing_a_row(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    for name in ("metrics.jsonl", "inspections.jsonl"):
+        rows = (output / name).read_bytes()
+        (output / name).write_bytes(rows[: -len(rows.splitlines()[-1]) // 2])
+    train_here(training_values, output, checkpoint_every=2, rate={"target_retain_rate": 0.5}, resume=True, **TEXT)
+    same_as(whole, output)
+
+
+def test_a_run_cannot_be_shortened_below_what_it_has_done(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    with pytest.raises(UserError, match="`optimizer.steps` is 5, and the run to go on with has done 8"):
+        train_here(training_values, output, resume=True, optimizer={"steps": 5}, **TEXT)
+    assert (output / "checkpoint").exists()
+
+
+def test_when_all_are_damaged_there_is_nothing_to_resume(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    for state in (output / "states").iterdir():
+        (state / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match="every checkpoint under .* is damaged"):
+        train_here(training_values, output, resume=True, **TEXT)
+
+
+def test_workers_may_change_and_the_global_batch_may_not(training_values, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint")
+    shutil.rmtree(output / "states/step-000008")
+    changes = {"checkpoint_every": 2, "rate": {"target_retain_rate": 0.5}}
+    with pytest.raises(UserError, match="the run had 2 sequences a step, and .* is 3"):
+        train_here(training_values, output, resume=True, optimizer={"batch_size": 3}, **changes, **TEXT)
+    train_here(training_values, output, resume=True, **changes, dataset={**TEXT["dataset"], "workers": 2})
+    same_as(whole, output)
+
+
+def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
+    """Training on from a checkpoint begins with that run's α and at a learning rate of its own; a resumed run keeps both
+    and need not be told the checkpoint again."""
+    changes = {"checkpoint_every": 4, "rate": {"target_retain_rate": 0.4}, "calibration": {"start": None}}
+    once = tmp_path / "once"
+    train_here(training_values, once, initial_checkpoint=str(whole / "checkpoint"), **changes)
+    again = tmp_path / "again"
+    shutil.copytree(once, again)
+    shutil.rmtree(again / "checkpoint")
+    shutil.rmtree(again / "states/step-000008")
+    train_here(training_values, again, resume=True, **changes)
+    same_as(once, again)
+    prices = [json.loads(line)["alpha"] for line in (again / "metrics.jsonl").read_text().splitlines()]
+    assert prices[0] != DEFAULT_PRICE
+    with pytest.raises(UserError, match="--resume cannot change `rate.alpha`: .* with None, and now it is 8.0"):
+        train_here(training_values, again, resume=True, **merged(changes, {"rate": {"alpha": 8.0}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dataset": {"sequence_length": 32}},
+            "--resume cannot change `dataset.sequence_length`: the run was started with 64, and now it is 32; set it back, "
+            "or start another run, without --resume and with another `output`",
+        ),
+        (
+            {"compressor": {"eviction": {"keep": 0.5}}},
+            "--resume cannot change `compressor.eviction.keep`: the run was started with 1.0, and now it is 0.5; set ",
+        ),
+    ],
+)
+def test_what_may_not_change_is_named_in_full(training_values, whole, tmp_path, changes, message):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    with pytest.raises(UserError) as caught:
+        train_here(training_values, output, resume=True, **merged(TEXT, changes))
+    assert str(caught.value).startswith(message)
+
+
+def test_states_of_other_versions_are_refused_by_the_key_they_do_not_share(training_values):
+    now = to_dict(build(TrainConfig, training_values))
+
+    def message(change):
+        saved = json.loads(json.dumps(now))
+        change(saved)
+        with pytest.raises(UserError) as caught:
+            check_same_run(saved, now)
+        return str(caught.value)
+
+    check_same_run(json.loads(json.dumps(now)), now)
+    assert message(lambda saved: saved.pop("lora")) == (
+        "--resume cannot tell whether `lora.rank` stays as it was: the run was started by a version that does not know it, "
+        "and now it is 16; go on with that version, or start another run, without --resume and with another `output`"
+    )
+    assert "`dataset.isolate_documents` stays" in message(lambda saved: saved["dataset"].pop("isolate_documents"))
+    assert message(lambda saved: saved["compressor"].update(heads=[2, 3])).startswith(
+        "--resume cannot keep `compressor.heads`: the run was started with [2, 3], and this version does not know it; "
+    )
+
+
+def test_what_may_change_may_be_missing_from_a_state(training_values):
+    now = to_dict(build(TrainConfig, training_values))
+    saved = json.loads(json.dumps(now))
+    for section, key in (("dataset", "workers"), ("rate", "key_cost")):
+        del saved[section][key]
+    del saved["report"], saved["divergence"]
+    saved["rate"]["gain"] = 5.0
+    check_same_run(saved, now)
+
+
+def test_a_share_of_the_documents_is_held_out_and_measured(whole):
+    measured = json.loads((whole / "checkpoint/config.json").read_text())["summary"]["heldout"]
+    assert measured.keys() == {"text.jsonl", "text.jsonl (held-out share)"}

@@ -1,0 +1,57 @@
+"""The mean of a run's last states, which is calmer than the last of them.
+
+A step sees a few sequences, so that where a run happens to end is partly chance. The mean of weights along the last part of
+the way lies nearer the middle of the valley they wander in (Izmailov et al. 2018, Averaging Weights Leads to Wider Optima).
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.utils.errors import UserError
+from training.engine import Engine
+from training.resumable_state import load_weights, read_progress, read_weights, saved_states
+
+
+def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
+    """Fill a prepared engine's parameters with their means over the newest `count` states; every process must call this.
+
+    A damaged state is passed over with a warning on stderr, and so is that there are fewer: what was trained is not lost for
+    want of a state.
+
+    Args:
+        root: directory of all states.
+
+    Returns:
+        The steps after which those states were written.
+
+    Raises:
+        UserError: there is no undamaged state.
+    """
+    found: dict[int, Path] = {}
+    for directory in reversed(saved_states(root)):
+        if len(found) == count:
+            break
+        try:
+            found[read_progress(directory)["step"]] = directory
+        except UserError as error:
+            _warn(engine, f"{directory} is damaged and is left out of the mean: {error}")
+    if not found:
+        raise UserError(f"there is no undamaged checkpoint under `{root}` to average; set `average_checkpoints` to 0")
+    if len(found) < count:
+        _warn(engine, f"`average_checkpoints` is {count}, and the mean is of {len(found)}: `{root}` holds no more")
+    mean: dict[str, dict[str, Tensor]] = {}
+    for directory in found.values():
+        for name, tensors in read_weights(directory).items():
+            sums = mean.setdefault(name, {key: torch.zeros_like(tensor).double() for key, tensor in tensors.items()})
+            for key, tensor in tensors.items():
+                sums[key] += tensor.double() / len(found)
+    load_weights(engine, mean, f"the mean of {len(found)} checkpoints under {root}")
+    return sorted(found)
+
+
+def _warn(engine: Engine, message: str) -> None:
+    if engine.main:
+        print(f"warning: {message}", file=sys.stderr, flush=True)

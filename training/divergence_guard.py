@@ -1,0 +1,128 @@
+"""Stop a run that has gone wrong, and say where.
+
+Shapes: L layers, P trained parameters; 2 is (keys, values).
+"""
+
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_kv.utils.errors import UserError
+from training.resumable_state import saved_states
+
+_FORGETTING = 0.05  # of the running mean of the cross-entropy, so that it looks back about 20 steps
+_SETTLED = 20  # steps after which that mean is worth comparing
+
+
+class GradientWatch:
+    """Records the squared norm of every trained parameter's gradient, as autograd makes it on this process.
+
+    A norm that is not finite names the parameter. Recorded before any reduction or sharding, it means the same on every
+    engine, and costs one read of each gradient.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], device: torch.device):
+        self.names = list(parameters)
+        self._squares_P = torch.zeros(len(parameters), device=device)
+        for index, parameter in enumerate(parameters.values()):
+            parameter.register_hook(self._recorder(index))
+
+    def _recorder(self, index: int):
+        def record(gradient: Tensor) -> None:
+            self._squares_P[index] += gradient.detach().float().square().sum()
+
+        return record
+
+    def take(self) -> Tensor:
+        """What was recorded since the last call, (P,) fp32."""
+        taken, self._squares_P = self._squares_P, torch.zeros_like(self._squares_P)
+        return taken
+
+
+class Watch:
+    """Decides after the backward passes of every step whether the run may go on.
+
+    Args:
+        names: of the trained parameters, in order of the layers.
+        layers: indices of the compressed layers.
+        divergence: nats the averaged cross-entropy may rise above its lowest; 0 does not look.
+        states: where resumable states are, for the message.
+    """
+
+    def __init__(self, names: list[str], layers: list[int], divergence: float, states: Path):
+        self.names, self.layers, self.divergence, self.states = names, layers, divergence, states
+        self.steps, self.mean, self.lowest = 0, 0.0, math.inf
+
+    def state(self) -> dict[str, float | None]:
+        """What a resumed run needs to go on exactly, ready for JSON."""
+        return {"steps": self.steps, "mean": self.mean, "lowest": self.lowest if math.isfinite(self.lowest) else None}
+
+    def load(self, state: dict[str, float | None]) -> None:
+        self.steps, self.mean = state["steps"], state["mean"]
+        self.lowest = math.inf if state["lowest"] is None else state["lowest"]
+
+    def check(self, step: int, loss: float, cross_entropy: float, soft_L2: Tensor, squares_P: Tensor) -> None:
+        """Look at a step before the optimizer takes it.
+
+        Args:
+            step: its number, counted from 1.
+            loss, cross_entropy: means over all processes.
+            soft_L2: soft retain rates of the compressed layers.
+            squares_P: squared gradient norms.
+
+        Raises:
+            UserError: something is not finite, or the run has diverged; says the step, the layer and the last good state.
+        """
+        if not math.isfinite(loss):
+            raise self.stop(step, f"the loss is {loss}", self._first_in_forward(soft_L2))
+        broken = [
+            name for name, square in zip(self.names, squares_P.tolist(), strict=True) if not math.isfinite(square)
+        ]
+        if broken:
+            # Backward runs from the last layer to the first, so what is not finite started in the last one.
+            raise self.stop(step, "a gradient is not finite", place_of(broken[-1]))
+        self.steps += 1
+        self.mean += _FORGETTING * (cross_entropy - self.mean)
+        mean = self.mean / (1 - (1 - _FORGETTING) ** self.steps)
+        if self.steps >= _SETTLED:
+            self.lowest = min(self.lowest, mean)
+            if self.divergence and mean > self.lowest + self.divergence:
+                largest = self.names[int(squares_P.argmax())]
+                raise self.stop(
+                    step,
+                    f"the run diverges: the cross-entropy averaged over about 20 steps is {mean:.2f} nats, after "
+                    f"{self.lowest:.2f}",
+                    f"{place_of(largest)}, which has the largest gradient",
+                )
+
+    def stop(self, step: int, what: str, where: str | None) -> UserError:
+        """The error that ends a run at `step`."""
+        states = saved_states(self.states)
+        good = f"the last good checkpoint is {states[-1]}" if states else "no checkpoint was written before"
+        again = "go on with --resume" if states else "start it again"
+        place = f" in {where}" if where else ""
+        return UserError(
+            f"training stopped at step {step}: {what}{place}; {good}. Lower `optimizer.lr_projection` and "
+            f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup`, and "
+            f"{again}"
+        )
+
+    def _first_in_forward(self, soft_L2: Tensor) -> str:
+        bad = (~soft_L2.isfinite()).any(dim=1).nonzero().flatten().tolist()
+        if not bad:
+            return "no compressed layer, so behind the last one"
+        side = "keys" if not soft_L2[bad[0], 0].isfinite() else "values"
+        return f"layer {self.layers[bad[0]]} {side}, where it appears first"
+
+
+def place_of(name: str) -> str:
+    """A parameter's name as a person would say it, e.g. ``layer 3 keys, projection.weight``."""
+    layer = re.search(r"\.(\d+)\.", name)
+    if not layer:
+        return name
+    side = re.search(r"\.kv_compressor\.(key|value)\.(.+)$", name)
+    rest = f" {side.group(1)}s, {side.group(2)}" if side else f", {name[layer.end() :]}"
+    return f"layer {layer.group(1)}{rest}"

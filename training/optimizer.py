@@ -1,0 +1,91 @@
+"""What of a model is trained: its compressors, and beside them nothing, LoRA adapters or the whole backbone."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import dynakv
+from lowrank_kv.hf.geometry import attention_projections
+from lowrank_kv.utils.errors import UserError
+from training.config import FULL, LORA, LoraConfig, TrainConfig
+from training.engine import Engine
+
+
+def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: float) -> torch.optim.Optimizer:
+    """Freeze what is not trained and return AdamW over the rest, with a peak learning rate for each kind of parameter.
+
+    The groups' rates are zero until the loop sets them. That of U is given apart: a resumed run keeps it.
+    """
+    model.requires_grad_(config.trainable == FULL)
+    groups: dict[str, list[nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
+    for compressor in dynakv.token_compressors(model):
+        compressor.requires_grad_(True)
+        groups["projection"] += compressor.projection.parameters()
+        for name, parameter in compressor.gate.named_parameters():
+            groups["gate_bias" if name == "bias" else "gate"].append(parameter)
+    if config.trainable == LORA:
+        _add_adapters(model, config.lora, config.seed)
+    named = {id(parameter) for parameters in groups.values() for parameter in parameters}
+    backbone = [value for value in model.parameters() if value.requires_grad and id(value) not in named]
+    settings = config.optimizer
+    peaks = {"projection": lr_projection, "gate": settings.lr_gate, "gate_bias": settings.lr_gate_bias}
+    if backbone:
+        groups["backbone"], peaks["backbone"] = backbone, settings.lr_backbone
+    return torch.optim.AdamW(
+        [{"params": parameters, "lr": 0.0, "peak": peaks[name]} for name, parameters in groups.items() if parameters],
+        weight_decay=settings.weight_decay,
+        betas=(0.9, 0.99),
+    )
+
+
+def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
+    """Put a float32 LoRA adapter on every projection of every attention module; they start as zero."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            "`trainable: lora` needs peft; install it with: pip install -c constraints.txt -e '.[lora]'"
+        ) from error
+    projections = attention_projections(model)
+    torch.manual_seed(seed)  # the same adapters on every process
+    # GPT-2's projections are no nn.Linear, and hold their weight the other way round.
+    transposed = not all(isinstance(module, nn.Linear) for module in projections.values())
+    config = peft.LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(projections), fan_in_fan_out=transposed
+    )
+    frozen = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    peft.inject_adapter_in_model(config, model)
+    # peft freezes all but its own, the compressors among it.
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    for parameter in model.parameters():
+        if id(parameter) not in frozen:
+            parameter.data = parameter.data.float()
+
+
+def merged_state(engine: Engine) -> dict[str, Tensor]:
+    """The whole model's tensors as a stock model with compressors names them, adapters merged into what they adapt.
+
+    Every process must call this; all but the first get an empty dictionary. Merged weights have the backbone's dtype.
+    """
+    model = engine.model
+    adapters = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(f"{adapter}.lora_") for adapter in adapters):
+            continue
+        whole = engine.whole(parameter)
+        owner, base, leaf = name.rpartition(".base_layer.")
+        if base and owner in adapters:
+            if leaf == "weight":
+                with engine.gathered([p for n, p in adapters[owner].named_parameters() if n.startswith("lora_")]):
+                    delta = adapters[owner].get_delta_weight("default").detach()
+                whole = None if whole is None else (whole.float() + delta.float().cpu()).to(whole.dtype)
+            name = f"{owner}.{leaf}"
+        if whole is not None:
+            state[name] = whole
+    if engine.main:
+        persistent = model.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+    return state

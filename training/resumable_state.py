@@ -1,0 +1,226 @@
+"""Resumable training state: what is trained, its optimizer and the position in the run, in a directory that appears whole.
+
+A state holds whole tensors by parameter name, whatever engine and number of processes wrote it, so that any other can read
+it. Tensors are safetensors and everything else JSON; nothing is pickled.
+"""
+
+import json
+import re
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
+from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.errors import UserError
+from training.engine import MOMENTS, Engine
+
+BACKBONE, OPTIMIZER, PROGRESS = "backbone.safetensors", "optimizer.safetensors", "progress.json"
+CHECKSUM = "checksum"
+
+
+def step_directory(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def saved_states(root: Path) -> list[Path]:
+    """Every state under `root` that was written to its end, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
+
+
+def _step_of(state: Path) -> int:
+    return int(state.name.removeprefix("step-"))
+
+
+def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], keep: int) -> None:
+    """Write the state after `step` steps and remove all but the newest `keep`; every process must call this.
+
+    Args:
+        root: directory of all states.
+        step: optimizer steps done.
+        engine: prepared.
+        progress: what else a resumed run needs, ready for JSON.
+        keep: how many states stay.
+    """
+    compressor = engine.compressor_parameters()
+    theirs = {id(parameter) for parameter in compressor}
+    # Everything is gathered before anything is written: a process that is killed leaves the others' collectives whole.
+    moments = {
+        f"{name}.{key}": value for name in engine.parameters for key, value in (engine.moments(name) or {}).items()
+    }
+    backbone = {name: engine.whole(value) for name, value in engine.parameters.items() if id(value) not in theirs}
+    with engine.gathered(compressor):
+        weights = compressor_state(engine.model) if engine.main else {}
+    if engine.main:
+        for leftover in root.glob(".step-*"):
+            shutil.rmtree(leftover)  # of a process that was killed while it wrote
+        with new_directory(step_directory(root, step), PROGRESS) as partial:
+            write_compressor(engine.model, partial, weights)
+            save_file(moments, partial / OPTIMIZER)
+            if backbone:
+                save_file(backbone, partial / BACKBONE)
+            sums = {path.name: checksum(path) for path in sorted(partial.iterdir())}
+            entries = {"step": step, "checksums": sums, **progress}
+            text = json.dumps({**entries, CHECKSUM: _checksum_of(entries)}) + "\n"
+            (partial / PROGRESS).write_text(text, encoding="utf-8")
+        for old in saved_states(root)[:-keep]:
+            shutil.rmtree(old)
+    engine.accelerator.wait_for_everyone()
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: it finds what a crash or a bad disk does to it."""
+    value = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _checksum_of(entries: dict[str, Any]) -> int:
+    """CRC-32 of the progress entries but their own checksum."""
+    return zlib.crc32(json.dumps({key: value for key, value in entries.items() if key != CHECKSUM}).encode())
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """The progress entries of a state.
+
+    Raises:
+        UserError: the state is damaged; the message names the file.
+    """
+    path = directory / PROGRESS
+    try:
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        if _checksum_of(progress) != progress.pop(CHECKSUM):
+            raise UserError(f"{path} does not have the checksum it was written with")
+        for name, expected in progress["checksums"].items():
+            path = directory / name
+            if checksum(path) != expected:
+                raise UserError(f"{path} does not have the checksum it was written with")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from error
+    return progress
+
+
+def newest_state(root: Path, *, main: bool) -> tuple[Path, dict[str, Any]]:
+    """The newest undamaged state and its progress entries; for each newer one there is a warning on stderr.
+
+    Args:
+        root: directory of all states.
+        main: whether to warn.
+
+    Raises:
+        UserError: there is no state, or all are damaged.
+    """
+    states = saved_states(root)
+    if not states:
+        raise UserError(f"nothing to resume: `{root}` holds no checkpoint; leave out --resume, or check `output`")
+    for directory in reversed(states):
+        try:
+            return directory, read_progress(directory)
+        except UserError as error:
+            if main:
+                print(f"warning: {directory} is damaged and is passed over: {error}", file=sys.stderr, flush=True)
+    raise UserError(f"every checkpoint under `{root}` is damaged; remove the directory and start the run again")
+
+
+def drop_later_states(root: Path, step: int, engine: Engine) -> None:
+    """Remove the states after `step`, which were passed over because they are damaged; every process must call this."""
+    engine.accelerator.wait_for_everyone()  # until all have read what they go on from
+    if engine.main:
+        for directory in saved_states(root):
+            if _step_of(directory) > step:
+                shutil.rmtree(directory)
+
+
+# What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
+_SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor", "rate")
+_MAY_DIFFER = {
+    "dataset.workers",
+    "dataset.heldout",
+    "dataset.heldout_subset",
+    "dataset.heldout_split",
+    "dataset.heldout_text_field",
+    # α goes on from where it was.
+    "rate.target_retain_rate",
+    "rate.gain",
+    "rate.layer_floor",
+    "rate.key_cost",
+    "rate.ramp",
+    "rate.settle",
+    "rate.settle_tokens",
+}
+
+
+def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise :class:`UserError` naming the first key in which a resumed run would not continue the saved one.
+
+    Args:
+        saved: configuration in a state. Another version may have written it, with other keys.
+        current: configuration now.
+    """
+    before, now = (_leaves({key: config[key] for key in _SAME if key in config}) for config in (saved, current))
+    anew = "start another run, without --resume and with another `output`"
+    for key in {**now, **before}:
+        if key in _MAY_DIFFER:
+            continue
+        if key not in before:
+            raise UserError(
+                f"--resume cannot tell whether `{key}` stays as it was: the run was started by a version that does not know "
+                f"it, and now it is {now[key]!r}; go on with that version, or {anew}"
+            )
+        if key not in now:
+            raise UserError(
+                f"--resume cannot keep `{key}`: the run was started with {before[key]!r}, and this version does not know "
+                f"it; go on with the version that started the run, or {anew}"
+            )
+        if before[key] != now[key]:
+            raise UserError(
+                f"--resume cannot change `{key}`: the run was started with {before[key]!r}, and now it is {now[key]!r}; set "
+                f"it back, or {anew}"
+            )
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Full key (``section.key``) → value, of nested sections."""
+    found = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def load_into(engine: Engine, directory: Path, step: int) -> None:
+    """Fill a prepared engine's parameters and moments from an undamaged state; every process must call this."""
+    tensors = read_state(directory / OPTIMIZER)
+    expected = {f"{name}.{key}" for name in engine.parameters for key in MOMENTS}
+    if tensors.keys() != expected:
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise UserError(f"`{directory}` does not fit this run: missing {missing[:3]}, unexpected {extra[:3]}")
+    load_weights(engine, read_weights(directory), str(directory))
+    moments = {name: {key: tensors[f"{name}.{key}"] for key in MOMENTS} for name in engine.parameters}
+    engine.set_moments(moments, step)
+
+
+def read_weights(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """What was trained, as a state holds it: name of the file → its tensors."""
+    return {name: read_state(directory / name) for name in (WEIGHTS, BACKBONE) if (directory / name).exists()}
+
+
+def load_weights(engine: Engine, weights: dict[str, dict[str, Tensor]], origin: str) -> None:
+    """Fill a prepared engine's parameters with what :func:`read_weights` gives; every process must call this."""
+    compressor = engine.compressor_parameters()
+    theirs = {id(parameter) for parameter in compressor}
+    with engine.gathered(compressor, write=True):
+        load_state(engine.model, weights[WEIGHTS], origin)
+    for name, parameter in engine.parameters.items():
+        if id(parameter) not in theirs:
+            with engine.gathered([parameter], write=True), torch.no_grad():
+                parameter.copy_(weights[BACKBONE][name])

@@ -1,0 +1,30 @@
+"""What a trained compressor does on text it was not trained on."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from dynakv.objective import retain_rates
+from lowrank_kv.utils.eval_mode import evaluating
+from training.data import Batch
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
+    """Hard retain rate and perplexity over text, through the uncached hard mask.
+
+    Returns:
+        ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted.
+    """
+    loss, predicted, rates = 0.0, 0, []
+    with evaluating(model):
+        for batch in batches:
+            batch = batch.to(model.device)
+            logits = model(**batch.inputs, use_cache=False).logits
+            targets = batch.targets.flatten()
+            loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
+            predicted += int((targets >= 0).sum())
+            rates.append(retain_rates(model).hard)
+    return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}
