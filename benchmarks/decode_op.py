@@ -23,7 +23,7 @@ from benchmarks.roofline import copy_bandwidth
 from lowrank_kv.hf.loading import DTYPES
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import require
-from training.throughput import matmul_flops
+from lowrank_kv.utils.flops import matmul_flops
 
 ALLOWED = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DEFAULTS = {

@@ -9,12 +9,25 @@ that do not fit beside the two uncompressed ones.
 """
 
 import torch
+from torch import Tensor
 
-from benchmarks.caches import DYNAMIC, PREALLOCATED, argument_parser, candidates, context_ids, prefill
-from benchmarks.compiled import compile_all
-from benchmarks.harness import count, interleaved_ms, write_results
+from benchmarks.caches import (
+    CHECKED_TOKENS,
+    DYNAMIC,
+    PREALLOCATED,
+    Candidate,
+    Candidates,
+    argument_parser,
+    candidates,
+    context_ids,
+    decoded,
+    prefill,
+)
+from benchmarks.harness import check_close, count, interleaved_ms, write_results
+from benchmarks.random_models import random_ids
 from benchmarks.roofline import copy_bandwidth, read_bytes, weight_bytes
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.compile_decoding import compile_decoding
 from lowrank_kv.utils import cli
 
 WARMUP = 2  # tokens
@@ -76,6 +89,20 @@ def stepper(model, cache, batch):
         model(token, past_key_values=cache, logits_to_keep=1)
 
     return step
+
+
+def compile_all(candidates: Candidates) -> None:
+    """Compile every model's decoding and check that each candidate's decoded step is still the one it was."""
+    expected = {name: _checked(candidate) for name, candidate in candidates.items()}
+    for model in {id(model): model for model, _ in candidates.values()}.values():
+        compile_decoding(model)
+    for name, candidate in candidates.items():
+        check_close(name, _checked(candidate), expected[name])
+
+
+def _checked(candidate: Candidate) -> Tensor:
+    model, make_cache = candidate
+    return decoded(model, random_ids(model, CHECKED_TOKENS), make_cache())
 
 
 if __name__ == "__main__":

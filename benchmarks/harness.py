@@ -63,9 +63,9 @@ def use_device(name: str) -> torch.device:
 def forget_tuning(device: torch.device) -> None:
     """Let GPU kernels be tuned anew, for what is timed next and not for what was checked before."""
     if device.type == "cuda":
-        from lowrank_kv.ops.triton import launch as triton_launch  # only here: a CPU needs no Triton
+        from lowrank_kv.ops.triton import launch  # only here: a CPU needs no Triton
 
-        triton_launch.forget_tuning()
+        launch.forget_tuning()
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from benchmarks.caches import DYNAMIC, PREALLOCATED, argument_parser, candidates
 from benchmarks.harness import count, interleaved_ms, write_results
 from benchmarks.roofline import prompt_flops
 from lowrank_kv.utils import cli
-from training.throughput import matmul_flops
+from lowrank_kv.utils.flops import matmul_flops
 
 
 def main(argv: list[str]) -> None:

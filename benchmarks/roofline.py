@@ -8,7 +8,7 @@ from benchmarks.harness import interleaved_ms
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.geometry import geometry_of
-from training.throughput import multiplied_weights
+from lowrank_kv.utils.flops import multiplied_weights
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -22,7 +22,8 @@ from dynakv.objective import objective, retain_rates
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model
 from lowrank_kv.utils import cli
-from training.throughput import matmul_flops, model_flops
+from lowrank_kv.utils.flops import matmul_flops
+from training.throughput import model_flops
 
 
 def main(argv: list[str]) -> None:

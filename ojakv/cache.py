@@ -19,7 +19,7 @@ from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.ops.lowrank_attention import lowrank_attention
 from lowrank_kv.ops.rotation import Rotate, Rotation
-from lowrank_kv.ops.sequences import join_sequences
+from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig

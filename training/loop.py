@@ -24,12 +24,14 @@ from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, reco
 from lowrank_kv.utils.atomic_write import check_directory, write_text
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.flops import matmul_flops
 from training.checkpoint_averaging import load_mean
 from training.config import COMPRESSOR, TrainConfig
 from training.data import Batch, TrainingBlocks
+from training.data_sources import heldout_blocks, training_stream
 from training.divergence_guard import GradientWatch, Watch
 from training.engine import Engine
-from training.initialization import DEFAULT_PRICE, given_price, heldout_blocks, initialise, training_stream
+from training.initialization import DEFAULT_PRICE, given_price, initialise
 from training.inspection import SENTENCE, inspect, inspection_due
 from training.nested_ranks import allocate_ranks
 from training.optimizer import build_optimizer, merged_state
@@ -45,7 +47,7 @@ from training.resumable_state import (
 from training.schedule import learning_rate_factor
 from training.step import optimizer_step
 from training.threshold_calibration import settle_threshold
-from training.throughput import matmul_flops, model_flops
+from training.throughput import model_flops
 from training.validation import measure
 
 CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"

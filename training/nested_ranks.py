@@ -14,7 +14,7 @@ import dynakv
 from dynakv.nested_rank import NestedRank
 from lowrank_kv.bases.rank_allocation import waterfill_ranks
 from training.data import Batch
-from training.uncached import run_uncached
+from training.validation import run_uncached
 
 
 def draw_ranks(model: PreTrainedModel, seed: str) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import dynakv
 from lowrank_kv.bases.hard_rank import rounded
 from training.data import Batch
-from training.uncached import run_uncached
+from training.validation import run_uncached
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5

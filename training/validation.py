@@ -1,9 +1,11 @@
-"""What a trained compressor does on text it was not trained on."""
+"""Passes over text as inference computes it, without a cache: to measure a compressor, or to look into single modules."""
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from dynakv.objective import retain_rates
@@ -28,3 +30,21 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
             predicted += int((targets >= 0).sum())
             rates.append(retain_rates(model).hard)
     return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}
+
+
+@torch.no_grad()
+def run_uncached(model: PreTrainedModel, batches: list[Batch], hooks: Mapping[nn.Module, Callable]) -> None:
+    """Run the model's uncached path, hard masks included, over all blocks.
+
+    Args:
+        model: attached.
+        hooks: of some of its modules, called as forward hooks are: (module, arguments, output).
+    """
+    registered = [module.register_forward_hook(hook) for module, hook in hooks.items()]
+    try:
+        with evaluating(model):
+            for batch in batches:
+                model.base_model(**batch.to(model.device).inputs, use_cache=False)
+    finally:
+        for hook in registered:
+            hook.remove()

@@ -1,6 +1,6 @@
-"""The softmax of decode attention in plain torch.
+"""What the forms of decode attention in plain torch share: the softmax, and the outputs of a batch.
 
-Shapes: H query heads, Q queries, T tokens.
+Shapes: B batch, H query heads, Q queries, T tokens, D head dim.
 """
 
 import torch
@@ -26,3 +26,11 @@ def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None,
     # Finite, or whoever sees nothing would have NaN here, and gradients would keep it.
     weight_HQT = score_HQT.masked_fill_(hidden_QT, torch.finfo(torch.float32).min).softmax(dim=-1)
     return weight_HQT.masked_fill(hidden_QT, 0.0)
+
+
+def join_sequences(outputs: list[Tensor]) -> Tensor:
+    """Attention's (H, Q, D) of each sequence → (B, Q, H, D), contiguous."""
+    [first, *others] = outputs
+    if not others and first.shape[1] == 1:  # one view, at every token of every layer
+        return first.view(1, 1, first.shape[0], first.shape[2])
+    return torch.stack(outputs).transpose(1, 2).contiguous()

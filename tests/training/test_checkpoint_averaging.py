@@ -12,7 +12,7 @@ import dynakv
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from training.config import TrainConfig
-from training.initialization import heldout_blocks
+from training.data_sources import heldout_blocks
 from training.validation import measure
 
 AVERAGED = {

@@ -11,8 +11,7 @@ from training_runs import merged, train_here
 from transformers import AutoTokenizer
 
 from lowrank_kv.utils.config import build
-from training import engine
-from training import initialization as setup
+from training import data_sources, engine
 from training.config import TrainConfig
 from training.schedule import learning_rate_factor
 
@@ -165,13 +164,13 @@ def test_held_out_texts_have_columns_of_their_own_and_names_apart(training_value
 
 def test_held_out_text_is_streamed_where_the_rest_is(training_values, monkeypatch):
     asked = []
-    load = setup.load_documents
+    load = data_sources.load_documents
     monkeypatch.setattr(
-        setup, "load_documents", lambda *args, **options: asked.append(options) or load(*args, **options)
+        data_sources, "load_documents", lambda *args, **options: asked.append(options) or load(*args, **options)
     )
     for streaming in (False, True):
         config = build(TrainConfig, merged(training_values, {"dataset": {"streaming": streaming}}))
-        [blocks] = setup.heldout_blocks(config, AutoTokenizer.from_pretrained(config.model)).values()
+        [blocks] = data_sources.heldout_blocks(config, AutoTokenizer.from_pretrained(config.model)).values()
         assert len(blocks) == 1
         assert asked.pop()["streaming"] is streaming
 

@@ -9,8 +9,7 @@ from lowrank_kv.utils.eval_mode import evaluating
 from training.data import Batch
 from training.distillation import teacher_logits
 from training.inspection import inspect
-from training.uncached import run_uncached
-from training.validation import measure
+from training.validation import measure, run_uncached
 
 IDS = torch.arange(1, 21)
 LOOKS = {

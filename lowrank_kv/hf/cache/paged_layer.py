@@ -54,7 +54,7 @@ class PagedLayer(CodecLayer):
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
         log_choice("paged_attention", "triton", self.dtype, self.device)
         if None in self.appends:
-            log_choice("gated_append", "torch", self.dtype, self.device, "a codec has no gate's weights for a kernel")
+            log_choice("gated_append", "eager", self.dtype, self.device, "a codec has no gate's weights for a kernel")
         else:
             log_choice("gated_append", "triton", self.dtype, self.device)
 

@@ -5,9 +5,7 @@ Shapes: H query heads, Q new queries, D head dim, P parts, N low-rank tokens, F 
 
 from torch import Tensor
 
-from lowrank_kv.ops.lowrank_attention import eager as dense
-from lowrank_kv.ops.lowrank_attention import native as compiled
-from lowrank_kv.ops.lowrank_attention import triton as fused
+from lowrank_kv.ops.lowrank_attention import eager, native, triton
 from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.rotation import Places, Rotation
 from lowrank_kv.utils.dispatch_log import log_choice
@@ -41,13 +39,13 @@ def lowrank_attention(
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
     """
-    operation, backend = fused, "fused"
-    because = fused.refusal(query_HQD, keys, values, rotation, places, mask_QT)
+    operation, backend = triton, "triton"
+    because = triton.refusal(query_HQD, keys, values, rotation, places, mask_QT)
     if because is not None and query_HQD.is_cpu:
-        operation, backend = compiled, "compiled"
-        because = compiled.refusal(keys, values, rotation, places, mask_QT)
+        operation, backend = native, "native"
+        because = native.refusal(keys, values, rotation, places, mask_QT)
     if because is not None:
-        operation, backend = dense, "dense"
+        operation, backend = eager, "eager"
     log_choice("lowrank_attention", backend, keys.coef.dtype, keys.coef.device, because)
     return operation.lowrank_attention(
         query_HQD,

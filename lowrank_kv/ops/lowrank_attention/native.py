@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.eager import Operands
-from lowrank_kv.ops.native.plain import plain
+from lowrank_kv.ops.native.library import plain
 from lowrank_kv.ops.rotation import Places, Rotation, turns_in_pairs
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor

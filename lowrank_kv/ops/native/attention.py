@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import ABSENT, lanes, library
-from lowrank_kv.ops.native.plain import CPU, plain
+from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
 from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
 from lowrank_kv.ops.rotary_table import RotaryTable
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.codec import TokenGate
-from lowrank_kv.ops.native.library import ABSENT, lanes, library
-from lowrank_kv.ops.native.plain import CPU, plain
+from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
 from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
 from lowrank_kv.utils.dispatch_log import log_choice
 
@@ -164,7 +163,7 @@ def encodes(dtype: torch.dtype, device: torch.device) -> bool:
     elif library() is None:
         because = ABSENT
     if because is not None:
-        log_choice("encode", "torch", dtype, device, because)
+        log_choice("encode", "eager", dtype, device, because)
     return because is None
 
 
@@ -176,7 +175,7 @@ def encoder_of(key: TokenGate | None, value: TokenGate | None, dtype: torch.dtyp
         because = "compiled code encodes by a gate's weights"
     elif key.basis_CC.shape[0] % lanes():
         because = "compiled code encodes widths that fill vector registers"
-    log_choice("encode", "torch" if because else "compiled", dtype, CPU, because)
+    log_choice("encode", "eager" if because else "native", dtype, CPU, because)
     return None if because else Encoder(key, value, dtype)
 
 

@@ -6,8 +6,7 @@ Shapes: B batch, T tokens, F pairs of a rotation.
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import library
-from lowrank_kv.ops.native.plain import CPU, plain
+from lowrank_kv.ops.native.library import CPU, library, plain
 from lowrank_kv.ops.rotary_table import RotaryTable
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.ragged_attention import eager as bucketed
-from lowrank_kv.ops.ragged_attention import native as compiled
+from lowrank_kv.ops.ragged_attention import eager, native
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.utils.dispatch_log import log_choice
 from lowrank_kv.utils.errors import UserError
@@ -44,9 +43,9 @@ def ragged_attention(
     batch = query_BHQD.shape[0]
     if len(sequences) != batch:  # compiled code would write as many outputs
         raise UserError(f"`sequences` are {len(sequences)}, but `query_BHQD` has queries of {batch}; pass one of each")
-    operation, backend, because = compiled, "compiled", compiled.refusal(sequences)
+    operation, backend, because = native, "native", native.refusal(sequences)
     if because is not None:
-        operation, backend = bucketed, "bucketed"
+        operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
     return operation.ragged_attention(query_BHQD, sequences, decoders, scaling=scaling, softcap=softcap)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.native.plain import plain
+from lowrank_kv.ops.native.library import plain
 from lowrank_kv.ops.native.ragged_table import table_of
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.ops.rotation import turns_in_pairs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.rotation import Rotation
-from lowrank_kv.ops.sequences import join_sequences
+from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.stores.ragged import RaggedStore
 
 

@@ -10,7 +10,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 import dynakv
-from lowrank_kv.calibration import calibration as calibration_store
+from lowrank_kv.calibration import calibration
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
@@ -38,7 +38,7 @@ def test_a_model_with_compressors_is_refused_before_it_runs(measure):
 
 
 def test_what_gradients_refuse_is_refused_before_the_states_are_read(monkeypatch):
-    monkeypatch.setattr(calibration_store, "calibrate", lambda *_, **__: pytest.fail("a pass was made"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("a pass was made"))
     with pytest.raises(UserError, match="blocks of one token"):
         from_text(tiny_model(), token_ids(4, 1), progress=False)
 

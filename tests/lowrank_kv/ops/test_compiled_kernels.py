@@ -27,7 +27,7 @@ from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows  # noq
 from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  # noqa: E402
 from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
 from lowrank_kv.ops.rotary_table import RotaryTable  # noqa: E402
-from lowrank_kv.ops.triton import launch as triton_launch  # noqa: E402
+from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402
 from lowrank_kv.stores.quantization import Quantisation  # noqa: E402
@@ -70,7 +70,7 @@ class Launches:
             self.of_tuned(tuner, *args, **kwargs)
 
         runs = mock.patch.object(JITFunction, "run", plain), mock.patch.object(Autotuner, "run", tuned)
-        with runs[0], runs[1], mock.patch.object(triton_launch, "multiprocessors", return_value=132):
+        with runs[0], runs[1], mock.patch.object(kernel_launch, "multiprocessors", return_value=132):
             yield self
 
 

@@ -5,9 +5,7 @@ import torch
 from rotations import rotation
 from threads import threads_of
 
-from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
-from lowrank_kv.ops.lowrank_attention import eager as dense
-from lowrank_kv.ops.lowrank_attention import native as compiled
+from lowrank_kv.ops.lowrank_attention import Operands, eager, lowrank_attention, native
 from lowrank_kv.ops.lowrank_attention import reference as plain_form
 from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
 from lowrank_kv.ops.native.library import library
@@ -26,12 +24,12 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
     )
 
 
-@pytest.fixture(params=["dense", "compiled"])
+@pytest.fixture(params=["eager", "native"])
 def operation(request):
     """Both ways to attend: plain torch, and compiled code where there is a compiler."""
-    if request.param == "compiled" and library() is None:
+    if request.param == "native" and library() is None:
         pytest.skip("there is no C compiler")
-    return {"dense": dense, "compiled": compiled}[request.param]
+    return {"eager": eager, "native": native}[request.param]
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
@@ -53,8 +51,8 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[1] = False
         options["mask_QT"] = mask
-    if operation is compiled and (not low or rotated == "function"):
-        assert compiled.refusal(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
+    if operation is native and (not low or rotated == "function"):
+        assert native.refusal(keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT"))
         return
     actual = operation.lowrank_attention(query, keys, values, **options)
     assert actual.shape == query.shape
@@ -68,9 +66,9 @@ def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
-@pytest.mark.parametrize("way", [dense, compiled, plain_form], ids=["dense", "compiled", "reference"])
+@pytest.mark.parametrize("way", [eager, native, plain_form], ids=["eager", "native", "reference"])
 def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
-    if way is compiled and library() is None:
+    if way is native and library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(7)
     keys, values = (in_dtype(operands(60, 3, rank, joint=joint, generator=generator), dtype) for rank in (5, 9))
@@ -89,7 +87,7 @@ def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
     assert actual[:, ::2].isnan().all()
 
 
-@pytest.mark.parametrize("way", [dense, plain_form], ids=["dense", "reference"])
+@pytest.mark.parametrize("way", [eager, plain_form], ids=["eager", "reference"])
 def test_a_head_that_may_see_nothing_gets_zero(way):
     """Where every head holds tokens of its own, so that they have masks of their own."""
     generator = torch.Generator().manual_seed(8)
@@ -112,7 +110,7 @@ def test_threads_share_low_rank_and_whole_tokens(joint):
     mask[1] = False
     options = {"scaling": 0.25, "mask_QT": mask}
     with threads_of(5):
-        actual = compiled.lowrank_attention(query, keys, values, **options)
+        actual = native.lowrank_attention(query, keys, values, **options)
     torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 

@@ -8,9 +8,7 @@ from threads import threads_of
 from lowrank_kv.ops import ragged_attention as whichever
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import library
-from lowrank_kv.ops.ragged_attention import RaggedTokens, reference
-from lowrank_kv.ops.ragged_attention import eager as bucketed
-from lowrank_kv.ops.ragged_attention import native as compiled
+from lowrank_kv.ops.ragged_attention import RaggedTokens, eager, native, reference
 from lowrank_kv.stores.quantization import Quantisation
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
@@ -31,12 +29,12 @@ def filled_store(tokens: int, generator: torch.Generator, rank: int | None = Non
     return store
 
 
-@pytest.fixture(params=["bucketed", "compiled"])
+@pytest.fixture(params=["eager", "native"])
 def operation(request):
     """Both ways to attend: plain torch, and compiled code where there is a compiler."""
-    if request.param == "compiled" and library() is None:
+    if request.param == "native" and library() is None:
         pytest.skip("there is no C compiler")
-    return {"bucketed": bucketed, "compiled": compiled}[request.param]
+    return {"eager": eager, "native": native}[request.param]
 
 
 def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **options) -> torch.Tensor:
@@ -107,8 +105,8 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
         rotary = 8 if rotated == "partial" else None
         turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
         options["rotation"] = turned
-    if operation is compiled and rotated == "function":
-        assert compiled.refusal([RaggedTokens(keys, values, options["rotation"])])
+    if operation is native and rotated == "function":
+        assert native.refusal([RaggedTokens(keys, values, options["rotation"])])
         return
     actual = attend(operation, *arguments, **options)
     assert actual.shape == query.shape
@@ -132,9 +130,9 @@ def test_masked_tokens_have_no_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "capped"])
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
-@pytest.mark.parametrize("way", [bucketed, compiled, reference], ids=["bucketed", "compiled", "reference"])
+@pytest.mark.parametrize("way", [eager, native, reference], ids=["eager", "native", "reference"])
 def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
-    if way is compiled and library() is None:
+    if way is native and library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(5)
     _, stores, decoders, options = operands(generator, dtype)
@@ -268,7 +266,7 @@ def test_threads_divide_the_tokens_among_them(threads, tokens, rising):
     options = {"scaling": 0.25, "rotation": rotation(tokens, HEAD_DIM, generator)}
     options["mask_QT"] = torch.rand(1, tokens, generator=generator) < 0.7
     with threads_of(threads):
-        actual = attend(compiled, query, *stores, decoders, **options)
+        actual = attend(native, query, *stores, decoders, **options)
     torch.testing.assert_close(actual, attend(reference, query, *stores, decoders, **options), atol=2e-4, rtol=2e-4)
 
 
@@ -293,7 +291,7 @@ def test_stretches_of_a_long_text_share_a_softmax(head_dim, threads):
     seen = [place >= 0, place < 900, place >= 2_100, (place < 900) | (place >= 5_500), place < 0]
     options = {"scaling": 0.5, "rotation": rotation(tokens, head_dim, generator), "mask_QT": torch.stack(seen)}
     with threads_of(threads):
-        actual = attend(compiled, query, *stores, decoders, **options)
+        actual = attend(native, query, *stores, decoders, **options)
     expected = attend(reference, query.double(), *stores, decoders, **options)
     assert not actual[:, 4].any()
     for one in range(4):

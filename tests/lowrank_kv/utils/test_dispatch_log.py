@@ -15,7 +15,7 @@ from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.ragged import RaggedStore
-from lowrank_kv.utils import dispatch_log as chosen
+from lowrank_kv.utils import dispatch_log
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="there is no C com
 @pytest.fixture
 def said(caplog):
     """A function that returns what has been said since it was last asked."""
-    chosen._log.cache_clear()
+    dispatch_log._log.cache_clear()
     caplog.set_level(logging.INFO, logger="adaptive_kv")
 
     def messages() -> list[str]:
@@ -33,7 +33,7 @@ def said(caplog):
         return found
 
     yield messages
-    chosen._log.cache_clear()
+    dispatch_log._log.cache_clear()
 
 
 def attend_ragged(dtype: torch.dtype, *, pairs: bool = True) -> None:
@@ -61,12 +61,12 @@ def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> Non
 @needs_compiler
 def test_ragged_attention_says_what_it_runs_on(said):
     attend_ragged(torch.float32)
-    assert said() == ["ragged_attention: compiled (float32 on cpu)"]
+    assert said() == ["ragged_attention: native (float32 on cpu)"]
     attend_ragged(torch.float16)
     attend_ragged(torch.float32, pairs=False)
     assert said() == [
-        "ragged_attention: bucketed (float16 on cpu), because compiled code reads fp32 and bf16",
-        "ragged_attention: bucketed (float32 on cpu), because compiled code rotates keys in pairs",
+        "ragged_attention: eager (float16 on cpu), because compiled code reads fp32 and bf16",
+        "ragged_attention: eager (float32 on cpu), because compiled code rotates keys in pairs",
     ]
     attend_ragged(torch.float32)
     attend_ragged(torch.float16)
@@ -79,9 +79,9 @@ def test_lowrank_attention_says_what_it_runs_on(said):
     attend_low_rank(torch.float16)
     attend_low_rank(torch.float32, torch.ones(4, 1, 23, dtype=torch.bool))
     assert said() == [
-        "lowrank_attention: compiled (bfloat16 on cpu)",
-        "lowrank_attention: dense (float16 on cpu), because compiled code reads fp32 and bf16",
-        "lowrank_attention: dense (float32 on cpu), because each part holds tokens of its own",
+        "lowrank_attention: native (bfloat16 on cpu)",
+        "lowrank_attention: eager (float16 on cpu), because compiled code reads fp32 and bf16",
+        "lowrank_attention: eager (float32 on cpu), because each part holds tokens of its own",
     ]
 
 
@@ -96,9 +96,9 @@ def test_without_compiled_code_says_why(said, monkeypatch):
         library.cache_clear()
     because = "because there is no compiled code (no C compiler that serves, or ADAPTIVE_KV_NATIVE=0)"
     assert said() == [
-        f"ragged_attention: bucketed (float32 on cpu), {because}",
-        f"lowrank_attention: dense (float32 on cpu), {because}",
-        f"encode: torch (float32 on cpu), {because}",
+        f"ragged_attention: eager (float32 on cpu), {because}",
+        f"lowrank_attention: eager (float32 on cpu), {because}",
+        f"encode: eager (float32 on cpu), {because}",
     ]
 
 
@@ -122,10 +122,10 @@ def test_the_encoder_says_what_it_is(said):
     assert native.encoder_of(gate(33), gate(33), torch.float32) is None
     assert native.encoder_of(None, None, torch.float32) is None
     assert said() == [
-        "encode: torch (float16 on cpu), because compiled code writes fp32 and bf16",
-        "encode: compiled (float32 on cpu)",
-        "encode: torch (float32 on cpu), because compiled code encodes widths that fill vector registers",
-        "encode: torch (float32 on cpu), because compiled code encodes by a gate's weights",
+        "encode: eager (float16 on cpu), because compiled code writes fp32 and bf16",
+        "encode: native (float32 on cpu)",
+        "encode: eager (float32 on cpu), because compiled code encodes widths that fill vector registers",
+        "encode: eager (float32 on cpu), because compiled code encodes by a gate's weights",
     ]
 
 
@@ -136,4 +136,4 @@ def test_who_begins_to_listen_late_is_told(said, caplog):
     assert said() == []
     caplog.set_level(logging.INFO, logger="adaptive_kv")
     attend_ragged(torch.float32)
-    assert said() == ["ragged_attention: compiled (float32 on cpu)"]
+    assert said() == ["ragged_attention: native (float32 on cpu)"]

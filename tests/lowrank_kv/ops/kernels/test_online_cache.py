@@ -8,12 +8,11 @@ import torch
 from errors import check_near
 from methods import calibration_of, tiny_model
 
-from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
-from lowrank_kv.ops.lowrank_attention import triton as fused
+from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention, triton
 from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
 from lowrank_kv.ops.rotary_table import RotaryTable
 from lowrank_kv.ops.rotation import Rotation
-from lowrank_kv.ops.triton import availability as gpu
+from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.quantization import Quantisation
@@ -25,8 +24,8 @@ HEADS, GROUPS, HEAD_DIM = 6, 2, 32
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """A spy on the kernels' operation."""
-    spy = mock.Mock(wraps=fused.lowrank_attention)
-    monkeypatch.setattr(fused, "lowrank_attention", spy)
+    spy = mock.Mock(wraps=triton.lowrank_attention)
+    monkeypatch.setattr(triton, "lowrank_attention", spy)
     return spy
 
 
@@ -147,13 +146,13 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
     there = on(device, keys), on(device, values)
-    assert not fused.refusal(query.to(device), *there, None, None, None)
-    assert fused.refusal(query.to(device).double(), *there, None, None, None)
-    assert fused.refusal(query.to(device).expand(-1, 200, -1), *there, None, None, None)
+    assert not triton.refusal(query.to(device), *there, None, None, None)
+    assert triton.refusal(query.to(device).double(), *there, None, None, None)
+    assert triton.refusal(query.to(device).expand(-1, 200, -1), *there, None, None, None)
     joint = on(device, operands(40, 3, 8, dtype=torch.float32, generator=generator, joint=True))
-    assert fused.refusal(query.to(device), joint, joint, None, None, None)
-    assert fused.refusal(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
-    assert fused.refusal(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
+    assert triton.refusal(query.to(device), joint, joint, None, None, None)
+    assert triton.refusal(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
+    assert triton.refusal(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full), None)):
         expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
         found = lowrank_attention(
@@ -171,13 +170,13 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
     held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
     there = on(device, held)
     query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
-    assert not fused.refusal(query, there, there, None, None, None)
-    monkeypatch.setenv(gpu.SWITCH, "0")
-    gpu.has_kernels.cache_clear()
+    assert not triton.refusal(query, there, there, None, None, None)
+    monkeypatch.setenv(availability.SWITCH, "0")
+    availability.has_kernels.cache_clear()
     try:
-        assert fused.refusal(query, there, there, None, None, None)
+        assert triton.refusal(query, there, there, None, None, None)
     finally:
-        gpu.has_kernels.cache_clear()
+        availability.has_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -206,6 +205,6 @@ def test_generates_what_plain_torch_does(device, kernel_calls, monkeypatch, pres
 
     found, calls = answer(), kernel_calls.call_count
     assert calls == (2 * 5 if by_kernels else 0)  # sequences, decoded tokens
-    monkeypatch.setattr(fused, "refusal", lambda *_: "the test says so")
+    monkeypatch.setattr(triton, "refusal", lambda *_: "the test says so")
     assert answer() == found
     assert kernel_calls.call_count == calls

@@ -1,0 +1,88 @@
+"""The texts a configuration names: the stream that is trained on, and the blocks that are held out."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
+from training.config import DatasetConfig, TrainConfig
+from training.data import Batch, TrainingBlocks
+
+
+def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:
+    """The global stream of training blocks, without the documents that are held out."""
+    dataset = config.dataset
+    sources = [_training_documents(dataset, index) for index in range(len(dataset.name))]
+    if dataset.heldout_share:
+        sources = [hold_out(rows, dataset.heldout_share)[0] for rows in sources]
+    return TrainingBlocks(
+        sources,
+        dataset.weights or [1.0] * len(sources),
+        tokenizer,
+        dataset.sequence_length,
+        seed=config.seed,
+        isolate=dataset.isolate_documents,
+        shuffle_buffer=dataset.shuffle_buffer,
+    )
+
+
+def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Batch]]:
+    """Name of each held-out text → blocks of it, documents apart as in training.
+
+    Those are the data sets of `dataset.heldout` and, with `dataset.heldout_share`, what is held out of each training one.
+    """
+    dataset, count = config.dataset, config.heldout_blocks
+    if not count:
+        return {}
+    documents: dict[str, Documents] = {}
+    for label, name in zip(_labels(dataset.heldout or []), dataset.heldout or [], strict=True):
+        documents[label] = load_documents(
+            name,
+            subset=dataset.heldout_subset,
+            split=dataset.heldout_split,
+            text_field=dataset.heldout_text_field,
+            streaming=dataset.streaming,
+        )
+    if dataset.heldout_share:
+        for index, label in enumerate(_labels(dataset.name)):
+            rows = _training_documents(dataset, index)
+            documents[f"{label} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
+    return {name: _heldout_batches(name, rows, tokenizer, dataset, count) for name, rows in documents.items()}
+
+
+def _heldout_batches(
+    name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
+) -> list[Batch]:
+    try:
+        ids_NT, starts_NT = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+    except UserError as error:
+        raise UserError(
+            f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
+        ) from error
+    return [
+        Batch.of(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
+        for ids_T, starts_T in zip(ids_NT, starts_NT, strict=True)
+    ]
+
+
+def _labels(names: list[str]) -> list[str]:
+    """The last part of each name, or the whole where others end alike; what is given twice is numbered."""
+    short = [Path(name).name for name in names]
+    whole = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
+    return [f"{name} #{i + 1}" if whole.count(name) > 1 else name for i, name in enumerate(whole)]
+
+
+def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
+    return load_documents(
+        dataset.name[index],
+        subset=_of(dataset.subset, index),
+        split=_of(dataset.split, index),
+        text_field=_of(dataset.text_field, index),
+        streaming=dataset.streaming,
+    )
+
+
+def _of(values: list[str] | None, index: int) -> str | None:
+    """The entry for one data set of a list that has one for all or one for each."""
+    return None if values is None else values[index if len(values) > 1 else 0]
