@@ -1,6 +1,6 @@
 """Time of a training step of the compressor against forward and backward of the same model without compression.
 
-    python -m benchmarks.training_step --model ~/.cache/adaptive-kv/SmolLM2-135M-Instruct --json out.json
+    python -m benchmarks.training_step --model ~/.cache/lowrank-kv/SmolLM2-135M-Instruct --json out.json
 
 Three candidates are called in turn: `plain`, forward and backward of the uncompressed model; `dynakv`, forward and backward
 of the compressed one, whose U has changed since the last pass, so that its inverse is taken anew; `dynakv, whole step`,

@@ -25,7 +25,7 @@ from lowrank_kv.utils.config import check_entries
 from lowrank_kv.utils.errors import UserError
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
-FORMAT = "adaptive-kv calibration"
+FORMAT = "lowrank-kv calibration"
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}  # sides that a calibration may have or not
 
 

@@ -26,8 +26,8 @@ from lowrank_kv.hf.rope import Rope
 from lowrank_kv.hf.unsupported_generation import allow_other_caches, refuse_other_caches
 from lowrank_kv.utils.errors import UserError
 
-ATTENTION_NAME = "adaptive_kv"
-CONTEXT = "adaptive_kv"  # attribute of an attention module that holds its AttentionContext
+ATTENTION_NAME = "lowrank_kv"
+CONTEXT = "lowrank_kv"  # attribute of an attention module that holds its AttentionContext
 TRANSFORM = "kv_compressor"  # submodule of an attention module that compresses k and v where there is no cache
 
 Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
@@ -125,7 +125,7 @@ def has_compressors(model: PreTrainedModel) -> bool:
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
 
-    Safe to call again. Switches the model to the ``adaptive_kv`` attention, which runs the model's own (sdpa, eager or
+    Safe to call again. Switches the model to the ``lowrank_kv`` attention, which runs the model's own (sdpa, eager or
     flash_attention_2) underneath; :func:`restore` switches it back.
 
     Raises:
@@ -211,7 +211,7 @@ def _check_not_switched(module: nn.Module) -> None:
         )
 
 
-def adaptive_attention(
+def lowrank_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The registered attention function: (B, H, Q, D) queries → ((B, Q, H, D), None).
@@ -267,5 +267,5 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
     return shown
 
 
-AttentionInterface.register(ATTENTION_NAME, adaptive_attention)
+AttentionInterface.register(ATTENTION_NAME, lowrank_attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

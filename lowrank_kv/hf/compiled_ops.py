@@ -46,12 +46,12 @@ class Numbered:
 def _operation(function: Callable[..., Tensor]) -> torch._ops.OpOverload:
     """The function as an operation of its name. `torch.library.custom_op` would do, at 8 µs a call for 3.5: it looks at
     every argument and result, for gradients and shared memory, 60 times a token in a model of 30 layers."""
-    name = f"adaptive_kv::{function.__name__}"
+    name = f"lowrank_kv::{function.__name__}"
     schema = torch.library.infer_schema(function, mutates_args=())
     # A CUDA graph would replay its kernels alone, on the tokens of the step it was taken in.
     torch.library.define(name, schema, tags=(torch.Tag.cudagraph_unsafe,))
     torch.library.impl(name, "CompositeExplicitAutograd", function)
-    return getattr(torch.ops.adaptive_kv, function.__name__).default
+    return getattr(torch.ops.lowrank_kv, function.__name__).default
 
 
 @_operation

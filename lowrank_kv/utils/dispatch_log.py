@@ -1,11 +1,11 @@
-"""Saying once which of its implementations an operation runs on, and why: at INFO, to the logger `adaptive_kv`."""
+"""Saying once which of its implementations an operation runs on, and why: at INFO, to the logger `lowrank_kv`."""
 
 import functools
 import logging
 
 import torch
 
-LOGGER = logging.getLogger("adaptive_kv")
+LOGGER = logging.getLogger("lowrank_kv")
 
 
 def log_choice(

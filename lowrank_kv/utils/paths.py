@@ -6,13 +6,13 @@ from pathlib import Path
 
 from lowrank_kv.utils.errors import UserError
 
-HOME_VARIABLE = "ADAPTIVE_KV_HOME"
+HOME_VARIABLE = "LOWRANK_KV_HOME"
 
 
 def home() -> Path:
-    """The user cache directory: ``$ADAPTIVE_KV_HOME``, by default ``~/.cache/adaptive-kv``."""
+    """The user cache directory: ``$LOWRANK_KV_HOME``, by default ``~/.cache/lowrank-kv``."""
     # Set to nothing, as a shell clears it for one command, is not the present directory.
-    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/adaptive-kv").expanduser()
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/lowrank-kv").expanduser()
 
 
 def name_of(source: str) -> str:
@@ -24,7 +24,7 @@ def name_of(source: str) -> str:
 def expand(text: str) -> str:
     """Replace ``${NAME}`` by the environment variable NAME and a leading ``~`` by the user's directory.
 
-    ``${ADAPTIVE_KV_HOME}`` has a default (see :func:`home`); any other unset variable is an error.
+    ``${LOWRANK_KV_HOME}`` has a default (see :func:`home`); any other unset variable is an error.
     """
 
     def value_of(match: re.Match) -> str:

@@ -83,13 +83,13 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
     ("damage", "message"),
     [
         (lambda path: (path / "config.json").unlink(), "is no calibration"),
-        (lambda path: (path / "config.json").write_text("{}"), "names no `format: adaptive-kv calibration`"),
+        (lambda path: (path / "config.json").write_text("{}"), "names no `format: lowrank-kv calibration`"),
         (
             lambda path: (path / "moments.safetensors").write_bytes((path / "moments.safetensors").read_bytes()[:-9]),
             "is damaged: its SHA-256 is not the recorded one",
         ),
         (
-            lambda path: (path / "config.json").write_text('{"format": "adaptive-kv calibration", "model": "tiny"}'),
+            lambda path: (path / "config.json").write_text('{"format": "lowrank-kv calibration", "model": "tiny"}'),
             "is damaged: it has no `geometry`",
         ),
     ],

@@ -25,7 +25,7 @@ from lowrank_kv.utils.paths import home
 CPU = torch.device("cpu")  # made once: by name it is looked up at every call
 
 # Set to 0 to do without compiled code.
-SWITCH = "ADAPTIVE_KV_NATIVE"
+SWITCH = "LOWRANK_KV_NATIVE"
 # Why there is no library, in short; how it came about is warned of once.
 ABSENT = f"there is no compiled code (no C compiler that serves, or {SWITCH}=0)"
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
@@ -36,7 +36,7 @@ _FLAGS_OF_X86 = ["-mprefer-vector-width=512"]
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None (after one warning) where they cannot be compiled or ``$ADAPTIVE_KV_NATIVE`` is 0."""
+    """The kernels, or None (after one warning) where they cannot be compiled or ``$LOWRANK_KV_NATIVE`` is 0."""
     if os.environ.get(SWITCH) == "0":
         return None
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL | None:
                 os.replace(built, target)
         kernels = ctypes.CDLL(str(target))
     except OSError as error:
-        return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $ADAPTIVE_KV_HOME")
+        return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $LOWRANK_KV_HOME")
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number, number]
     kernels.encode.restype = number

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 # Set to 0 to do without Triton's kernels.
-SWITCH = "ADAPTIVE_KV_TRITON"
+SWITCH = "LOWRANK_KV_TRITON"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from lowrank_kv.ops.native import library as native
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """An empty cache directory, and nothing built or decided yet."""
-    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(tmp_path))
+    monkeypatch.setenv("LOWRANK_KV_HOME", str(tmp_path))
     monkeypatch.delenv(native.SWITCH, raising=False)
     native.library.cache_clear()
     yield tmp_path
@@ -32,7 +32,7 @@ def test_is_built_once_and_found_again(fresh):
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
-    with pytest.warns(UserWarning, match=f"without compiled kernels.*{compiler}.*ADAPTIVE_KV_NATIVE=0"):
+    with pytest.warns(UserWarning, match=f"without compiled kernels.*{compiler}.*LOWRANK_KV_NATIVE=0"):
         assert native.library() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -56,9 +56,9 @@ def test_where_nothing_can_be_kept_it_says_so(fresh, monkeypatch):
         pytest.skip("there is no C compiler")
     native.library.cache_clear()
     (fresh / "file").write_text("no directory")
-    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(fresh / "file"))
+    monkeypatch.setenv("LOWRANK_KV_HOME", str(fresh / "file"))
     with pytest.warns(
-        UserWarning, match=r"without compiled kernels.*cannot be kept at .*/file/native.*ADAPTIVE_KV_HOME"
+        UserWarning, match=r"without compiled kernels.*cannot be kept at .*/file/native.*LOWRANK_KV_HOME"
     ):
         assert native.library() is None
 

@@ -95,11 +95,11 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_home_expands(monkeypatch, tmp_path):
-    monkeypatch.setenv("ADAPTIVE_KV_HOME", str(tmp_path))
-    assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/model"
-    monkeypatch.setenv("ADAPTIVE_KV_HOME", "")
+    monkeypatch.setenv("LOWRANK_KV_HOME", str(tmp_path))
+    assert expand("${LOWRANK_KV_HOME}/model") == f"{tmp_path}/model"
+    monkeypatch.setenv("LOWRANK_KV_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert expand("${ADAPTIVE_KV_HOME}/model") == f"{tmp_path}/.cache/adaptive-kv/model"
+    assert expand("${LOWRANK_KV_HOME}/model") == f"{tmp_path}/.cache/lowrank-kv/model"
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ needs_compiler = pytest.mark.skipif(library() is None, reason="there is no C com
 def said(caplog):
     """A function that returns what has been said since it was last asked."""
     dispatch_log._log.cache_clear()
-    caplog.set_level(logging.INFO, logger="adaptive_kv")
+    caplog.set_level(logging.INFO, logger="lowrank_kv")
 
     def messages() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.name == "adaptive_kv"]
+        found = [record.getMessage() for record in caplog.records if record.name == "lowrank_kv"]
         caplog.clear()
         return found
 
@@ -86,7 +86,7 @@ def test_lowrank_attention_says_what_it_runs_on(said):
 
 
 def test_without_compiled_code_says_why(said, monkeypatch):
-    monkeypatch.setenv("ADAPTIVE_KV_NATIVE", "0")
+    monkeypatch.setenv("LOWRANK_KV_NATIVE", "0")
     library.cache_clear()
     try:
         attend_ragged(torch.float32)
@@ -94,7 +94,7 @@ def test_without_compiled_code_says_why(said, monkeypatch):
         assert not native.encodes(torch.float32, CPU)
     finally:
         library.cache_clear()
-    because = "because there is no compiled code (no C compiler that serves, or ADAPTIVE_KV_NATIVE=0)"
+    because = "because there is no compiled code (no C compiler that serves, or LOWRANK_KV_NATIVE=0)"
     assert said() == [
         f"ragged_attention: eager (float32 on cpu), {because}",
         f"lowrank_attention: eager (float32 on cpu), {because}",
@@ -131,9 +131,9 @@ def test_the_encoder_says_what_it_is(said):
 
 @needs_compiler
 def test_who_begins_to_listen_late_is_told(said, caplog):
-    caplog.set_level(logging.WARNING, logger="adaptive_kv")
+    caplog.set_level(logging.WARNING, logger="lowrank_kv")
     attend_ragged(torch.float32)
     assert said() == []
-    caplog.set_level(logging.INFO, logger="adaptive_kv")
+    caplog.set_level(logging.INFO, logger="lowrank_kv")
     attend_ragged(torch.float32)
     assert said() == ["ragged_attention: native (float32 on cpu)"]
