@@ -36,10 +36,10 @@ def interleaved_ms(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(warmup + repeats):
         for name, call in candidates.items():
-            _synchronise()
+            _synchronize()
             start = time.perf_counter()
             call()
-            _synchronise()
+            _synchronize()
             if round_number >= warmup:
                 times[name].append((time.perf_counter() - start) * 1e3)
     return {name: (statistics.fmean if mean else statistics.median)(values) for name, values in times.items()}
@@ -97,6 +97,6 @@ def _processor() -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _synchronise() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

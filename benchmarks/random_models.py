@@ -49,9 +49,9 @@ def add_compressors(
         rates: shares of the keys' and of the values' coefficients that are kept, rounded to the granularity.
     """
     dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=granularity))
-    dynakv.initialise_from_moments(model, calibration.second_moments())
+    dynakv.initialize_from_moments(model, calibration.second_moments())
     for layer in dynakv.compressors(model).values():
         for side, rate in zip((layer.key, layer.value), rates, strict=True):
             rank = max(1, round(rate * side.width / granularity)) * granularity
-            side.gate.initialise_at(side.energies(), rank, side.config.threshold)
+            side.gate.initialize_at(side.energies(), rank, side.config.threshold)
     dynakv.use_ragged_cache(model)

@@ -5,13 +5,13 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 
 from dynakv.attach import add_compressors, configure, detach, open_gates, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
-from dynakv.checkpoint import attach, initialise_from_checkpoint, save_compressor, save_full
-from dynakv.config import INVERSES, DynaKVConfig
-from dynakv.initialization import initialise_from_gradients, initialise_from_moments
+from dynakv.checkpoint import attach, initialize_from_checkpoint, save_compressor, save_full
+from dynakv.config import DECODERS, DynaKVConfig
+from dynakv.initialization import initialize_from_gradients, initialize_from_moments
 from lowrank_kv.hf.compile_decoding import compile_decoding
 
 __all__ = [
-    "INVERSES",
+    "DECODERS",
     "DynaKVCache",
     "DynaKVConfig",
     "add_compressors",
@@ -20,9 +20,9 @@ __all__ = [
     "compressors",
     "configure",
     "detach",
-    "initialise_from_checkpoint",
-    "initialise_from_gradients",
-    "initialise_from_moments",
+    "initialize_from_checkpoint",
+    "initialize_from_gradients",
+    "initialize_from_moments",
     "is_attached",
     "open_gates",
     "save_compressor",

@@ -49,8 +49,9 @@ def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
-    """Change how a model with compressors serves, such as ``storage="int8"`` or ``eviction={"keep": 0.3}``; caches made
-    before keep to what they were made with.
+    """Change how a model with compressors serves; caches made before keep to what they were made with.
+
+    Such changes are ``cache_dtype="int8"`` or ``eviction={"keep_ratio": 0.3}``.
 
     Raises:
         UserError: an unknown key, a value out of range, or an override that would change nothing (see

@@ -117,7 +117,7 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     Args:
         model: the stock model it was trained for.
         directory: of the checkpoint.
-        overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``storage="int8"`` or
+        overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``cache_dtype="int8"`` or
             ``threshold=0.2``.
 
     Warns where it was trained on a model of the same shape but another name.
@@ -141,14 +141,14 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
     return model
 
 
-def initialise_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:
+def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill the compressors of `model`, as :func:`add_compressors` left them, with those of a checkpoint, to train on.
 
     What the checkpoint's settings say of serving, its settled threshold among it, is not taken over.
 
     Raises:
-        UserError: the checkpoint is damaged, was made for a model of another shape, or for another `inverse` or
-            `truncation`. The model is then unchanged.
+        UserError: the checkpoint is damaged, was made for a model of another shape, or for another `decoder` or
+            `rank_policy`. The model is then unchanged.
     """
     config, settings = read_config(directory), settings_of(model)
     _check_model(model, config, directory)

@@ -38,22 +38,22 @@ class TokenCompressor(nn.Module):
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
         self.width, self.config, self.name = width, config, name
-        self.projection = Projection(width, inverse=config.inverse, name=name)
-        self.gate = NestedRank(width) if config.truncation == "nested" else Gate(width)
+        self.projection = Projection(width, decoder=config.decoder, name=name)
+        self.gate = NestedRank(width) if config.rank_policy == "nested" else Gate(width)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self.rate: RetainRate | None = None
 
-    def initialise(self, basis: Basis) -> None:
+    def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
         [vectors_CC], [energy_C] = basis.vectors_PWW, basis.energy_PW
-        self.projection.initialise(vectors_CC, vectors_CC.T)
-        self.gate.initialise(energy_C, self.config.gate_decay)
+        self.projection.initialize(vectors_CC, vectors_CC.T)
+        self.gate.initialize(energy_C, self.config.gate_decay)
 
-    def initialise_at(self, basis: WeightedBasis, rank: int) -> None:
+    def initialize_at(self, basis: WeightedBasis, rank: int) -> None:
         """Start from a weighted basis with a gate that keeps `rank` coefficients of every token."""
-        self.projection.initialise(basis.basis_CC, basis.inverse_CC)
-        self.gate.initialise_at(basis.energy_C, rank, self.config.threshold)
+        self.projection.initialize(basis.basis_CC, basis.inverse_CC)
+        self.gate.initialize_at(basis.energy_C, rank, self.config.threshold)
 
     def train(self, mode: bool = True) -> "TokenCompressor":
         # A rate that carries a graph would forbid copying the model once training is over.
@@ -93,7 +93,7 @@ class TokenCompressor(nn.Module):
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
         basis_CC, _ = self.projection.fixed_matrices(states_BTC.dtype, states_BTC.device)
         coef_BTC = states_BTC @ basis_CC
-        if self.config.gap == "soft_prefix":
+        if self.config.mask == "soft_prefix":
             cumulative_BTC = self.gate(coef_BTC)
             rank_BT = hard_rank(cumulative_BTC, self.config.threshold, self.config.granularity)
             return coef_BTC * soft_mask(cumulative_BTC).to(coef_BTC.dtype), rank_BT
@@ -104,7 +104,7 @@ class TokenCompressor(nn.Module):
         return self.gate.energies()
 
     def token_gate(self) -> TokenGate | None:
-        if self.config.gap == "soft_prefix" or not isinstance(self.gate, Gate):
+        if self.config.mask == "soft_prefix" or not isinstance(self.gate, Gate):
             return None
         weight = self.gate.weight
         return TokenGate(
@@ -142,7 +142,7 @@ class LayerCompressor(nn.Module):
         return LayerCodec(
             key=copy.copy(self.key),
             value=copy.copy(self.value),
-            quantisation=config.quantisation,
+            quantization=config.quantization,
             eviction=config.eviction,
             exact_prefill=config.prefill == "exact",
         )

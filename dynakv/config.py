@@ -3,20 +3,26 @@
 from typing import Any
 
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.stores.quantization import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.stores.quantization import (
+    CACHE_DTYPE_HELP,
+    CACHE_DTYPES,
+    GROUP_SIZE_HELP,
+    Quantization,
+    quantization_of,
+)
 from lowrank_kv.utils.config import build, configuration, option, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
-GAPS = ("hard", "soft_prefix", "straight_through")
+MASKS = ("hard", "soft_prefix", "straight_through")
 PREFILLS = ("exact", "reconstructed")
-INVERSES = ("exact", "orthogonal", "decoupled")
-TRUNCATIONS = ("gate", "nested")
+DECODERS = ("exact", "orthogonal", "decoupled")
+RANK_POLICIES = ("gate", "nested")
 
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
-STARTS_FROM_PCA = {"inverse": "orthogonal", "truncation": "nested"}
-WEIGHTS_DEPEND_ON = ("inverse", "truncation")  # what a compressor cannot be made to do after its training
+STARTS_FROM_PCA = {"decoder": "orthogonal", "rank_policy": "nested"}
+WEIGHTS_DEPEND_ON = ("decoder", "rank_policy")  # what a compressor cannot be made to do after its training
 
 
 @configuration
@@ -24,25 +30,25 @@ class DynaKVConfig:
     """How tokens are projected, gated and truncated (DynaKV, section 3)."""
 
     threshold: float = option(0.1, help="τ of equation 8: a coefficient is kept where its mask exceeds it")
-    gap: str = option(
+    mask: str = option(
         "hard",
         help="what stands between the soft mask of training and the hard one of inference: `hard` keeps coefficients "
         "unattenuated (paper), `soft_prefix` stores them times the mask, `straight_through` trains on the hard mask",
-        choices=GAPS,
+        choices=MASKS,
     )
     granularity: int = option(8, help="ranks are rounded to the nearest multiple; 1 is the paper", unit="coefficients")
-    inverse: str = option(
+    decoder: str = option(
         "exact",
         help="how keys and values are rebuilt: `exact` learns any U and inverts it (paper), `orthogonal` keeps U "
         "orthogonal and transposes it, `decoupled` learns the decoder for itself, started from the inverse",
-        choices=INVERSES,
+        choices=DECODERS,
     )
-    truncation: str = option(
+    rank_policy: str = option(
         "gate",
         help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank "
         "for all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
         "(MatryoshkaKV)",
-        choices=TRUNCATIONS,
+        choices=RANK_POLICIES,
     )
     gate_decay: float = option(
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
@@ -53,8 +59,8 @@ class DynaKVConfig:
         help="a prompt's own attention sees rebuilt keys and values, as in training, or exact ones",
         choices=PREFILLS,
     )
-    storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
-    storage_group: int | None = option(None, help=GROUP_HELP)
+    cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
+    group_size: int | None = option(None, help=GROUP_SIZE_HELP)
     eviction: Eviction = section(Eviction)
 
     def __post_init__(self):
@@ -62,12 +68,12 @@ class DynaKVConfig:
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
         require(
-            self.truncation == "gate" or self.gap == "hard",
-            "gap",
-            self.gap,
-            "`hard` where `truncation` is nested: there is no soft mask",
+            self.rank_policy == "gate" or self.mask == "hard",
+            "mask",
+            self.mask,
+            "`hard` where `rank_policy` is nested: there is no soft mask",
         )
-        self.quantisation  # noqa: B018 - says what is wrong with it
+        self.quantization  # noqa: B018 - says what is wrong with it
 
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
         """These settings with some replaced, as a user may at inference; a present value may be repeated.
@@ -79,9 +85,9 @@ class DynaKVConfig:
         for key, value in overrides.items():
             if key in fixed and value != getattr(self, key):
                 raise UserError(f"`{key}` cannot be overridden with {value!r}: {fixed[key]}")
-        if overrides.get("gap") == "straight_through" != self.gap:
+        if overrides.get("mask") == "straight_through" != self.mask:
             raise UserError(
-                "`gap` cannot be overridden with 'straight_through': that is of training; it serves as 'hard' does"
+                "`mask` cannot be overridden with 'straight_through': that is of training; it serves as 'hard' does"
             )
         eviction = overrides.get("eviction")
         if isinstance(eviction, dict):  # its other keys stay as they are
@@ -92,9 +98,9 @@ class DynaKVConfig:
         """Key → why nothing but training could change what it says."""
         fixed = {key: f"the weights were trained with {getattr(self, key)!r}" for key in WEIGHTS_DEPEND_ON}
         fixed["gate_decay"] = "it is how the gate starts training, and changes nothing after it; leave it out"
-        if self.truncation == "nested":
-            why = "with `truncation: nested` ranks were chosen at the end of training, and it changes nothing; leave it out"
-            fixed |= dict.fromkeys(("threshold", "granularity", "gap"), why)
+        if self.rank_policy == "nested":
+            why = "with `rank_policy: nested` ranks were chosen at the end of training, and it changes nothing; leave it out"
+            fixed |= dict.fromkeys(("threshold", "granularity", "mask"), why)
         return fixed
 
     @property
@@ -109,5 +115,5 @@ class DynaKVConfig:
             require(value != refused, key, value, "another, or `calibration.start: pca`")
 
     @property
-    def quantisation(self) -> Quantisation | None:
-        return quantisation_of(self.storage, self.storage_group)
+    def quantization(self) -> Quantization | None:
+        return quantization_of(self.cache_dtype, self.group_size)

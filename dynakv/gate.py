@@ -24,7 +24,7 @@ class Gate(nn.Module):
         self.register_buffer("input_scale", torch.ones(width))
 
     @torch.no_grad()
-    def initialise(self, energy_C: Tensor, decay: float) -> None:
+    def initialize(self, energy_C: Tensor, decay: float) -> None:
         """Start with one mask for all tokens that keeps nearly everything.
 
         Args:
@@ -34,7 +34,7 @@ class Gate(nn.Module):
         self._start(energy_C, -decay * torch.arange(self.bias.shape[0]) / self.bias.shape[0])
 
     @torch.no_grad()
-    def initialise_at(self, energy_C: Tensor, rank: int, threshold: float) -> None:
+    def initialize_at(self, energy_C: Tensor, rank: int, threshold: float) -> None:
         """Start with one mask for all tokens that the threshold cuts at `rank`.
 
         p falls from its peak as exp(−|i − i₀| / s), s = 4 coefficients (fewer of narrow states and at low ranks): so narrow

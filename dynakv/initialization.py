@@ -16,17 +16,17 @@ from lowrank_kv.bases.rank_allocation import waterfill_ranks
 Moments = dict[int, dict[str, SecondMoment]]
 
 
-def initialise_from_moments(model: PreTrainedModel, moments: Moments) -> None:
+def initialize_from_moments(model: PreTrainedModel, moments: Moments) -> None:
     """Start every layer from the PCA of its calibration moments (section 3.1), gates nearly open.
 
     Args:
         moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
     """
     for (index, side), compressor in _sides(model).items():
-        compressor.initialise(pca_basis(moments[index][side].mean()[None]))
+        compressor.initialize(pca_basis(moments[index][side].mean()[None]))
 
 
-def initialise_from_gradients(
+def initialize_from_gradients(
     model: PreTrainedModel,
     moments: Moments,
     gradients: Moments,
@@ -68,7 +68,7 @@ def initialise_from_gradients(
     for compressor, basis, rank, cost in zip(
         sides.values(), bases, waterfill_ranks(losses_C, rate), costs, strict=True
     ):
-        compressor.initialise_at(basis, rank)
+        compressor.initialize_at(basis, rank)
         soft += cost * float(cumulative(compressor.gate.bias.detach()).sum())
     falling = torch.cat(losses_C).sort(descending=True).values
     kept = max(round(rate * len(falling)), int(falling.isinf().sum()))

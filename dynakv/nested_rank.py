@@ -25,7 +25,7 @@ class NestedRank(nn.Module):
         self.register_buffer("energy", torch.ones(width))
 
     @torch.no_grad()
-    def initialise(self, energy_C: Tensor, decay: float) -> None:
+    def initialize(self, energy_C: Tensor, decay: float) -> None:
         """Take the energies of the coefficients (`decay` has no meaning here) and keep all of them."""
         self.energy.copy_(energy_C)
         self.open()

@@ -1,4 +1,4 @@
-"""What DynaKV training minimises, and how a target retain rate is held (section 3.3)."""
+"""What DynaKV training minimizes, and how a target retain rate is held (section 3.3)."""
 
 import dataclasses
 import math

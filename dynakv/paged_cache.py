@@ -53,9 +53,9 @@ class PagedDynaKVCache(DynaKVCache):
                 len(devices) > 1,
                 f"a model spread over {', '.join(sorted(devices))} (all layers share one device's pages)",
             ),
-            (settings.eviction.is_on, f"`eviction.keep` {settings.eviction.keep} (1 keeps all tokens)"),
+            (settings.eviction.is_on, f"`eviction.keep_ratio` {settings.eviction.keep_ratio} (1 keeps all tokens)"),
             (geometry_of(model).head_dim % 2 == 1, f"heads of {geometry_of(model).head_dim} dims, an odd number"),
-            (settings.truncation == "nested", "`truncation: nested`, whose ranks are not whole granules"),
+            (settings.rank_policy == "nested", "`rank_policy: nested`, whose ranks are not whole granules"),
         ]
         for is_wrong, what in refused:
             if is_wrong:
@@ -66,7 +66,7 @@ class PagedDynaKVCache(DynaKVCache):
             stores=2 * len(codecs),
             granularity=settings.granularity,
             width=geometry_of(model).width,
-            quantisation=settings.quantisation,
+            quantization=settings.quantization,
         )
         return cls(model, codecs, pages)
 

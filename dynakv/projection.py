@@ -23,26 +23,26 @@ class Projection(nn.Module):
     inverted, and V may make up for what truncation takes.
     """
 
-    def __init__(self, width: int, *, inverse: str, name: str):
+    def __init__(self, width: int, *, decoder: str, name: str):
         super().__init__()
-        self.name, self.inverse = name, inverse
-        self.weight = nn.Parameter(torch.zeros(width, width) if inverse == "orthogonal" else torch.eye(width))
-        if inverse == "orthogonal":
+        self.name, self.decoder_kind = name, decoder
+        self.weight = nn.Parameter(torch.zeros(width, width) if decoder == "orthogonal" else torch.eye(width))
+        if decoder == "orthogonal":
             self.register_buffer("start", torch.eye(width))
-        elif inverse == "decoupled":
+        elif decoder == "decoupled":
             self.decoder = nn.Parameter(torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
         self._fixed: dict[tuple, tuple] = {}  # (dtype, device) → versions of the parameters, U, V
 
     @torch.no_grad()
-    def initialise(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
+    def initialize(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
         """Start from a basis and its inverse; ``orthogonal`` from an orthonormal one."""
-        if self.inverse == "orthogonal":
+        if self.decoder_kind == "orthogonal":
             self.weight.zero_()
             self.start.copy_(basis_CC)
             return
         self.weight.copy_(basis_CC)
-        if self.inverse == "decoupled":
+        if self.decoder_kind == "decoupled":
             self.decoder.copy_(inverse_CC)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
@@ -50,10 +50,10 @@ class Projection(nn.Module):
 
         Passes of one optimizer step, and the recomputed one of gradient checkpointing, share one inversion.
         """
-        if self.inverse == "orthogonal":
+        if self.decoder_kind == "orthogonal":
             basis_CC = _turned(self.start, self.weight)
             return basis_CC, basis_CC.T
-        if self.inverse == "decoupled":
+        if self.decoder_kind == "decoupled":
             return self.weight, self.decoder
         return self.weight, _Inverse.apply(self.weight, self._latest_inverse())
 
@@ -90,7 +90,7 @@ class Projection(nn.Module):
         number is above 10⁴."""
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters()):
             raise self._ill_conditioned("holds NaN or infinite entries")
-        if self.inverse == "exact" and (condition := self.condition()) > MAX_CONDITION:
+        if self.decoder_kind == "exact" and (condition := self.condition()) > MAX_CONDITION:
             raise self._ill_conditioned(
                 f"has condition number {condition:.3g} (at most {MAX_CONDITION:.0e} is allowed)"
             )
@@ -98,7 +98,7 @@ class Projection(nn.Module):
     @torch.no_grad()
     def condition(self) -> float:
         """σ₁ / σ_C of U; 1 where it is orthogonal, infinite where it is singular to fp64."""
-        if self.inverse == "orthogonal":
+        if self.decoder_kind == "orthogonal":
             return 1.0
         # Of UᵀU, whose eigenvalues come several times faster than singular values; exact to 1e-8 at the bound.
         weight_CC = self.weight.double()
@@ -113,16 +113,16 @@ class Projection(nn.Module):
         return float((product_CC - torch.eye(len(product_CC)).to(product_CC)).norm() / len(product_CC) ** 0.5)
 
     def _in_fp64(self) -> tuple[Tensor, Tensor]:
-        if self.inverse == "orthogonal":
+        if self.decoder_kind == "orthogonal":
             basis_CC = _turned(self.start.double(), self.weight.double())
             return basis_CC, basis_CC.T
         basis_CC = self.weight.double()
-        return basis_CC, self.decoder.double() if self.inverse == "decoupled" else torch.linalg.inv(basis_CC)
+        return basis_CC, self.decoder.double() if self.decoder_kind == "decoupled" else torch.linalg.inv(basis_CC)
 
     def _ill_conditioned(self, what: str) -> UserError:
         return UserError(
             f"the projection U of {self.name} {what}; go back to an earlier checkpoint and train with a smaller "
-            f"learning rate for U, or with `compressor.inverse: orthogonal`"
+            f"learning rate for U, or with `compressor.decoder: orthogonal`"
         )
 
 

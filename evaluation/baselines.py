@@ -1,4 +1,4 @@
-"""Peers to measure against: transformers' own quantised caches, and SnapKV's eviction of full-rank tokens."""
+"""Peers to measure against: transformers' own quantized caches, and SnapKV's eviction of full-rank tokens."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ BASELINES = (*QUANTISED, SNAPKV)
 _MODULES = {"optimum-quanto": "optimum", "hqq": "hqq"}
 
 
-def quantised_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
+def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype)."""
     backend, bits, axis, package = QUANTISED[name]
     if importlib.util.find_spec(_MODULES[package]) is None:
@@ -32,13 +32,13 @@ def quantised_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
 
 def snapkv_maker(model: PreTrainedModel, calibration: Calibration, share: float) -> Callable[[], Cache]:
     """Makes caches that keep `share` of a prompt's tokens whole, each KV head its own, and forget the others."""
-    config = OjaKVConfig.preset("static-pca", rate=1.0, prefill="exact", eviction={"keep": share})
+    config = OjaKVConfig.preset("static-pca", rate=1.0, prefill="exact", eviction={"keep_ratio": share})
     plan = make_plan(calibration, config)
     return lambda: OjaKVCache(model, plan)
 
 
-def quantised_tensors(cache: QuantizedCache) -> Iterator[Tensor]:
-    """All a quantised cache holds: codes as they are packed, scales, zero points and the latest tokens as they are."""
+def quantized_tensors(cache: QuantizedCache) -> Iterator[Tensor]:
+    """All a quantized cache holds: codes as they are packed, scales, zero points and the latest tokens as they are."""
     for layer in cache.layers:
         yield layer.keys
         yield layer.values

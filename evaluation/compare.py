@@ -13,10 +13,10 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
-from evaluation.baselines import BASELINES, SNAPKV, quantised_maker, snapkv_maker
+from evaluation.baselines import BASELINES, SNAPKV, quantized_maker, snapkv_maker
 from evaluation.perplexity import Score, full_cache, score
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank_kv.stores.quantization import STORAGES
+from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.atomic_write import write_bytes, write_text
 from lowrank_kv.utils.config import configuration, option, require, section
 from lowrank_kv.utils.errors import UserError
@@ -59,7 +59,7 @@ class CompareConfig:
         help=f"OjaKV presets to compare, any of {', '.join(PRESETS)}; those with exact prefill need a `prefix`",
     )
     prefill: str | None = option(None, help="what every method's prompt attends to; by default the method's own")
-    storages: list[str] = option(["model"], help=f"how coefficients are held, any of {', '.join(STORAGES)}")
+    cache_dtypes: list[str] = option(["model"], help=f"how coefficients are held, any of {', '.join(CACHE_DTYPES)}")
     baselines: list[str] = option([], help=f"peers, any of {', '.join(BASELINES)}")
     byte_rates: list[float] = option([], help="further shares of the full cache's bytes for the presets, e.g. 0.4,0.6")
     block_length: int = option(1024, help="length of a scored block", unit="tokens")
@@ -85,10 +85,15 @@ class CompareConfig:
         require(0 <= self.prefix < self.block_length, "prefix", self.prefix, "below `block_length`")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
         require(all(0 < rate <= 1 for rate in self.byte_rates), "byte_rates", self.byte_rates, "numbers in (0, 1]")
-        for key, valid in (("storages", STORAGES), ("baselines", BASELINES)):
+        for key, valid in (("cache_dtypes", CACHE_DTYPES), ("baselines", BASELINES)):
             unknown = sorted(set(getattr(self, key)) - set(valid))
             require(not unknown, key, unknown, f"among {', '.join(valid)}")
-        require(bool(self.storages), "storages", self.storages, "at least one; `model` holds coefficients as they are")
+        require(
+            bool(self.cache_dtypes),
+            "cache_dtypes",
+            self.cache_dtypes,
+            "at least one; `model` holds coefficients as they are",
+        )
         unknown = set(self.presets) - set(PRESETS)
         require(not unknown, "presets", sorted(unknown), f"among {', '.join(PRESETS)}")
         self.check_is_read("presets", [name for name in self.presets if self.preset(name).prefill == "exact"])
@@ -104,9 +109,9 @@ class CompareConfig:
             "without exact prefill where `prefix` is 0: in one pass nothing they compress is ever read",
         )
 
-    def preset(self, name: str, storage: str = "model") -> OjaKVConfig:
+    def preset(self, name: str, cache_dtype: str = "model") -> OjaKVConfig:
         """A preset with what this comparison changes of it."""
-        return OjaKVConfig.preset(name, storage=storage, **self.overrides())
+        return OjaKVConfig.preset(name, cache_dtype=cache_dtype, **self.overrides())
 
     def overrides(self) -> dict[str, str]:
         """Settings every method is given."""
@@ -167,31 +172,31 @@ def _measurements(
     for label in texts:
         yield measure("full", label, lambda: full_cache(model))
     targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
-    for directory, storage in itertools.product(config.checkpoint, config.storages):
-        dynakv.attach(model, directory, storage=storage, **config.overrides())
-        method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", storage)
+    for directory, cache_dtype in itertools.product(config.checkpoint, config.cache_dtypes):
+        dynakv.attach(model, directory, cache_dtype=cache_dtype, **config.overrides())
+        method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", cache_dtype)
         for label in texts:
             row = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
-            if (directory, storage) == (config.checkpoint[0], config.storages[0]):
+            if (directory, cache_dtype) == (config.checkpoint[0], config.cache_dtypes[0]):
                 targets[label].insert(0, row.rate)
             yield row
         dynakv.detach(model)
-    for preset, storage, label in itertools.product(config.presets, config.storages, texts):
+    for preset, cache_dtype, label in itertools.product(config.presets, config.cache_dtypes, texts):
         for share in targets[label]:
             plan = plan_for_bytes(
                 calibration,
-                config.preset(preset, storage),
+                config.preset(preset, cache_dtype),
                 min(share, 1.0),
                 prompt=config.prefix or config.block_length,
                 tokens=config.block_length,
                 itemsize=model.dtype.itemsize,
             )
-            yield measure(_named(preset, storage), label, lambda plan=plan: OjaKVCache(model, plan))
+            yield measure(_named(preset, cache_dtype), label, lambda plan=plan: OjaKVCache(model, plan))
     for baseline, label in itertools.product(config.baselines, texts):
         if baseline == SNAPKV:
             makers = [snapkv_maker(model, calibration, min(share, 1.0)) for share in targets[label]]
         else:
-            makers = [quantised_maker(model, baseline)]
+            makers = [quantized_maker(model, baseline)]
         for maker in makers:
             yield measure(baseline, label, maker)
 
@@ -267,8 +272,8 @@ def plot(rows: list[Row]):
     return figure
 
 
-def _named(method: str, storage: str) -> str:
-    return method if storage == "model" else f"{method} {storage}"
+def _named(method: str, cache_dtype: str) -> str:
+    return method if cache_dtype == "model" else f"{method} {cache_dtype}"
 
 
 def _documents(text: TextConfig) -> Documents:

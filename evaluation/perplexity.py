@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
-from evaluation.baselines import quantised_tensors
+from evaluation.baselines import quantized_tensors
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.geometry import geometry_of
@@ -50,7 +50,7 @@ def cache_bytes(cache: Cache, layers: Sequence[int]) -> int:
     if isinstance(cache, LowRankCache):
         return cache.nbytes
     if isinstance(cache, QuantizedCache):
-        return sum(tensor.nbytes for tensor in quantised_tensors(cache))
+        return sum(tensor.nbytes for tensor in quantized_tensors(cache))
     return sum(tensor.nbytes for index in layers for tensor in (cache.layers[index].keys, cache.layers[index].values))
 
 

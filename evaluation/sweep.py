@@ -39,7 +39,7 @@ class Variant:
     """A recipe that gets a curve of its own."""
 
     label: str = option(help="name of its curve")
-    arguments: list[str] = option([], help="further arguments of training, e.g. [--compressor.inverse, orthogonal]")
+    arguments: list[str] = option([], help="further arguments of training, e.g. [--compressor.decoder, orthogonal]")
 
     def __post_init__(self):
         require(
@@ -209,7 +209,7 @@ def starts_from_gradients(config: SweepConfig, recipe: dict[str, Any]) -> bool:
             f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
         )
-    nested = [v.label for v in _variants(config) if setting(v, "compressor", "truncation") == "nested"]
+    nested = [v.label for v in _variants(config) if setting(v, "compressor", "rank_policy") == "nested"]
     if nested and config.alphas:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(nested)} draws nested ranks, which have a target and no price: "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.stores.quantization import Quantisation, companding
+from lowrank_kv.stores.quantization import Quantization, companding
 
 Encoded = tuple[Tensor, Tensor]  # coefficients (B, T, C), ranks (B, T)
 
@@ -27,7 +27,7 @@ class Codec(Protocol):
         """The (C, C) matrix whose first R rows rebuild a token from its first R coefficients."""
 
     def energies(self) -> Tensor:
-        """About the second moment of each coefficient, (C,) fp32; asked for only where coefficients are quantised."""
+        """About the second moment of each coefficient, (C,) fp32; asked for only where coefficients are quantized."""
 
     def token_gate(self) -> "TokenGate | None":
         """What :meth:`encode` does, for kernels that do it by themselves; None where it is something else."""
@@ -55,12 +55,12 @@ class LayerCodec:
 
     key: Codec
     value: Codec
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
     eviction: Eviction = Eviction()
     exact_prefill: bool = False
 
     def __post_init__(self):
-        if self.quantisation is not None:
+        if self.quantization is not None:
             for side in ("key", "value"):
                 object.__setattr__(self, side, Companded(getattr(self, side)))
 

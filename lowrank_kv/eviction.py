@@ -16,20 +16,27 @@ from lowrank_kv.utils.errors import UserError
 class Eviction:
     """Keep what the prompt's last queries look at, and forget the rest (SnapKV; DynaKV section 5.2)."""
 
-    keep: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
-    window: int = option(32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens")
-    pool: int = option(
+    keep_ratio: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
+    window_size: int = option(
+        32, help="last queries of the prompt, which choose; their own tokens are kept", unit="tokens"
+    )
+    kernel_size: int = option(
         7, help="neighbouring scores before the window of which each token takes the largest", unit="tokens"
     )
 
     def __post_init__(self):
-        require(0 < self.keep <= 1, "keep", self.keep, "in (0, 1]; 0.2 keeps a fifth of a prompt")
-        require(self.window >= 1, "window", self.window, "at least 1")
-        require(self.pool >= 1 and self.pool % 2, "pool", self.pool, "odd, so that it is centred on its token")
+        require(0 < self.keep_ratio <= 1, "keep_ratio", self.keep_ratio, "in (0, 1]; 0.2 keeps a fifth of a prompt")
+        require(self.window_size >= 1, "window_size", self.window_size, "at least 1")
+        require(
+            self.kernel_size >= 1 and self.kernel_size % 2,
+            "kernel_size",
+            self.kernel_size,
+            "odd, so that it is centred on its token",
+        )
 
     @property
     def is_on(self) -> bool:
-        return self.keep < 1
+        return self.keep_ratio < 1
 
     def scores(
         self, query_HQD: Tensor, key_GTD: Tensor, scaling: float, present_T: Tensor | None, *, parts: int
@@ -44,7 +51,7 @@ class Eviction:
             parts: 1 to sum over all heads, G for a choice of each KV head's own.
         """
         tokens = key_GTD.shape[1]
-        window = min(self.window, query_HQD.shape[1])
+        window = min(self.window_size, query_HQD.shape[1])
         groups = key_GTD.shape[0]
         query_GJWD = query_HQD[:, -window:].float().unflatten(0, (groups, -1))
         place_T = torch.arange(tokens, device=key_GTD.device)
@@ -60,14 +67,14 @@ class Eviction:
         score_PT[:, -window:] = torch.inf
         if window < tokens:
             # Without the window's own scores, as SnapKV pools: what is near the window is not looked at for that.
-            score_PT[:, :-window] = F.max_pool1d(score_PT[:, :-window], self.pool, 1, self.pool // 2)
+            score_PT[:, :-window] = F.max_pool1d(score_PT[:, :-window], self.kernel_size, 1, self.kernel_size // 2)
         if present_T is not None:
             score_PT[:, ~present_T] = -torch.inf
         return score_PT
 
     def count(self, tokens: int) -> int:
         """How many of a prompt's tokens are kept."""
-        return min(tokens, max(self.window, round(self.keep * tokens)))
+        return min(tokens, max(self.window_size, round(self.keep_ratio * tokens)))
 
 
 def best_of(score_PT: Tensor, count: int) -> Tensor:
@@ -89,5 +96,5 @@ def check_croppable(length: int, fixed: int) -> None:
     if length < fixed:
         raise UserError(
             f"the cache cannot be cropped to {length} tokens: of the first {fixed} some were evicted; read the prompt "
-            f"again, or keep all of it (`eviction.keep: 1`)"
+            f"again, or keep all of it (`eviction.keep_ratio: 1`)"
         )

@@ -105,10 +105,11 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """
     geometry = calibration.geometry
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
-    if config.quantisation is not None and (calibration.tokens or math.inf) < 2 * widest:
+    if config.quantization is not None and (calibration.tokens or math.inf) < 2 * widest:
         raise UserError(
             f"{calibration.origin} is of {calibration.tokens} tokens, too few to know how {widest} directions spread, which "
-            f"`storage: {config.storage}` divides by; calibrate on at least {2 * widest}, better on ten times as many"
+            f"`cache_dtype: {config.cache_dtype}` divides by; "
+            f"calibrate on at least {2 * widest}, or better ten times as many"
         )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
     is_compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]

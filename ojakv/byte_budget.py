@@ -29,21 +29,21 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
     if tokens < config.min_length:
         staying, low = tokens, 0
     elif config.keep_prompt_full_rank:
-        staying, low = prompt, _full_periods(settled - prompt - config.recent, config)
+        staying, low = prompt, _full_periods(settled - prompt - config.recent_window, config)
     else:
-        staying = min(config.sinks, tokens)
+        staying = min(config.num_sink_tokens, tokens)
         # What is compressed at once: a prompt, or all there is when the sequence is long enough.
         first = max(prompt, config.min_length)
-        candidates = max(0, first - staying - config.recent)
-        waited = settled - first if candidates else settled - staying - config.recent
+        candidates = max(0, first - staying - config.recent_window)
+        waited = settled - first if candidates else settled - staying - config.recent_window
         low = candidates + _full_periods(waited, config)
-        kept = round(config.keep * candidates) if first == prompt else 0
+        kept = round(config.full_rank_ratio * candidates) if first == prompt else 0
         staying, low = staying + kept, low - kept
     # When a period's tokens leave, room is made for as many again.
-    room = max(staying + config.recent + config.full_period, tokens - low) if low else grown(prompt, tokens)
+    room = max(staying + config.recent_window + config.full_period, tokens - low) if low else grown(prompt, tokens)
     evicted = 0
     if config.eviction.is_on:
-        seen_low = max(0, prompt - staying - config.recent)
+        seen_low = max(0, prompt - staying - config.recent_window)
         evicted = seen_low - min(seen_low, max(0, config.eviction.count(prompt) - (prompt - seen_low)))
         low -= evicted
     if config.update_period == 1:
@@ -68,8 +68,8 @@ def _full_periods(tokens: int, config: OjaKVConfig) -> int:
 
 def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
     parts, part_width, rank = side.vectors_PWR.shape
-    quantisation = config.quantisation if side.is_compressed else None
-    row = rank * itemsize if quantisation is None else quantisation.nbytes(rank)
+    quantization = config.quantization if side.is_compressed else None
+    row = rank * itemsize if quantization is None else quantization.nbytes(rank)
     held = low * parts * row + whole * width * itemsize
     if side.is_compressed and config.tracker != "fixed":
         # A sketch has two bases' worth of rows, a sum of deferred steps one. Until its first step a basis is the plan's.

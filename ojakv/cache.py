@@ -50,8 +50,8 @@ class OjaKVLayer(SequenceLayer):
         """
         if self.config.eviction.is_on:
             raise UserError(
-                f"`eviction.keep` is {self.config.eviction.keep}, but a call with drafts must be able to take tokens back; "
-                f"keep the whole prompt (`eviction.keep: 1`), or generate without drafts"
+                f"`eviction.keep_ratio` is {self.config.eviction.keep_ratio}, but a call with drafts must be able "
+                f"to take tokens back; keep the whole prompt (`eviction.keep_ratio: 1`), or generate without drafts"
             )
         super().activate_past_recording()
 
@@ -95,7 +95,7 @@ class OjaKVLayer(SequenceLayer):
         where they share their coefficients, one for each where it has its own. Chosen by the keys as they came, or as the
         cache gives them back where they came in more calls than this one."""
         eviction = self.config.eviction
-        finished = self.finished_prompt(query, eviction.window)
+        finished = self.finished_prompt(query, eviction.window_size)
         if finished is None:
             return
         places, query_BHWD = finished

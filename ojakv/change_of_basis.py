@@ -24,7 +24,7 @@ def moment(coef: Coefficients, spread_PR: Tensor | None = None, *, start: int = 
 
 def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tensor | None = None) -> Coefficients:
     """The rows in the new basis, c · turn, with room for `capacity` of them; `spread_PR` as above."""
-    if coef.quantisation is None and coef.dtype == turn_PRR.dtype:  # written where it belongs at once
+    if coef.quantization is None and coef.dtype == turn_PRR.dtype:  # written where it belongs at once
         rows_PNR = coef.rows()
         room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
         torch.matmul(rows_PNR, turn_PRR, out=room_PNR[:, : coef.length])

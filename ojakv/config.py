@@ -5,7 +5,13 @@ from typing import Any
 
 from lowrank_kv.bases.pca import LAYOUTS, ROPE_SIDES
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.stores.quantization import GROUP_HELP, STORAGE_HELP, STORAGES, Quantisation, quantisation_of
+from lowrank_kv.stores.quantization import (
+    CACHE_DTYPE_HELP,
+    CACHE_DTYPES,
+    GROUP_SIZE_HELP,
+    Quantization,
+    quantization_of,
+)
 from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require, section
 from lowrank_kv.utils.errors import UserError
 
@@ -14,7 +20,7 @@ UPDATES = ("periodic", "triggered")
 RANKS = ("fraction", "energy", "budget")
 COMPRESSED = ("both", "keys", "values")
 PREFILLS = ("exact", "reconstructed")
-ATTENTION = ("low_rank", "reconstruct")
+ATTENTION = ("low_rank", "reconstructed")
 
 _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
@@ -64,7 +70,7 @@ class OjaKVConfig:
     prior_tokens: float = option(
         32.0, help="how much the calibration counts for in preconditioned steps and sketches", unit="tokens"
     )
-    memory: int | None = option(
+    update_window: int | None = option(
         None,
         help="preconditioned steps weigh new tokens against so many of the latest stored ones, null against all; fewer let "
         "the bases leave an old subspace sooner, as far as `max_loss` allows",
@@ -89,9 +95,9 @@ class OjaKVConfig:
     )
 
     # which tokens stay whole
-    sinks: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
-    recent: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
-    keep: float = option(
+    num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
+    recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
+    full_rank_ratio: float = option(
         0.0,
         help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
         "(v2 of the paper)",
@@ -105,8 +111,8 @@ class OjaKVConfig:
     eviction: Eviction = section(Eviction)
 
     # how coefficients are held
-    storage: str = option("model", help=STORAGE_HELP, choices=tuple(STORAGES))
-    storage_group: int | None = option(None, help=GROUP_HELP)
+    cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
+    group_size: int | None = option(None, help=GROUP_SIZE_HELP)
 
     # how attention reads them
     prefill: str = option(
@@ -127,17 +133,27 @@ class OjaKVConfig:
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(0 <= self.max_loss <= 1, "max_loss", self.max_loss, "in [0, 1]; 0.01 loses 1 % of the energy at most")
         require(self.max_drift is None or self.max_drift >= 0, "max_drift", self.max_drift, "zero or positive, or null")
-        require(self.memory is None or self.memory >= 1, "memory", self.memory, "at least 1, or null for all")
+        require(
+            self.update_window is None or self.update_window >= 1,
+            "update_window",
+            self.update_window,
+            "at least 1, or null for all",
+        )
         for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
-        for key in ("sinks", "recent", "min_length"):
+        for key in ("num_sink_tokens", "recent_window", "min_length"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
-        require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]; 0.05 keeps 5 % of a prompt")
         require(
-            not self.keep or self.compress != "values",
-            "keep",
-            self.keep,
+            0 <= self.full_rank_ratio <= 1,
+            "full_rank_ratio",
+            self.full_rank_ratio,
+            "in [0, 1]; 0.05 keeps 5 % of a prompt",
+        )
+        require(
+            not self.full_rank_ratio or self.compress != "values",
+            "full_rank_ratio",
+            self.full_rank_ratio,
             "0 with `compress: values`: tokens are chosen by what compression takes from their keys",
         )
         require(
@@ -148,11 +164,11 @@ class OjaKVConfig:
             f"layout per_head with rope post",
         )
 
-        self.quantisation  # noqa: B018 - says what is wrong with it
+        self.quantization  # noqa: B018 - says what is wrong with it
 
     @property
-    def quantisation(self) -> Quantisation | None:
-        return quantisation_of(self.storage, self.storage_group)
+    def quantization(self) -> Quantization | None:
+        return quantization_of(self.cache_dtype, self.group_size)
 
     @property
     def rotates(self) -> bool:
@@ -162,8 +178,14 @@ class OjaKVConfig:
     @property
     def compresses_tokens_alone(self) -> bool:
         """Whether what becomes of a token depends on no other: it then is compressed the moment it arrives."""
-        waits = self.update_period > 1 or self.recent or self.min_length
-        return not (self.tracker != "fixed" or waits or self.sinks or self.keep or self.keep_prompt_full_rank)
+        waits = self.update_period > 1 or self.recent_window or self.min_length
+        return not (
+            self.tracker != "fixed"
+            or waits
+            or self.num_sink_tokens
+            or self.full_rank_ratio
+            or self.keep_prompt_full_rank
+        )
 
     @property
     def full_period(self) -> int:

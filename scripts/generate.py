@@ -14,7 +14,7 @@ from transformers import TextStreamer
 import dynakv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank_kv.stores.quantization import STORAGES
+from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="of sampling [default %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    parser.add_argument("--storage", choices=STORAGES, help="of coefficients [default: the checkpoint's]")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of coefficients [default: the checkpoint's]")
     parser.add_argument(
         "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the checkpoint's]"
     )
@@ -42,7 +42,10 @@ def main(argv: list[str]) -> None:
     if arguments.temperature <= 0:
         raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
     model, tokenizer = load(arguments)
-    given = {"storage": arguments.storage, "eviction": None if arguments.evict is None else {"keep": arguments.evict}}
+    given = {
+        "cache_dtype": arguments.cache_dtype,
+        "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
+    }
     dynakv.configure(model, **{key: value for key, value in given.items() if value is not None})
     inputs = encode(tokenizer, arguments).to(model.device)
     if not inputs["input_ids"].numel():

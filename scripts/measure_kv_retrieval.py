@@ -14,7 +14,7 @@ from dynakv.checkpoint import read_config
 from evaluation.kv_retrieval import LookupScore, lookup_prompts, score_lookup
 from evaluation.perplexity import full_cache
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
-from lowrank_kv.stores.quantization import STORAGES
+from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.atomic_write import write_text
 
@@ -41,7 +41,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--facts", type=int, default=40, help="in each prompt, each twice [default %(default)s]")
     parser.add_argument("--prompts", type=int, default=50, help="how many are asked [default %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="[default %(default)s]")
-    parser.add_argument("--storages", nargs="+", choices=STORAGES, default=["model"], help="[default %(default)s]")
+    parser.add_argument(
+        "--cache-dtypes", nargs="+", choices=CACHE_DTYPES, default=["model"], help="[default %(default)s]"
+    )
     parser.add_argument(
         "--evict", type=float, nargs="+", default=[1.0], metavar="SHARE", help="shares of a prompt's tokens to keep"
     )
@@ -61,8 +63,13 @@ def main(argv: list[str]) -> None:
     name = os.path.expanduser(arguments.model) if arguments.model else checkpoint.base_model
     thresholds = arguments.thresholds or [checkpoint.compressor.threshold]
     chosen = [
-        {"prefill": arguments.prefill, "storage": storage, "threshold": threshold, "eviction": {"keep": keep}}
-        for storage, threshold, keep in itertools.product(arguments.storages, thresholds, arguments.evict)
+        {
+            "prefill": arguments.prefill,
+            "cache_dtype": cache_dtype,
+            "threshold": threshold,
+            "eviction": {"keep_ratio": keep},
+        }
+        for cache_dtype, threshold, keep in itertools.product(arguments.cache_dtypes, thresholds, arguments.evict)
     ]
     for settings in chosen:
         checkpoint.compressor.overridden(**settings)  # what is refused is refused before minutes of the full cache
@@ -72,8 +79,12 @@ def main(argv: list[str]) -> None:
     rows = [row("full", None, 1.0, full, full)]
     for settings in chosen:
         dynakv.attach(model, arguments.checkpoint, **settings)
-        storage, threshold, keep = settings["storage"], settings["threshold"], settings["eviction"]["keep"]
-        method = "dynakv" if storage == "model" else f"dynakv {storage}"
+        cache_dtype, threshold, keep = (
+            settings["cache_dtype"],
+            settings["threshold"],
+            settings["eviction"]["keep_ratio"],
+        )
+        method = "dynakv" if cache_dtype == "model" else f"dynakv {cache_dtype}"
         measured = score_lookup(
             model,
             tokenizer,

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         from sacremoses import MosesTokenizer
     except ImportError as error:
         raise UserError(
-            "tokenising as WikiText does needs `sacremoses`; install it with: pip install -c constraints.txt -e '.[demo]'"
+            "tokenizing as WikiText does needs `sacremoses`; install it with: pip install -c constraints.txt -e '.[demo]'"
         ) from error
     moses = MosesTokenizer(lang="en")
 

@@ -93,7 +93,7 @@ def four_steps(training_values, tmp_path) -> Path:
         "checkpoint_every": 2,
         "optimizer": {"steps": 4, "batch_size": 2},
         "report": {"inspect_every": 2, "sentence": "the cache keeps | what", "peak_flops": 1e12},
-        "rate": {"settle_tokens": 128},
+        "rate": {"calibrate_threshold_tokens": 128},
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))

@@ -69,7 +69,7 @@ def spread_gates(model: PreTrainedModel, seed: int = 2) -> None:
 def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
     moments = calibration_moments(model)
     dynakv.add_compressors(model, dynakv.DynaKVConfig(**{"granularity": 1, **settings}))
-    dynakv.initialise_from_moments(model, moments)
+    dynakv.initialize_from_moments(model, moments)
     if rate == 1:
         dynakv.open_gates(model)
     else:
@@ -84,14 +84,14 @@ def _preset(name: str, **overrides) -> Method:
         short = {} if settings.update_period == 1 else {"update_period": 4}
         if settings.rank_multiple > 4:  # heads have 16 dims here
             short |= {"rank_multiple": 4}
-        if settings.recent:
-            short |= {"sinks": 2, "recent": 3}
+        if settings.recent_window:
+            short |= {"num_sink_tokens": 2, "recent_window": 3}
         config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})
         plan = make_plan(calibration_of(model), config)
         return lambda: OjaKVCache(model, plan)
 
     settings = OjaKVConfig.preset(name, **overrides)
-    follows = bool(settings.tracker != "fixed" or settings.keep or settings.prefill == "exact")
+    follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.prefill == "exact")
     label = "-".join([name, *(str(value) for value in overrides.values())])
     return Method(label, build, follows_text=follows)
 
@@ -99,11 +99,11 @@ def _preset(name: str, **overrides) -> Method:
 METHODS = [
     *(_preset(name) for name in PRESETS),
     _preset("ojakv-joint", prefill="reconstructed"),
-    _preset("ojakv-pf", keep=0.1, sinks=2, recent=3),
-    _preset("ojakv-pf", attention="reconstruct"),
+    _preset("ojakv-pf", full_rank_ratio=0.1, num_sink_tokens=2, recent_window=3),
+    _preset("ojakv-pf", attention="reconstructed"),
     _preset("ojakv", preconditioned=False, learning_rate=0.1, decode_learning_rate=0.1, pool=4),  # the paper's own rule
     Method("dynakv", dynakv_model),
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
-    Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, gap="soft_prefix")),
-    Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, inverse="orthogonal")),
+    Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, mask="soft_prefix")),
+    Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]

@@ -69,7 +69,7 @@ class CalibrationConfig:
         None,
         help="`pca`: projections from the states' PCA, gates nearly open (paper). `gradient`: from their PCA weighted by "
         "the loss's gradients, gates at the target rate, spread over layers, keys and values by the loss it costs; null is "
-        "`gradient` where there is a target and the compressor can start so (`inverse`, `truncation`), else `pca`",
+        "`gradient` where there is a target and the compressor can start so (`decoder`, `rank_policy`), else `pca`",
         choices=STARTS,
     )
     tokens: int = option(16384, help="leading training text that is calibrated on", unit="tokens")
@@ -106,11 +106,13 @@ class RateConfig:
         "keys, which decoding has to rebuild, and more of values, which it has not (1 in the paper)",
     )
     ramp: float = option(0.4, help="share of the run over which the goal falls from the first hard rate to the target")
-    settle: bool = option(
+    calibrate_threshold: bool = option(
         True,
         help="after training, move the threshold τ so that the training text that comes next has just the target rate",
     )
-    settle_tokens: int = option(16384, help="training text after the last step that is settled on", unit="tokens")
+    calibrate_threshold_tokens: int = option(
+        16384, help="training text after the last step that is settled on", unit="tokens"
+    )
 
     def __post_init__(self):
         require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "zero or positive")
@@ -126,13 +128,18 @@ class RateConfig:
             )
         require(0 <= self.layer_floor < 1, "layer_floor", self.layer_floor, "in [0, 1)")
         require(self.key_cost > 0, "key_cost", self.key_cost, "positive")
-        require(self.settle_tokens >= 1, "settle_tokens", self.settle_tokens, "at least 1")
+        require(
+            self.calibrate_threshold_tokens >= 1,
+            "calibrate_threshold_tokens",
+            self.calibrate_threshold_tokens,
+            "at least 1",
+        )
         require(0 <= self.ramp <= 1, "ramp", self.ramp, "between 0 and 1")
 
 
 @configuration
 class LossConfig:
-    """What is minimised beside α R²."""
+    """What is minimized beside α R²."""
 
     cross_entropy: float = option(1.0, help="weight of the cross-entropy of the text")
     distillation: float = option(
@@ -159,7 +166,7 @@ class ReportConfig:
     sentence: str | None = option(None, help="the fixed sentence; by default that of the paper's Figures 4 and 5")
     peak_flops: float | None = option(
         None,
-        help="what one device can do in the model's dtype, for the model FLOP utilisation; by default measured once, as the "
+        help="what one device can do in the model's dtype, for the model FLOP utilization; by default measured once, as the "
         "best of five square matrix products",
         unit="FLOP/s",
     )
@@ -175,7 +182,7 @@ class OptimizerConfig:
 
     steps: int = option(1000, help="optimizer steps", unit="steps")
     batch_size: int = option(1, help="sequences of one process in one forward pass", unit="sequences")
-    accumulate: int = option(1, help="forward passes of one optimizer step", unit="passes")
+    gradient_accumulation_steps: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float | None = option(
         None,
         help="peak learning rate of the projections U; null is 1e-3 of a run that starts from gradients, else 3e-4, "
@@ -187,17 +194,17 @@ class OptimizerConfig:
         help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once",
     )
     lr_backbone: float = option(1e-5, help="peak learning rate of the backbone, or of its LoRA adapters")
-    warmup: float = option(0.05, help="share of the run over which the learning rates rise")
-    final_lr: float = option(0.1, help="share of the peak rate that the cosine ends at")
+    warmup_ratio: float = option(0.05, help="share of the run over which the learning rates rise")
+    min_lr_ratio: float = option(0.1, help="share of the peak rate that the cosine ends at")
     weight_decay: float = option(0.0, help="AdamW weight decay")
-    clip: float = option(1.0, help="largest gradient norm; 0 does not clip")
+    max_grad_norm: float = option(1.0, help="largest gradient norm; 0 does not clip")
 
     def __post_init__(self):
-        for key in ("steps", "batch_size", "accumulate"):
+        for key in ("steps", "batch_size", "gradient_accumulation_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
-        for key in ("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone", "weight_decay", "clip"):
+        for key in ("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone", "weight_decay", "max_grad_norm"):
             require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or positive")
-        for key in ("warmup", "final_lr"):
+        for key in ("warmup_ratio", "min_lr_ratio"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "between 0 and 1")
 
 
@@ -242,7 +249,7 @@ class TrainConfig:
         help="of a process on a CPU; by default what OMP_NUM_THREADS says above 1, else its share of the machine's cores",
     )
     straight_through_from: float = option(
-        0.5, help="with `compressor.gap: straight_through`, share of the run after which the hard mask is trained on"
+        0.5, help="with `compressor.mask: straight_through`, share of the run after which the hard mask is trained on"
     )
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
     checkpoint_every: int = option(200, help="steps between resumable checkpoints; 0 writes none", unit="steps")
@@ -253,7 +260,7 @@ class TrainConfig:
         "left, which a few sequences shook; steps after the last checkpoint do not count; 0 does not",
         unit="checkpoints",
     )
-    divergence: float = option(
+    max_loss_increase: float = option(
         3.0,
         help="stop when the cross-entropy, averaged over about 20 steps, is this far above its lowest; 0 never does",
         unit="nats",
@@ -285,7 +292,7 @@ class TrainConfig:
             "null where `calibration.bases` is given: a run starts from one of them",
         )
         require(0 <= self.straight_through_from <= 1, "straight_through_from", self.straight_through_from, "0 to 1")
-        require(self.divergence >= 0, "divergence", self.divergence, "zero or positive")
+        require(self.max_loss_increase >= 0, "max_loss_increase", self.max_loss_increase, "zero or positive")
         if self.calibration.start == GRADIENT and self.initial_checkpoint is None:
             require(
                 self.rate.target_retain_rate is not None,
@@ -295,12 +302,12 @@ class TrainConfig:
             )
             with within("compressor."):
                 self.compressor.check_gradient_start()
-        if self.compressor.truncation == "nested":
+        if self.compressor.rank_policy == "nested":
             require(
                 self.rate.target_retain_rate is not None,
                 "rate.target_retain_rate",
                 None,
-                "given where `compressor.truncation` is nested: it says what the ranks are allocated to",
+                "given where `compressor.rank_policy` is nested: it says what the ranks are allocated to",
             )
             for key, unused in (("key_cost", 1.0), ("layer_floor", 0.0)):
                 value = getattr(self.rate, key)

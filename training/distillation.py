@@ -43,7 +43,7 @@ def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tens
         return model(**inputs, use_cache=False).logits
 
 
-def summed_divergence(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def summed_kl(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Σ KL(teacher ‖ student) over the predicted tokens, in nats, at temperature 1; carries the student's gradients.
 
     Args:
@@ -55,9 +55,9 @@ def summed_divergence(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tenso
     teacher_NV = teacher_BTV[:, :-1].flatten(0, 1)[predicted]
     # In parts: whole, each fp32 temporary would be as large as the logits of the batch.
     parts = zip(student_NV.split(_TOKENS), teacher_NV.split(_TOKENS), strict=True)
-    divergence = student_NV.new_zeros((), dtype=torch.float32)
+    kl = student_NV.new_zeros((), dtype=torch.float32)
     for student, teacher in parts:
-        divergence = divergence + F.kl_div(
+        kl = kl + F.kl_div(
             student.float().log_softmax(-1), teacher.float().log_softmax(-1), reduction="sum", log_target=True
         )
-    return divergence
+    return kl

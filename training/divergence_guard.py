@@ -48,12 +48,12 @@ class Watch:
     Args:
         names: of the trained parameters, in order of the layers.
         layers: indices of the compressed layers.
-        divergence: nats the averaged cross-entropy may rise above its lowest; 0 does not look.
+        max_loss_increase: nats the averaged cross-entropy may rise above its lowest; 0 does not look.
         states: where resumable states are, for the message.
     """
 
-    def __init__(self, names: list[str], layers: list[int], divergence: float, states: Path):
-        self.names, self.layers, self.divergence, self.states = names, layers, divergence, states
+    def __init__(self, names: list[str], layers: list[int], max_loss_increase: float, states: Path):
+        self.names, self.layers, self.max_loss_increase, self.states = names, layers, max_loss_increase, states
         self.steps, self.mean, self.lowest = 0, 0.0, math.inf
 
     def state(self) -> dict[str, float | None]:
@@ -89,7 +89,7 @@ class Watch:
         mean = self.mean / (1 - (1 - _FORGETTING) ** self.steps)
         if self.steps >= _SETTLED:
             self.lowest = min(self.lowest, mean)
-            if self.divergence and mean > self.lowest + self.divergence:
+            if self.max_loss_increase and mean > self.lowest + self.max_loss_increase:
                 largest = self.names[int(squares_P.argmax())]
                 raise self.stop(
                     step,
@@ -106,7 +106,7 @@ class Watch:
         place = f" in {where}" if where else ""
         return UserError(
             f"training stopped at step {step}: {what}{place}; {good}. Lower `optimizer.lr_projection` and "
-            f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup`, and "
+            f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup_ratio`, and "
             f"{again}"
         )
 

@@ -45,7 +45,7 @@ class Engine:
             process_group["backend"] = "gloo"
             _never_build_shared_memory()
         self.accelerator = Accelerator(
-            gradient_accumulation_steps=config.optimizer.accumulate,
+            gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
             kwargs_handlers=[InitProcessGroupKwargs(**process_group)],
         )
         kind = self.accelerator.distributed_type
@@ -76,7 +76,7 @@ class Engine:
     def blocks_per_step(self) -> int:
         """Sequences of an optimizer step, on all processes together."""
         settings = self.config.optimizer
-        return settings.batch_size * settings.accumulate * self.world
+        return settings.batch_size * settings.gradient_accumulation_steps * self.world
 
     @property
     def device(self) -> torch.device:
@@ -108,9 +108,9 @@ class Engine:
                     f"what is done"
                 )
         deepspeed["train_micro_batch_size_per_gpu"] = settings.batch_size
-        deepspeed["gradient_accumulation_steps"] = settings.accumulate
+        deepspeed["gradient_accumulation_steps"] = settings.gradient_accumulation_steps
         deepspeed["train_batch_size"] = self.blocks_per_step
-        deepspeed["gradient_clipping"] = settings.clip
+        deepspeed["gradient_clipping"] = settings.max_grad_norm
         # One AdamW on every engine, offloaded or not, so that they differ by rounding alone.
         deepspeed["zero_force_ds_cpu_optimizer"] = False
         if self._autocast_dtype is not None:
@@ -162,8 +162,8 @@ class Engine:
             for parameter in self.parameters.values():
                 torch.autograd.graph.increment_version(parameter)
             return
-        if self.config.optimizer.clip:
-            self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.optimizer.clip)
+        if self.config.optimizer.max_grad_norm:
+            self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -34,7 +34,7 @@ def given_price(config: TrainConfig) -> float | None:
     return last if last and config.rate.target_retain_rate is not None else None
 
 
-def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
+def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     """Start a prepared engine's compressors from the leading training blocks or a calibration made before, or from an
     earlier run's, those of the first process on all.
 
@@ -44,12 +44,12 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
     config, model = engine.config, engine.model
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
-        start = functools.partial(dynakv.initialise_from_checkpoint, model, config.initial_checkpoint)
+        start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
     elif config.starts_from_gradients:
         moments, gradients = _moments(engine, stream, gradients=True)
         rate = config.rate
         start = functools.partial(
-            dynakv.initialise_from_gradients,
+            dynakv.initialize_from_gradients,
             model,
             moments,
             gradients,
@@ -59,7 +59,7 @@ def initialise(engine: Engine, stream: TrainingBlocks) -> float | None:
         )
     else:
         moments, _ = _moments(engine, stream, gradients=False)
-        start = functools.partial(dynakv.initialise_from_moments, model, moments)
+        start = functools.partial(dynakv.initialize_from_moments, model, moments)
     with engine.gathered(engine.compressor_parameters(), write=True):
         price = start()
         engine.share_compressors()

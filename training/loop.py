@@ -31,7 +31,7 @@ from training.data import Batch, TrainingBlocks
 from training.data_sources import heldout_blocks, training_stream
 from training.divergence_guard import GradientWatch, Watch
 from training.engine import Engine
-from training.initialization import DEFAULT_PRICE, given_price, initialise
+from training.initialization import DEFAULT_PRICE, given_price, initialize
 from training.inspection import SENTENCE, inspect, inspection_due
 from training.nested_ranks import allocate_ranks
 from training.optimizer import build_optimizer, merged_state
@@ -46,7 +46,7 @@ from training.resumable_state import (
 )
 from training.schedule import learning_rate_factor
 from training.step import optimizer_step
-from training.threshold_calibration import settle_threshold
+from training.threshold_calibration import calibrate_threshold
 from training.throughput import model_flops
 from training.validation import measure
 
@@ -95,7 +95,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     lr_projection = _lr_projection(config, saved)
     _prepare(engine, model, lr_projection)
     gradients = GradientWatch(engine.parameters, engine.device)
-    watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.divergence, states)
+    watch = Watch(gradients.names, list(dynakv.compressors(engine.model)), config.max_loss_increase, states)
     if saved is None:
         run = _begin(engine, stream, price, lr_projection, watch)
     else:
@@ -106,7 +106,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     engine.wrapped.train()
     while run.step < steps:
         _schedule(engine, run.step)
-        taken = list(itertools.islice(batches, config.optimizer.accumulate))
+        taken = list(itertools.islice(batches, config.optimizer.gradient_accumulation_steps))
         _step(engine, run, taken, gradients, reporter)
         if inspection_due(run.step, steps, config.report.inspect_every):
             _inspect(engine, run.step, tokenizer, sentence, reporter)
@@ -178,7 +178,7 @@ def _lr_projection(config: TrainConfig, saved: tuple[Path, dict[str, Any]] | Non
 
 def _begin(engine: Engine, stream: TrainingBlocks, price: float | None, lr_projection: float, watch: Watch) -> RunState:
     """Start the compressors, at the price given or else the one their start estimates."""
-    estimate = initialise(engine, stream)
+    estimate = initialize(engine, stream)
     price = price if price is not None else estimate or DEFAULT_PRICE
     controller = _controller(engine.config, start=price)
     return RunState(step=0, lr_projection=lr_projection, cursor_S3=None, controller=controller, watch=watch)
@@ -190,7 +190,7 @@ def _resume(engine: Engine, state: Path, progress: dict[str, Any], lr_projection
     if progress["blocks_per_step"] != engine.blocks_per_step:
         raise UserError(
             f"--resume needs the same global batch: the run had {progress['blocks_per_step']} sequences a step, and "
-            f"`optimizer.batch_size` × `optimizer.accumulate` × processes is {engine.blocks_per_step}"
+            f"`optimizer.batch_size` × `optimizer.gradient_accumulation_steps` × processes is {engine.blocks_per_step}"
         )
     if step > settings.steps:
         raise UserError(
@@ -219,7 +219,7 @@ def _progress(engine: Engine, run: RunState) -> dict[str, Any]:
 def _controller(config: TrainConfig, **state: float | None) -> RateController:
     """Of α: a fresh one's `start`, or all that was saved of one that goes on."""
     rate = config.rate
-    if config.compressor.truncation == "nested":
+    if config.compressor.rank_policy == "nested":
         # Ranks are drawn, and allocated at the end: nothing that is learned has a price.
         return RateController(0.0, target=None, gain=0.0, ramp=0.0)
     return RateController(**state, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
@@ -271,7 +271,7 @@ def _step(engine: Engine, run: RunState, batches: list[Batch], gradients: Gradie
         "soft_rate": result.soft_rate,
         "hard_rate": result.hard_rate,
         "alpha": alpha,
-        **({} if result.divergence is None else {"divergence": result.divergence}),
+        **({} if result.kl is None else {"kl": result.kl}),
     }
     reporter.step(number, values, result.rates)
     run.step = number
@@ -298,14 +298,14 @@ def _check_projections(engine: Engine, run: RunState) -> None:
 def _schedule(engine: Engine, step: int) -> None:
     """Set this step's learning rates and random numbers and, for a straight-through run, its mask."""
     config, settings = engine.config, engine.config.optimizer
-    factor = learning_rate_factor(step, settings.steps, warmup=settings.warmup, final=settings.final_lr)
+    factor = learning_rate_factor(step, settings.steps, warmup=settings.warmup_ratio, final=settings.min_lr_ratio)
     for group in engine.optimizer.param_groups:
         group["lr"] = group["peak"] * factor
     # From the step alone, so that a resumed run draws what the uninterrupted one would have drawn.
     torch.manual_seed((config.seed * 1_000_003 + step) * engine.world + engine.accelerator.process_index)
     late = step >= config.straight_through_from * settings.steps
     for compressor in dynakv.token_compressors(engine.model):
-        compressor.train_on_hard_mask = late and config.compressor.gap == "straight_through"
+        compressor.train_on_hard_mask = late and config.compressor.mask == "straight_through"
 
 
 def _finish(
@@ -349,7 +349,7 @@ def _settle_and_measure(
     """Settle τ on the training text that comes next, then measure every held-out text."""
     summary = {"heldout": {}}
     target = config.rate.target_retain_rate
-    if target is not None and (config.rate.settle or config.compressor.truncation == "nested"):
+    if target is not None and (config.rate.calibrate_threshold or config.compressor.rank_policy == "nested"):
         summary["settled"] = _settle(model, config, following, target)
         reporter.note("settled", summary["settled"], config.optimizer.steps)
     for name, batches in heldout.items():
@@ -359,10 +359,10 @@ def _settle_and_measure(
 
 
 def _settle(model: PreTrainedModel, config: TrainConfig, following: TrainingBlocks, target: float) -> dict[str, float]:
-    batches = following.first(math.ceil(config.rate.settle_tokens / config.dataset.sequence_length))
-    if config.compressor.truncation == "nested":
+    batches = following.first(math.ceil(config.rate.calibrate_threshold_tokens / config.dataset.sequence_length))
+    if config.compressor.rank_policy == "nested":
         return {"hard_rate": allocate_ranks(model, batches, target)}
-    return settle_threshold(model, batches, target, floor=config.rate.layer_floor)
+    return calibrate_threshold(model, batches, target, floor=config.rate.layer_floor)
 
 
 def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ def draw_ranks(model: PreTrainedModel, seed: str) -> None:
     """Draw, for each layer's keys and values apart, what the next pass keeps: any multiple of the granularity.
 
     Args:
-        model: attached, with ``truncation: nested``.
+        model: attached, with ``rank_policy: nested``.
         seed: the same for all processes, another for every step, so that a resumed run draws what it would have.
     """
     generator = random.Random(seed)
@@ -38,7 +38,7 @@ def allocate_ranks(model: PreTrainedModel, batches: list[Batch], rate: float) ->
     this takes one.
 
     Args:
-        model: attached, with ``truncation: nested``.
+        model: attached, with ``rank_policy: nested``.
         batches: text of the training distribution, on which the energies of the trained coefficients are measured.
         rate: share of all coefficients to keep, in (0, 1].
     """

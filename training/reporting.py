@@ -82,7 +82,7 @@ class Reporter:
             "hard_rate_keys": hard_keys,
             "hard_rate_values": hard_values,
             "tokens_per_second": speed,
-            "flop_utilisation": speed * self.work.flops / self.work.peak_flops,
+            "flop_utilization": speed * self.work.flops / self.work.peak_flops,
             "peak_memory_bytes": peak_memory(self.work.device),
         }
         self.bar.set_postfix_str(

@@ -155,8 +155,8 @@ _MAY_DIFFER = {
     "rate.layer_floor",
     "rate.key_cost",
     "rate.ramp",
-    "rate.settle",
-    "rate.settle_tokens",
+    "rate.calibrate_threshold",
+    "rate.calibrate_threshold_tokens",
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynakv.objective import RetainRates, objective, retain_rates
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
-from training.distillation import summed_divergence, teacher_logits
+from training.distillation import summed_kl, teacher_logits
 from training.divergence_guard import GradientWatch, Watch
 from training.engine import Engine
 from training.nested_ranks import draw_ranks
@@ -24,7 +24,7 @@ class StepResult:
 
     Attributes:
         loss, cross_entropy, soft_rate, hard_rate: of the global batch.
-        divergence: KL(uncompressed ‖ compressed), None where nothing is distilled.
+        kl: KL(uncompressed ‖ compressed), None where nothing is distilled.
         rates: per layer.
     """
 
@@ -33,7 +33,7 @@ class StepResult:
     soft_rate: float
     hard_rate: float
     rates: RetainRates
-    divergence: float | None
+    kl: float | None
 
 
 def optimizer_step(
@@ -56,31 +56,29 @@ def optimizer_step(
     soft_L2 = hard_L2 = torch.zeros((), device=engine.device)
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
-        if engine.config.compressor.truncation == "nested":
+        if engine.config.compressor.rank_policy == "nested":
             draw_ranks(engine.model, f"{engine.config.seed} {number} {index}")
         with engine.one_pass(last=last):
             with engine.computing():
                 teacher = teacher_logits(engine.model, batch.inputs) if weights.distillation else None
                 logits = _logits(engine, batch, watch, number)
             cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
-            divergence = torch.zeros_like(cross_entropy)
+            kl = torch.zeros_like(cross_entropy)
             if teacher is not None:
-                divergence = share * summed_divergence(logits, teacher, batch.targets)
-            task = weights.cross_entropy * cross_entropy + weights.distillation * divergence
+                kl = share * summed_kl(logits, teacher, batch.targets)
+            task = weights.cross_entropy * cross_entropy + weights.distillation * kl
             rates = _global_rates(engine, retain_rates(engine.model))
             loss = objective(task, rates, alpha, floor=rate.layer_floor, key_cost=rate.key_cost)
             engine.backward(loss, last=last)
-        sums += torch.stack([loss, cross_entropy, divergence]).detach().float()
+        sums += torch.stack([loss, cross_entropy, kl]).detach().float()
         soft_L2, hard_L2 = soft_L2 + rates.soft_L2.detach().float(), hard_L2 + rates.hard_L2.float()
     passes = len(batches)
     squares_P = engine.accelerator.reduce(gradients.take(), reduction="sum")
-    loss, cross_entropy, divergence = engine.accelerator.reduce(sums / passes, reduction="mean").tolist()
+    loss, cross_entropy, kl = engine.accelerator.reduce(sums / passes, reduction="mean").tolist()
     watch.check(number, loss, cross_entropy, soft_L2, squares_P)
     engine.step()
     means = RetainRates(soft_L2=soft_L2 / passes, hard_L2=hard_L2 / passes)
-    return StepResult(
-        loss, cross_entropy, float(means.soft), means.hard, means, divergence if weights.distillation else None
-    )
+    return StepResult(loss, cross_entropy, float(means.soft), means.hard, means, kl if weights.distillation else None)
 
 
 def _logits(engine: Engine, batch: Batch, watch: Watch, number: int) -> Tensor:

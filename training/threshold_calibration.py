@@ -22,7 +22,7 @@ _FAR_OFF = 0.01
 
 
 @torch.no_grad()
-def settle_threshold(
+def calibrate_threshold(
     model: PreTrainedModel, batches: list[Batch], target: float, *, floor: float = 0.0
 ) -> dict[str, float]:
     """Set the τ of all compressors to the least one whose mean hard rate over the blocks is at most `target`.

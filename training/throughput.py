@@ -28,7 +28,7 @@ def model_flops(model: PreTrainedModel, length: int) -> float:
     config = model.config.get_text_config(decoder=True)
     products = sum(size_of(p)[0] * (6 if p.requires_grad else 4) for p in multiplied_weights(model))
     for side in dynakv.token_compressors(model) if dynakv.is_attached(model) else []:
-        if side.config.inverse != "decoupled":
+        if side.config.decoder != "decoupled":
             products += 6 * side.width**2  # V, which is no parameter of its own
     attention = 6 * length * config.num_attention_heads * geometry.head_dim * config.num_hidden_layers
     return float(products + attention)

@@ -36,7 +36,7 @@ class WeightedBasis:
 def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor) -> WeightedBasis:
     """The PCA of x W^½, with W the damped root of the gradients' moment, taken back to the states.
 
-    Of all bases of rank r its leading r columns minimise E[e W eᵀ] for the error e of rebuilt states. With the identity
+    Of all bases of rank r its leading r columns minimize E[e W eᵀ] for the error e of rebuilt states. With the identity
     as W it is the PCA.
 
     Args:

@@ -96,7 +96,7 @@ def _backend(graph: GraphModule, inputs: list[Tensor]) -> Callable:
 
 
 def _is_read_once(rows: Node, weight: Node) -> bool:
-    """Whether a product reads its weight for one row, on a CPU; one kept in another form, quantised, is multiplied its own
+    """Whether a product reads its weight for one row, on a CPU; one kept in another form, quantized, is multiplied its own
     way."""
     rows, weight = rows.meta["example_value"], weight.meta["example_value"]
     is_plain = weight.dtype in _SUMMED and not is_traceable_wrapper_subclass(weight)

@@ -1,6 +1,6 @@
 """Full checkpoints that stock ``AutoModelForCausalLM.from_pretrained`` loads, compressor included.
 
-transformers lets a package register a quantisation method: a named entry of `config.json` with hooks before and after
+transformers lets a package register a quantization method: a named entry of `config.json` with hooks before and after
 weight loading. That is just what a compressed model needs, so a method of this project registers itself as one. The
 model class and `model_type` stay the stock ones, and without the package the same files load uncompressed, with a
 warning.
@@ -48,7 +48,7 @@ def register_method(
             before_loading(model, self.quantization_config.settings)
 
         def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-            # The weights are ordinary floating-point ones: nothing about the model is quantised from here on, and
+            # The weights are ordinary floating-point ones: nothing about the model is quantized from here on, and
             # leaving the flags would forbid casting and training it.
             del model.hf_quantizer, model.quantization_method
             model.is_quantized = False
@@ -68,7 +68,7 @@ def register_method(
 
 
 def declare(model: PreTrainedModel, method: str, settings: dict[str, Any]) -> None:
-    """From now on the model's own `save_pretrained` writes full checkpoints of `method`; a quantised model's stays as it is,
+    """From now on the model's own `save_pretrained` writes full checkpoints of `method`; a quantized model's stays as it is,
     since a checkpoint can name only one method."""
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is None or _method_of(occupied) == method:
@@ -80,8 +80,8 @@ def is_declared(model: PreTrainedModel, method: str) -> bool:
     return _method_of(getattr(model.config, "quantization_config", None)) == method
 
 
-def _method_of(quantisation: Any) -> str | None:
-    return getattr(quantisation, "quant_method", None)
+def _method_of(quantization: Any) -> str | None:
+    return getattr(quantization, "quant_method", None)
 
 
 def save_full(
@@ -95,13 +95,13 @@ def save_full(
     model's own tensors.
 
     Raises:
-        UserError: the base model is quantised, or `directory` holds anything but an earlier checkpoint of this method.
+        UserError: the base model is quantized, or `directory` holds anything but an earlier checkpoint of this method.
     """
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is not None and _method_of(occupied) != method:
         raise UserError(
-            "the base model is quantised, and a checkpoint can name only one method; save the compressor alone and "
-            "attach it to the quantised model instead"
+            "the base model is quantized, and a checkpoint can name only one method; save the compressor alone and "
+            "attach it to the quantized model instead"
         )
     _check_replaceable(Path(directory), method)
     with new_directory(directory, CONFIG_NAME) as partial:
@@ -124,8 +124,8 @@ def _check_replaceable(directory: Path, method: str) -> None:
         found = json.loads(config.read_text(encoding="utf-8"))
     except ValueError:
         found = None
-    quantised = found.get("quantization_config") if isinstance(found, dict) else None
-    if not isinstance(quantised, dict) or quantised.get("quant_method") != method:
+    quantized = found.get("quantization_config") if isinstance(found, dict) else None
+    if not isinstance(quantized, dict) or quantized.get("quant_method") != method:
         raise UserError(
             f"`{directory}` holds something else than a full {method} checkpoint, which would be lost; choose another name"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
-from lowrank_kv.stores.quantization import SCALE_DTYPE, Quantisation
+from lowrank_kv.stores.quantization import SCALE_DTYPE, Quantization
 
 # Rows are turned back into numbers so many at a time: a tile stays within the cores' caches, and the whole is never there.
 TILE_ROWS = 2048
@@ -22,8 +22,8 @@ class Coefficients:
 
     Args:
         shape: (…, R), the leading dims and the number of coefficients.
-        dtype: of what is read, and of what is held unless quantised.
-        quantisation: how rows are held as integers; None to hold them as they are.
+        dtype: of what is read, and of what is held unless quantized.
+        quantization: how rows are held as integers; None to hold them as they are.
 
     Attributes:
         memo: whatever a reader has worked out about the rows; forgotten when they change.
@@ -35,19 +35,19 @@ class Coefficients:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        quantisation: Quantisation | None = None,
+        quantization: Quantization | None = None,
     ):
         *lead, self.rank = shape
-        self.dtype, self.quantisation = dtype, quantisation
+        self.dtype, self.quantization = dtype, quantization
         self.memo: Any = None
 
         def empty(width: int, kind: torch.dtype) -> GrowingTensor:
             return GrowingTensor(torch.empty(*lead, 0, width, dtype=kind, device=device), dim=len(lead))
 
         self._values = (
-            empty(quantisation.row_bytes(self.rank), torch.uint8) if quantisation else empty(self.rank, dtype)
+            empty(quantization.row_bytes(self.rank), torch.uint8) if quantization else empty(self.rank, dtype)
         )
-        self._scales = empty(2 * quantisation.groups(self.rank), SCALE_DTYPE) if quantisation else None
+        self._scales = empty(2 * quantization.groups(self.rank), SCALE_DTYPE) if quantization else None
 
     @classmethod
     def of(cls, rows_NR: Tensor) -> "Coefficients":
@@ -71,10 +71,10 @@ class Coefficients:
         """Rows `start` to `end`, (…, N, R); a view where they are held as they are."""
         count = (self.length if end is None else end) - start
         value_NY = self._values.buffer.narrow(self._values.dim, start, count)
-        if self.quantisation is None:
+        if self.quantization is None:
             return value_NY
         scale_NS = self._scales.buffer.narrow(self._scales.dim, start, count)
-        return self.quantisation.decode(value_NY, scale_NS, self.rank, self.dtype)
+        return self.quantization.decode(value_NY, scale_NS, self.rank, self.dtype)
 
     def buffers(self) -> tuple[Tensor, Tensor | None]:
         """What is held of rows and, where they are integers, of their scales, room to grow included, contiguous: for
@@ -84,7 +84,7 @@ class Coefficients:
     def tiles(self, start: int = 0, end: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The rows from `start` to `end`, or all, a tile at a time where they must be turned back into numbers."""
         end = self.length if end is None else end
-        size = end if self.quantisation is None else TILE_ROWS
+        size = end if self.quantization is None else TILE_ROWS
         for first in range(start, end, max(size, 1)):
             last = min(first + size, end)
             yield slice(first, last), self.rows(first, last)
@@ -98,7 +98,7 @@ class Coefficients:
 
     def weighted_sum(self, weight_MN: Tensor) -> Tensor:
         """Σ_n w_n c_n for weights (…, M, N), (…, M, R)."""
-        if self.quantisation is None:
+        if self.quantization is None:
             return weight_MN @ self.rows()
         total_MR = weight_MN.new_zeros(*weight_MN.shape[:-1], self.rank)
         for places, tile_NR in self.tiles():
@@ -110,10 +110,10 @@ class Coefficients:
     def append(self, rows_NR: Tensor, *, exact: bool = False) -> None:
         """Add rows (…, N, R) at the end; with `exact` without room to grow."""
         self.memo = None
-        if self.quantisation is None:
+        if self.quantization is None:
             self._values.append(rows_NR, exact=exact)
         elif rows_NR.numel():
-            codes, scales = self.quantisation.encode(rows_NR)
+            codes, scales = self.quantization.encode(rows_NR)
             self._values.append(codes, exact=exact)
             self._scales.append(scales, exact=exact)
         else:  # no rows, or rows of no coefficients: there is nothing to round

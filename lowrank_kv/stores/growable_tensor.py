@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 # A full tensor grows by this share of its length, a long one by less, so that there is little room in all where there are
-# many rows: appends stay amortised O(1) and slack stays bounded.
+# many rows: appends stay amortized O(1) and slack stays bounded.
 GROWTH = 1 / 8
 _LONG_GROWTH, _LONG_ROWS = 1 / 64, 32
 

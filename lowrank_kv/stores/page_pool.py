@@ -9,7 +9,7 @@ Shapes: P pages, N tokens of a page, g coefficients of a granule, Y bytes of a g
 import torch
 from torch import Tensor
 
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
@@ -29,10 +29,10 @@ class PagePool:
         granule: g, a power of two, at least 16 (32 where codes have 4 bits).
         dtype: of the coefficients, and of what is read where they are held as integers.
         device: where the pages live.
-        quantisation: how coefficients are held as integers, with one scale for each token; None to hold them in `dtype`.
+        quantization: how coefficients are held as integers, with one scale for each token; None to hold them in `dtype`.
 
     Raises:
-        UserError: a size is not as said above, or the quantisation has groups.
+        UserError: a size is not as said above, or the quantization has groups.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class PagePool:
         granule: int = 64,
         dtype: torch.dtype,
         device: torch.device,
-        quantisation: Quantisation | None = None,
+        quantization: Quantization | None = None,
     ):
-        least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
+        least = 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
         require(pages >= 1, "pages", pages, "at least 1")
         require(_is_power(tokens) and tokens >= MIN_TOKENS, "tokens", tokens, f"a power of two from {MIN_TOKENS} on")
         require(_is_power(granule) and granule >= least, "granule", granule, f"a power of two from {least} on")
         require(
-            quantisation is None or quantisation.group is None,
-            "storage_group",
-            quantisation and quantisation.group,
+            quantization is None or quantization.group is None,
+            "group_size",
+            quantization and quantization.group,
             "none where coefficients lie in pages: all of a token's share one scale",
         )
-        self.tokens, self.granule, self.dtype, self.quantisation = tokens, granule, dtype, quantisation
-        row = (granule, dtype) if quantisation is None else (quantisation.row_bytes(granule), torch.uint8)
+        self.tokens, self.granule, self.dtype, self.quantization = tokens, granule, dtype, quantization
+        row = (granule, dtype) if quantization is None else (quantization.row_bytes(granule), torch.uint8)
         self.page_PNY = torch.zeros(pages, tokens, row[0], dtype=row[1], device=device)
         self.free_P = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device)
         self.free_count = torch.full((1,), pages, dtype=torch.int32, device=device)
@@ -107,13 +107,13 @@ class PagePool:
     def pack(self, code_XR: Tensor) -> Tensor:
         """Coefficients or codes (…, R), R whole granules, as they lie in pages, (…, R / g, Y)."""
         granule_XKG = code_XR.unflatten(-1, (-1, self.granule))
-        return granule_XKG if self.quantisation is None else self.quantisation.packed(granule_XKG)
+        return granule_XKG if self.quantization is None else self.quantization.packed(granule_XKG)
 
     def unpack(self, raw_XKY: Tensor, scale_X2: Tensor | None) -> Tensor:
         """What :meth:`pack` took, as numbers in the pool's dtype, (…, R)."""
-        if self.quantisation is None:
+        if self.quantization is None:
             return raw_XKY.flatten(-2)
-        code_XR = self.quantisation.unpacked(raw_XKY, self.granule).flatten(-2)
+        code_XR = self.quantization.unpacked(raw_XKY, self.granule).flatten(-2)
         return (code_XR.float() * scale_X2[..., :1].float() + scale_X2[..., 1:].float()).to(self.dtype)
 
 

@@ -64,7 +64,7 @@ class PagedStore:
         self.tile_granules_BS, self.tile_rows_BS = table(slots), table(slots)
         self.tile_position_BSN = table(slots, pool.tokens)
         self.tile_scale_BSN2 = None
-        if pool.quantisation is not None:
+        if pool.quantization is not None:
             self.tile_scale_BSN2 = torch.zeros(batch, slots, pool.tokens, 2, dtype=SCALE_DTYPE, device=pool.device)
         self.open_BK = table(self.granules + 1, fill=NO_TILE)
         self._longest = 0  # rows of the longest sequence, which the host can count by itself
@@ -195,7 +195,7 @@ class PagedStore:
         """Rows as they lie in pages, (B, T, K, Y), and their scales, (B, T, 2) or None."""
         column_C = torch.arange(self.width, device=coef_BTC.device)
         kept_BTC = column_C < self.pool.granule * granules_BT[..., None]
-        if self.pool.quantisation is None:
+        if self.pool.quantization is None:
             return self.pool.pack(torch.where(kept_BTC, coef_BTC, 0).to(self.pool.dtype)), None
         # A row's range is that of the coefficients it keeps, so that rows are rounded a rank at a time.
         code_BTC = torch.zeros(coef_BTC.shape, dtype=torch.uint8, device=coef_BTC.device)
@@ -203,7 +203,7 @@ class PagedStore:
         for granules in range(1, self.granules + 1):
             row, rank = torch.nonzero(granules_BT == granules, as_tuple=True), granules * self.pool.granule
             if len(row[0]):
-                code_XR, scale_BT2[row] = self.pool.quantisation.levels(coef_BTC[row][:, :rank])
+                code_XR, scale_BT2[row] = self.pool.quantization.levels(coef_BTC[row][:, :rank])
                 code_BTC[row] = torch.nn.functional.pad(code_XR, (0, self.width - rank))
         return self.pool.pack(code_BTC), scale_BT2
 

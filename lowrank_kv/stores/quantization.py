@@ -11,20 +11,20 @@ from torch import Tensor
 from lowrank_kv.utils.config import require
 
 # How coefficients are held: in the model's dtype, or as integers of so many bits.
-STORAGES = {"model": None, "int8": 8, "int4": 4}
-STORAGE_HELP = "how coefficients are held: in the model's dtype, or as integers with a scale for each token"
-GROUP_HELP = "coefficients that share a scale; all of a token where none is given"
+CACHE_DTYPES = {"model": None, "int8": 8, "int4": 4}
+CACHE_DTYPE_HELP = "how coefficients are held: in the model's dtype, or as integers with a scale for each token"
+GROUP_SIZE_HELP = "coefficients that share a scale; all of a token where none is given"
 
 # Scales and offsets are bf16: no coefficient is out of its range, and rounding is taken up before codes are chosen.
 SCALE_DTYPE = torch.bfloat16
 _ROUNDING = 2.0**-8
-# Before quantising, coefficients are divided by this power of their calibrated root mean square. 0 would drown the small
+# Before quantizing, coefficients are divided by this power of their calibrated root mean square. 0 would drown the small
 # ones in the steps of the large ones; 1 would spend as many steps on coefficients that hardly matter.
 COMPANDING = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantisation:
+class Quantization:
     """How rows are turned into integers.
 
     Attributes:
@@ -36,9 +36,7 @@ class Quantisation:
     group: int | None = None
 
     def __post_init__(self):
-        require(
-            self.group is None or self.group >= 2, "storage_group", self.group, "at least 2, or none for whole rows"
-        )
+        require(self.group is None or self.group >= 2, "group_size", self.group, "at least 2, or none for whole rows")
 
     def groups(self, rank: int) -> int:
         """K, how many scales a row of `rank` coefficients has."""
@@ -108,14 +106,14 @@ class Quantisation:
         return torch.cat([code_NY & 15, code_NY >> 4], dim=-1)[..., :rank]
 
 
-def quantisation_of(storage: str, group: int | None) -> Quantisation | None:
-    """The quantisation a configuration's `storage` and `storage_group` ask for."""
-    bits = STORAGES[storage]
-    require(bits is not None or group is None, "storage_group", group, "none where coefficients are held as they are")
-    return None if bits is None else Quantisation(bits=bits, group=group)
+def quantization_of(cache_dtype: str, group: int | None) -> Quantization | None:
+    """The quantization a configuration's `cache_dtype` and `group_size` ask for."""
+    bits = CACHE_DTYPES[cache_dtype]
+    require(bits is not None or group is None, "group_size", group, "none where coefficients are held as they are")
+    return None if bits is None else Quantization(bits=bits, group=group)
 
 
 def companding(energy_R: Tensor) -> Tensor:
-    """What to divide coefficients by before they are quantised, from their calibrated energies, same shape, fp32."""
+    """What to divide coefficients by before they are quantized, from their calibrated energies, same shape, fp32."""
     floor = energy_R.amax(dim=-1, keepdim=True) * 1e-6
     return energy_R.float().clamp(min=floor).clamp(min=torch.finfo(torch.float32).tiny) ** (COMPANDING / 2)

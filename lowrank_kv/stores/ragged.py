@@ -13,7 +13,7 @@ from torch import Tensor
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 
 _INT16_MAX = torch.iinfo(torch.int16).max
 # A long prompt's buckets have room for one row more in so many: the first tokens after it would else move one bucket each.
@@ -82,7 +82,7 @@ class RaggedStore:
         width: C, the most coefficients a row can have.
         dtype: of the coefficients.
         device: where they live.
-        quantisation: how they are held as integers; None to hold them in `dtype`.
+        quantization: how they are held as integers; None to hold them in `dtype`.
 
     Attributes:
         length: T.
@@ -91,9 +91,9 @@ class RaggedStore:
     """
 
     def __init__(
-        self, width: int, *, dtype: torch.dtype, device: torch.device, quantisation: Quantisation | None = None
+        self, width: int, *, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
     ):
-        self.width, self.dtype, self.device, self.quantisation = width, dtype, device, quantisation
+        self.width, self.dtype, self.device, self.quantization = width, dtype, device, quantization
         self.index_dtype = torch.int16
         self.length = 0
         self.memo: Reader | None = None
@@ -190,7 +190,7 @@ class RaggedStore:
 
     def clone(self) -> "RaggedStore":
         """An independent copy without room to grow."""
-        copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantisation=self.quantisation)
+        copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantization=self.quantization)
         self._settle()
         copy.index_dtype, copy.length, copy._counted = self.index_dtype, self.length, self.length
         for rank, bucket in self._buckets.items():
@@ -210,7 +210,7 @@ class RaggedStore:
 
     def _bucket(self, rank: int) -> Bucket:
         if rank not in self._buckets:
-            coef = Coefficients((rank,), dtype=self.dtype, device=self.device, quantisation=self.quantisation)
+            coef = Coefficients((rank,), dtype=self.dtype, device=self.device, quantization=self.quantization)
             position_N = torch.empty(0, dtype=self.index_dtype, device=self.device)
             self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
         return self._buckets[rank]

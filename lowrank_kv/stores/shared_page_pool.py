@@ -8,7 +8,7 @@ from torch import Tensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, POSITIONS
 from lowrank_kv.stores.page_pool import MIN_GRANULE, PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
@@ -25,7 +25,7 @@ class PagedMemory:
         stores: how many stores will share the pages: keys and values of every layer.
         granularity: of the ranks.
         width: C, of every store.
-        quantisation: how coefficients are held as integers; None to hold them in the model's dtype.
+        quantization: how coefficients are held as integers; None to hold them in the model's dtype.
 
     Raises:
         UserError: a size out of range, or ranks that are not whole granules of 16 coefficients (32 in 4 bits).
@@ -39,18 +39,18 @@ class PagedMemory:
         stores: int,
         granularity: int,
         width: int,
-        quantisation: Quantisation | None,
+        quantization: Quantization | None,
     ):
         require(max_length >= 1, "max_length", max_length, "at least 1 token")
         require(
-            quantisation is None or quantisation.group is None,
-            "storage_group",
-            quantisation and quantisation.group,
+            quantization is None or quantization.group is None,
+            "group_size",
+            quantization and quantization.group,
             "null for a paged cache: all coefficients of a token share one scale",
         )
         require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
-        self.max_length, self.rate, self.stores, self.quantisation = max_length, rate, stores, quantisation
-        least = 2 * MIN_GRANULE if quantisation and quantisation.bits == 4 else MIN_GRANULE
+        self.max_length, self.rate, self.stores, self.quantization = max_length, rate, stores, quantization
+        least = 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
         granule = _MAX_GRANULE
         while granule >= least and (granularity % granule or width % granule):
             granule //= 2
@@ -79,7 +79,7 @@ class PagedMemory:
                 granule=self.granule,
                 dtype=dtype,
                 device=device,
-                quantisation=self.quantisation,
+                quantization=self.quantization,
             )
         return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
 

@@ -27,14 +27,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(5):
-        _synchronise(device)
+        _synchronize(device)
         start = time.perf_counter()
         a @ b
-        _synchronise(device)
+        _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

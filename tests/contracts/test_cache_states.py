@@ -19,7 +19,7 @@ from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 VOCABULARY, MAX_TOKENS, MAX_BATCH = 97, 150, 6
-EVICTION = Eviction(keep=0.5, window=4, pool=1)
+EVICTION = Eviction(keep_ratio=0.5, window_size=4, kernel_size=1)
 EXAMPLES, STEPS = 80, 50
 
 
@@ -33,7 +33,7 @@ def dynakv_maker(model):
 
 def online_maker(model):
     config = OjaKVConfig.preset(
-        "ojakv-joint", rate=1.0, sinks=2, recent=3, update_period=4, eviction=vars(EVICTION) | {}
+        "ojakv-joint", rate=1.0, num_sink_tokens=2, recent_window=3, update_period=4, eviction=vars(EVICTION) | {}
     )
     plan = make_plan(calibration_of(model), config)
     return lambda: OjaKVCache(model, plan)

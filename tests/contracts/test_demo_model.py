@@ -56,7 +56,7 @@ def compressed(demo_dir, tokens):
     model = load_model(str(demo_dir))
     moments = calibrate(model, tokens[:, :512], progress=False)
     dynakv.add_compressors(model, dynakv.DynaKVConfig())
-    dynakv.initialise_from_moments(model, moments)
+    dynakv.initialize_from_moments(model, moments)
     for layer in dynakv.compressors(model).values():
         for compressor in (layer.key, layer.value):
             gate = compressor.gate

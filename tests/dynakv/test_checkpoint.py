@@ -38,10 +38,10 @@ def test_compressor_round_trip(trained, ids, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("inverse", ["exact", "orthogonal"])
-def test_full_checkpoint_loads_with_stock_from_pretrained(ids, tmp_path, inverse):
+@pytest.mark.parametrize("decoder", ["exact", "orthogonal"])
+def test_full_checkpoint_loads_with_stock_from_pretrained(ids, tmp_path, decoder):
     trained = tiny_model()
-    dynakv_model(trained, 0.4, inverse=inverse)
+    dynakv_model(trained, 0.4, decoder=decoder)
     dynakv.save_full(trained, tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
     assert type(loaded) is type(trained)
@@ -207,15 +207,18 @@ def test_settings_of_serving_may_differ_from_training(tmp_path):
     dynakv.save_compressor(model, tmp_path / "checkpoint")
     ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(5))
     rates = {}
-    for storage in ("model", "int8"):
-        served = dynakv.attach(tiny_model(), tmp_path / "checkpoint", storage=storage)
+    for cache_dtype in ("model", "int8"):
+        served = dynakv.attach(tiny_model(), tmp_path / "checkpoint", cache_dtype=cache_dtype)
         with torch.no_grad():
-            rates[storage] = served(ids, use_cache=True).past_key_values.rate
+            rates[cache_dtype] = served(ids, use_cache=True).past_key_values.rate
     assert rates["int8"] < 0.6 * rates["model"]
-    dynakv.configure(served, storage="model")
+    dynakv.configure(served, cache_dtype="model")
     with torch.no_grad():
         assert served(ids, use_cache=True).past_key_values.rate == rates["model"]
-    for overrides, message in (({"inverse": "orthogonal"}, "inverse"), ({"storge": "int8"}, "did you mean `storage`")):
+    for overrides, message in (
+        ({"decoder": "orthogonal"}, "decoder"),
+        ({"storge": "int8"}, "did you mean `cache_dtype`"),
+    ):
         fresh = tiny_model()
         with pytest.raises(UserError, match=message):
             dynakv.attach(fresh, tmp_path / "checkpoint", **overrides)
@@ -262,14 +265,14 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_was(trained, ids,
     ("trained", "overrides", "message"),
     [
         ({}, {"gate_decay": 9.0}, "`gate_decay` cannot be overridden with 9.0: it is how the gate starts training"),
-        ({}, {"gap": "straight_through"}, "`gap` cannot be overridden with 'straight_through'.* serves as 'hard'"),
+        ({}, {"mask": "straight_through"}, "`mask` cannot be overridden with 'straight_through'.* serves as 'hard'"),
         (
-            {"truncation": "nested"},
+            {"rank_policy": "nested"},
             {"threshold": 0.9},
-            "`threshold` cannot be overridden with 0.9: with `truncation: nested`",
+            "`threshold` cannot be overridden with 0.9: with `rank_policy: nested`",
         ),
-        ({"truncation": "nested"}, {"granularity": 16}, "`granularity` cannot be overridden with 16: with"),
-        ({"truncation": "nested"}, {"gap": "soft_prefix"}, "`gap` cannot be overridden with 'soft_prefix': with"),
+        ({"rank_policy": "nested"}, {"granularity": 16}, "`granularity` cannot be overridden with 16: with"),
+        ({"rank_policy": "nested"}, {"mask": "soft_prefix"}, "`mask` cannot be overridden with 'soft_prefix': with"),
     ],
 )
 def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, overrides, message):

@@ -61,25 +61,25 @@ def test_ranks_round_to_the_nearest_multiple_and_never_to_nothing(rank, rounded)
 
 def test_the_gate_starts_nearly_open():
     gate = Gate(192)
-    gate.initialise(torch.logspace(4, -4, 192), decay=dynakv.DynaKVConfig().gate_decay)
+    gate.initialize(torch.logspace(4, -4, 192), decay=dynakv.DynaKVConfig().gate_decay)
     rank = hard_rank(gate(torch.randn(1, 100, 192)), 0.1, 1)
     assert rank.float().mean() / 192 > 0.97
 
 
-@pytest.mark.parametrize("inverse", ["exact", "orthogonal"])
-def test_projection_inverts(inverse):
-    projection = Projection(32, inverse=inverse, name="layer 0 keys")
+@pytest.mark.parametrize("decoder", ["exact", "orthogonal"])
+def test_projection_inverts(decoder):
+    projection = Projection(32, decoder=decoder, name="layer 0 keys")
     start = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
-    projection.initialise(start, start.T)
+    projection.initialize(start, start.T)
     projection.weight.data += 0.02 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
     for basis, decoder in (projection.matrices(), projection.fixed_matrices(torch.float32, torch.device("cpu"))):
         torch.testing.assert_close(basis @ decoder, torch.eye(32), atol=1e-5, rtol=0)
-    if inverse == "orthogonal":
+    if decoder == "orthogonal":
         torch.testing.assert_close(basis.T @ basis, torch.eye(32), atol=1e-5, rtol=0)
 
 
 def test_fixed_matrices_follow_the_parameters():
-    projection = Projection(4, inverse="exact", name="layer 0 keys")
+    projection = Projection(4, decoder="exact", name="layer 0 keys")
     before = projection.fixed_matrices(torch.float32, torch.device("cpu"))[1]
     with torch.no_grad():
         projection.weight.mul_(2)
@@ -89,19 +89,19 @@ def test_fixed_matrices_follow_the_parameters():
 
 @pytest.mark.parametrize(("value", "what"), [(0.0, "condition number"), (float("nan"), "NaN")])
 def test_a_projection_that_cannot_be_inverted_names_the_layer(value, what):
-    projection = Projection(4, inverse="exact", name="layer 7 values")
+    projection = Projection(4, decoder="exact", name="layer 7 values")
     projection.weight.data[0] = value
     with pytest.raises(UserError, match=f"layer 7 values.*{what}"):
         projection.fixed_matrices(torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("gap", ["hard", "soft_prefix", "straight_through"])
-def test_gradients_reach_every_parameter(gap):
+@pytest.mark.parametrize("mask", ["hard", "soft_prefix", "straight_through"])
+def test_gradients_reach_every_parameter(mask):
     model = tiny_model()
-    dynakv_model(model, 0.4, gap=gap, granularity=4)
+    dynakv_model(model, 0.4, mask=mask, granularity=4)
     model.train()
     for layer in dynakv.compressors(model).values():
-        layer.key.train_on_hard_mask = layer.value.train_on_hard_mask = gap == "straight_through"
+        layer.key.train_on_hard_mask = layer.value.train_on_hard_mask = mask == "straight_through"
     ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
     loss = model(ids, labels=ids).loss
     objective(loss, retain_rates(model), 4.0).backward()
@@ -270,16 +270,16 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int8"])
 @pytest.mark.parametrize("rotary", [None, 16, 8])
 @torch.no_grad()
-def test_compiled_encoding_is_that_of_the_modules(rotary, storage, dtype):
+def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
     """A few tokens on a CPU take compiled code into the cache: from rotated keys and values, however they are laid out. In
     bf16 every step of it is rounded, or ranks would be others than those of a prompt."""
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
-    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4, storage=storage), 0).eval()
+    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4, cache_dtype=cache_dtype), 0).eval()
     for side in (layer.key, layer.value):
         side.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
@@ -367,24 +367,26 @@ def test_a_call_that_ends_before_its_tokens_are_counted_leaves_no_place_beyond_t
     assert all(int(store.order().max()) < store.length for store in stores)
 
 
-@pytest.mark.parametrize(("storage", "allowed"), [("model", 1e-4), ("int8", 0.1)])
+@pytest.mark.parametrize(("cache_dtype", "allowed"), [("model", 1e-4), ("int8", 0.1)])
 @torch.no_grad()
-def test_a_prompt_may_be_one_token(storage, allowed):
+def test_a_prompt_may_be_one_token(cache_dtype, allowed):
     model = tiny_model()
-    cache = dynakv_model(model, 1, storage=storage)()
+    cache = dynakv_model(model, 1, cache_dtype=cache_dtype)()
     ids = torch.randint(1, 97, (2, 5), generator=torch.Generator().manual_seed(0))
     found = torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], dim=1)
     torch.testing.assert_close(found, tiny_model()(ids).logits, atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize("storage", ["model", "int8", "int4"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int8", "int4"])
 @pytest.mark.parametrize("length", [2, 16])
 @torch.no_grad()
-def test_no_token_of_a_short_prompt_sees_the_next(length, storage):
+def test_no_token_of_a_short_prompt_sees_the_next(length, cache_dtype):
     model = tiny_model()
-    make_cache = dynakv_model(model, 1, storage=storage)
+    make_cache = dynakv_model(model, 1, cache_dtype=cache_dtype)
     ids = torch.randint(1, 97, (1, length), generator=torch.Generator().manual_seed(0))
     other = torch.cat([ids[:, :-1], ids[:, -1:] % 96 + 1], dim=1)
     found, changed = (model(prompt, past_key_values=make_cache()).logits[:, :-1] for prompt in (ids, other))
     torch.testing.assert_close(found, changed)
-    torch.testing.assert_close(found, tiny_model()(ids).logits[:, :-1], atol=1.0 if storage == "int4" else 0.1, rtol=0)
+    torch.testing.assert_close(
+        found, tiny_model()(ids).logits[:, :-1], atol=1.0 if cache_dtype == "int4" else 0.1, rtol=0
+    )

@@ -75,11 +75,11 @@ def test_states_without_gradients_need_none():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inverse", dynakv.INVERSES)
-def test_a_compressor_keeps_three_tensors_of_the_states_size(inverse, dtype):
+@pytest.mark.parametrize("decoder", dynakv.DECODERS)
+def test_a_compressor_keeps_three_tensors_of_the_states_size(decoder, dtype):
     # States, coefficients and the gate's logits; the rest is as large as the weights, whatever the number of tokens.
     model = tiny_model()
-    dynakv_model(model, 0.4, inverse=inverse)
+    dynakv_model(model, 0.4, decoder=decoder)
     side = dynakv.compressors(model)[0].key.train()
     tokens = 4096
     states = torch.randn(1, tokens, side.width, dtype=dtype, requires_grad=True)
@@ -114,7 +114,7 @@ def test_passes_share_an_inversion_until_the_projection_changes(monkeypatch):
     calls = []
     invert = torch.linalg.inv
     monkeypatch.setattr(torch.linalg, "inv", lambda matrix: calls.append(1) or invert(matrix))
-    projection = Projection(8, inverse="exact", name="layer 0 keys")
+    projection = Projection(8, decoder="exact", name="layer 0 keys")
     for _ in range(2):
         basis, decoder = projection.matrices()
         torch.testing.assert_close(basis @ decoder, torch.eye(8))
@@ -129,7 +129,7 @@ def test_the_shared_inverse_has_the_gradient_of_inversion():
     from dynakv.projection import Projection
 
     generator = torch.Generator().manual_seed(0)
-    projection = Projection(6, inverse="exact", name="layer 0 keys")
+    projection = Projection(6, decoder="exact", name="layer 0 keys")
     projection.weight.data += 0.1 * torch.randn(6, 6, generator=generator)
     weight = projection.weight.detach().clone().requires_grad_()
     target = torch.randn(6, 6, generator=generator)

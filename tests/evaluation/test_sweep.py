@@ -54,7 +54,7 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
 
 def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    target = ("--rate.target_retain_rate", "0.9", "--rate.settle", "false")
+    target = ("--rate.target_retain_rate", "0.9", "--rate.calibrate_threshold", "false")
     here("train_dynakv.py", "--config", four_steps, "--output", first, *target)
     learned_nothing = [f"--optimizer.lr_{name}=0" for name in ("projection", "gate", "gate_bias")]
     start = ("--initial_checkpoint", first / "checkpoint")
@@ -66,7 +66,7 @@ def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
     for argument, message in {
-        "--compressor.inverse=orthogonal": "`compressor.inverse` is 'orthogonal', and the checkpoint",
+        "--compressor.decoder=orthogonal": "`compressor.decoder` is 'orthogonal', and the checkpoint",
         "--calibration.bases=somewhere": "`initial_checkpoint` must be null where `calibration.bases` is given",
     }.items():
         refused = ("train_dynakv.py", "--config", four_steps, "--output", tmp_path / "third", *start, argument)
@@ -85,7 +85,7 @@ def test_a_sweep_says_when_its_recipe_has_no_model(tmp_path):
 
 def test_points_of_a_staged_sweep_train_on_from_each_other():
     texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
-    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.inverse", "decoupled"])]
+    recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.decoder", "decoupled"])]
     config = SweepConfig(
         train="x.yaml",
         targets=[0.5, 0.3],
@@ -119,7 +119,7 @@ def test_a_sweep_knows_which_recipes_start_from_gradients():
     plain = Variant(label="plain")
     weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
     unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
-    orthogonal = Variant(label="orthogonal", arguments=["--compressor.inverse", "orthogonal"])
+    orthogonal = Variant(label="orthogonal", arguments=["--compressor.decoder", "orthogonal"])
     # Where nothing is said, runs that have a target and can.
     assert starts(targets=[0.5])
     assert not starts(alphas=[4.0])
@@ -127,10 +127,10 @@ def test_a_sweep_knows_which_recipes_start_from_gradients():
     assert starts(targets=[0.5], variants=[unweighted, weighted])
     with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
         starts(alphas=[4.0], variants=[plain, weighted])
-    nested = Variant(label="nested", arguments=["--compressor.truncation", "nested"])
+    nested = Variant(label="nested", arguments=["--compressor.rank_policy", "nested"])
     with pytest.raises(UserError, match="`alphas` is .4.0., but nested draws nested ranks"):
         starts(alphas=[4.0], variants=[plain, nested])
-    assert not starts({"compressor": {"truncation": "nested"}}, targets=[0.5])
+    assert not starts({"compressor": {"rank_policy": "nested"}}, targets=[0.5])
     weighs = {"calibration": {"start": "gradient"}}
     assert starts(weighs, targets=[0.5])
     assert not starts(weighs, alphas=[4.0], variants=[unweighted])

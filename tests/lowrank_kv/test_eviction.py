@@ -13,14 +13,14 @@ PROMPT = 40
 
 
 def make_dynakv(model, rate, keep):
-    return dynakv_model(model, rate, eviction=Eviction(keep=keep, window=4, pool=1))
+    return dynakv_model(model, rate, eviction=Eviction(keep_ratio=keep, window_size=4, kernel_size=1))
 
 
 def make_preset(preset, **settings):
     def make(model, rate, keep):
-        eviction = {"keep": keep, "window": 4, "pool": 1}
+        eviction = {"keep_ratio": keep, "window_size": 4, "kernel_size": 1}
         config = OjaKVConfig.preset(
-            preset, rate=rate, eviction=eviction, sinks=2, recent=3, update_period=4, **settings
+            preset, rate=rate, eviction=eviction, num_sink_tokens=2, recent_window=3, update_period=4, **settings
         )
         plan = make_plan(calibration_of(model), config)
         return lambda: OjaKVCache(model, plan)
@@ -31,11 +31,11 @@ def make_preset(preset, **settings):
 MAKERS = {
     "dynakv": make_dynakv,
     "ojakv-joint": make_preset("ojakv-joint"),
-    "ojakv-joint-rebuilt": make_preset("ojakv-joint", attention="reconstruct"),
+    "ojakv-joint-rebuilt": make_preset("ojakv-joint", attention="reconstructed"),
     "ojakv-joint-values-alone": make_preset("ojakv-joint", compress="values"),
     "ojakv-pf": make_preset("ojakv-pf"),
     "per-head-before-rotation": make_preset("ojakv-joint", layout="per_head"),
-    "per-head-before-rotation-rebuilt": make_preset("ojakv-joint", layout="per_head", attention="reconstruct"),
+    "per-head-before-rotation-rebuilt": make_preset("ojakv-joint", layout="per_head", attention="reconstructed"),
 }
 METHODS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -66,7 +66,7 @@ def test_scores_are_the_windows_attention():
     query = torch.randn(6, 20, 8, generator=generator)
     key = torch.randn(2, 20, 8, generator=generator)
     present = torch.arange(20) >= 3
-    eviction = Eviction(keep=0.5, window=5, pool=3)
+    eviction = Eviction(keep_ratio=0.5, window_size=5, kernel_size=3)
     for parts in (1, 2):
         actual = eviction.scores(query, key, 0.3, present, parts=parts)
         expected = torch.zeros(2, 20, dtype=torch.double)
@@ -335,7 +335,7 @@ def test_the_bytes_are_those_of_the_product(ids):
     assert 0.25 <= rates[0.25] / rates[1.0] < 0.25 * 1.05 + 0.01
 
 
-@pytest.mark.parametrize("settings", [{"keep": 0.0}, {"keep": 1.5}, {"window": 0}, {"pool": 2}])
+@pytest.mark.parametrize("settings", [{"keep_ratio": 0.0}, {"keep_ratio": 1.5}, {"window_size": 0}, {"kernel_size": 2}])
 def test_wrong_settings_are_refused(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         OjaKVConfig.preset("ojakv-joint", eviction=settings)

@@ -21,13 +21,13 @@ from ojakv import OjaKVCache, OjaKVConfig, make_plan
 ONLINE = [method for method in METHODS if not method.name.startswith("dynakv")]
 # Beside the presets: a step at every token, and steps that wait for a trigger.
 SETTINGS = {
-    "every_token": {"update_period": 1, "recent": 0, "sinks": 0},
-    "every_token_recent": {"update_period": 1, "recent": 3},
-    "triggered": {"update": "triggered", "update_period": 2, "recent": 0, "trigger": 0.01},
-    "short_prompt": {"update_period": 12, "sinks": 8, "recent": 30, "keep": 0.4},
-    "min_length": {"update_period": 4, "sinks": 0, "recent": 0, "min_length": 38},
-    "whole_prompt": {"update_period": 4, "recent": 2, "keep_prompt_full_rank": True},
-    "fixed_recent": {"tracker": "fixed", "update_period": 1, "sinks": 0, "recent": 2},
+    "every_token": {"update_period": 1, "recent_window": 0, "num_sink_tokens": 0},
+    "every_token_recent": {"update_period": 1, "recent_window": 3},
+    "triggered": {"update": "triggered", "update_period": 2, "recent_window": 0, "trigger": 0.01},
+    "short_prompt": {"update_period": 12, "num_sink_tokens": 8, "recent_window": 30, "full_rank_ratio": 0.4},
+    "min_length": {"update_period": 4, "num_sink_tokens": 0, "recent_window": 0, "min_length": 38},
+    "whole_prompt": {"update_period": 4, "recent_window": 2, "keep_prompt_full_rank": True},
+    "fixed_recent": {"tracker": "fixed", "update_period": 1, "num_sink_tokens": 0, "recent_window": 2},
 }
 
 
@@ -167,7 +167,7 @@ def test_queries_kept_for_a_held_prompt_are_counted():
 def test_drafts_and_eviction_are_refused_together():
     model = tiny_model()
     ids = torch.randint(1, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
-    config = OjaKVConfig(eviction=Eviction(keep=0.5))
+    config = OjaKVConfig(eviction=Eviction(keep_ratio=0.5))
     cache = OjaKVCache(model, make_plan(calibration_of(model), config))
-    with pytest.raises(UserError, match=r"`eviction.keep` is 0.5.*or generate without drafts"):
+    with pytest.raises(UserError, match=r"`eviction.keep_ratio` is 0.5.*or generate without drafts"):
         model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)

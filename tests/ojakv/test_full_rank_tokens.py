@@ -8,7 +8,7 @@ from ojakv import OjaKVCache, OjaKVConfig
 
 
 def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
-    settings = {"sinks": 3, "recent": 5, "update_period": 4}
+    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4}
     cache = filled(model, calibration, ids[:, :40], 40, **settings)
     assert whole_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
     for tokens, first_waiting in ((44, 35), (45, 39), (48, 39), (49, 43)):
@@ -18,7 +18,7 @@ def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
 
 
 def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibration, ids):
-    settings = {"sinks": 3, "recent": 5, "update_period": 4}
+    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4}
     # With 12 tokens a period is full; it leaves when the next token comes, which is held.
     for tokens, whole in ((8, 8), (12, 12), (13, 9), (16, 12), (17, 9)):
         cache = filled(model, calibration, ids[:, :tokens], 6, **settings)
@@ -38,7 +38,7 @@ def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = spy
     try:
-        settings = {"sinks": 0, "recent": 0, "keep": 0.1, "observation_window": 8}
+        settings = {"num_sink_tokens": 0, "recent_window": 0, "full_rank_ratio": 0.1, "observation_window": 8}
         cache = filled(model, calibration, ids[:1, :60], 60, **PER_HEAD, **settings)
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = original
@@ -54,7 +54,7 @@ def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, 
 
 
 def test_neighbouring_scores_are_averaged_before_the_choice(model, calibration, ids):
-    settings = {"sinks": 0, "recent": 0, "keep": 0.1, **PER_HEAD}
+    settings = {"num_sink_tokens": 0, "recent_window": 0, "full_rank_ratio": 0.1, **PER_HEAD}
     single = filled(model, calibration, ids[:1, :60], 60, **settings)
     pooled = filled(model, calibration, ids[:1, :60], 60, score_pool=5, **settings)
     assert whole_positions(single) != whole_positions(pooled)
@@ -62,7 +62,7 @@ def test_neighbouring_scores_are_averaged_before_the_choice(model, calibration, 
 
 
 def test_every_token_is_stored_once(model, calibration, ids):
-    cache = filled(model, calibration, ids, 120, keep=0.1, update_period=8)
+    cache = filled(model, calibration, ids, 120, full_rank_ratio=0.1, update_period=8)
     for layer in cache.compressed_layers():
         for sequence in layer.sequences:
             low, whole = sequence.low_position().tolist(), sequence.full_position.rows.tolist()
@@ -85,7 +85,7 @@ def test_padding_is_not_stored(model, calibration, ids):
 
 def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
     for prompt in (50, 10):
-        cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent=20, update_period=10)
+        cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent_window=20, update_period=10)
         # 20 recent ones, and ten that have waited a full period but leave with the next token only.
         assert whole_positions(cache) == [*range(prompt), *range(120, 150)]
         assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 120))
@@ -99,7 +99,7 @@ def test_a_prompt_of_generate_stays_whole_in_whatever_chunks_it_comes(model, cal
     prompts[1, :26], mask[1, :26] = 0, 0
     if drafts:
         prompts, mask = prompts[:1], mask[:1]
-    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=4, update_period=4)
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent_window=4, update_period=4)
     cache = OjaKVCache.from_model(model, config, bases=calibration)
     model.generate(
         prompts,
@@ -124,7 +124,7 @@ def test_accepted_drafts_are_no_prompt(model, calibration, ids):
     """The first call of prompt lookup reads drafts with the prompt."""
     [text] = model.generate(ids[:1, :36], max_new_tokens=60, min_new_tokens=60, do_sample=False, pad_token_id=0)
     prompt = torch.cat([text[30:44], text[:36]])[None]  # what comes next stands in it
-    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent_window=0, update_period=4)
     cache = OjaKVCache.from_model(model, config, bases=calibration)
     with_drafts = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
     model.generate(
@@ -141,10 +141,10 @@ def test_accepted_drafts_are_no_prompt(model, calibration, ids):
     assert len(sequence.low_position())
 
 
-@pytest.mark.parametrize("settings", [{"keep_prompt_full_rank": True}, {"keep": 0.25}])
+@pytest.mark.parametrize("settings", [{"keep_prompt_full_rank": True}, {"full_rank_ratio": 0.25}])
 def test_turns_after_drafts_choose_by_their_own_queries(model, calibration, ids, settings):
     """A prompt that ended with its first token is still held when the next comes."""
-    config = OjaKVConfig(rate=0.5, recent=0, sinks=0, update_period=4, **settings)
+    config = OjaKVConfig(rate=0.5, recent_window=0, num_sink_tokens=0, update_period=4, **settings)
     cache = OjaKVCache.from_model(model, config, bases=calibration)
     common = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
     first = model.generate(ids[:1, :40], max_new_tokens=1, prompt_lookup_num_tokens=3, **common)
@@ -155,7 +155,7 @@ def test_turns_after_drafts_choose_by_their_own_queries(model, calibration, ids,
 
 
 def test_a_prompt_ends_where_it_was_cropped_and_single_tokens_go_on(model, calibration, ids):
-    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent_window=0, update_period=4)
     common = {"do_sample": False, "pad_token_id": 0}
     cropped, single = (OjaKVCache.from_model(model, config, bases=calibration) for _ in range(2))
     model.generate(ids[:1, :60], max_new_tokens=1, past_key_values=cropped, **common)
@@ -172,7 +172,7 @@ def test_a_prompt_ends_where_it_was_cropped_and_single_tokens_go_on(model, calib
 
 
 def test_drafts_of_one_turn_say_nothing_of_the_next(model, calibration, ids):
-    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent=0, update_period=4)
+    config = OjaKVConfig(rate=0.5, keep_prompt_full_rank=True, recent_window=0, update_period=4)
     cache = OjaKVCache.from_model(model, config, bases=calibration)
     common = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
     first = model.generate(ids[:1, :40], max_new_tokens=12, min_new_tokens=12, prompt_lookup_num_tokens=3, **common)
@@ -188,9 +188,9 @@ def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration
     calls = ids.split([50, 40, *[1] * 20, 40], dim=1)
     for settings, expected in (
         ({"keep_prompt_full_rank": True}, {*range(90), *range(110, 150)}),
-        ({"keep": 0.2, "sinks": 0, "recent": 0}, None),
+        ({"full_rank_ratio": 0.2, "num_sink_tokens": 0, "recent_window": 0}, None),
     ):
-        config = OjaKVConfig(**{"rate": 0.5, "update_period": 10, "recent": 0, **settings})
+        config = OjaKVConfig(**{"rate": 0.5, "update_period": 10, "recent_window": 0, **settings})
         cache = OjaKVCache.from_model(model, config, bases=calibration)
         whole = []
         for call in calls:
@@ -207,7 +207,7 @@ def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration
 
 
 def test_a_cache_cropped_to_nothing_starts_again(model, calibration, ids):
-    cache, fresh = (filled(model, calibration, ids, prompt, keep=0.1) for prompt in (100, 60))
+    cache, fresh = (filled(model, calibration, ids, prompt, full_rank_ratio=0.1) for prompt in (100, 60))
     cache.crop(-150)
     model(ids[:, :60], past_key_values=cache)
     for token in ids[:, 60:].split(1, dim=1):
@@ -237,7 +237,7 @@ def test_an_emptied_cache_holds_no_prompt_for_drafts(model, calibration, ids):
 
 
 def test_a_short_sequence_is_not_compressed(model, calibration, ids):
-    settings = {"min_length": 100, "sinks": 0, "recent": 0, "update_period": 10}
+    settings = {"min_length": 100, "num_sink_tokens": 0, "recent_window": 0, "update_period": 10}
     dense = model(ids[:, :99], use_cache=False).logits
     cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.1, **settings), bases=calibration)
     logits = [model(part, past_key_values=cache).logits for part in ids[:, :99].split([60, 20, 19], dim=1)]

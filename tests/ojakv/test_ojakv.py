@@ -11,12 +11,12 @@ from ojakv.byte_budget import planned_rate
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("storage", ["model", "int4"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int4"])
 @pytest.mark.parametrize(("compress", "whole"), [("keys", "value"), ("values", "key")])
 @pytest.mark.parametrize("places", [{}, PER_HEAD], ids=["joint", "per_head"])
-def test_one_side_alone(model, calibration, ids, compress, whole, places, storage):
+def test_one_side_alone(model, calibration, ids, compress, whole, places, cache_dtype):
     dense = filled(model, calibration, ids, 100, rate=1.0, **places)
-    cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, storage=storage, **places)
+    cache = filled(model, calibration, ids, 100, rate=0.3, compress=compress, cache_dtype=cache_dtype, **places)
     # In the first layer nothing upstream has been compressed, so what is stored whole is what the model computed.
     states = dict(zip(("key", "value"), cache.layers[0].sequences[0].dense(cache.layers[0]._rotation(0)), strict=True))
     expected = dict(
@@ -37,8 +37,8 @@ def test_the_two_attention_paths_agree(model, calibration, ids, places):
     mask = torch.ones(2, 150, dtype=torch.long)
     mask[0, :9] = 0
     logits = {}
-    for attention in ("low_rank", "reconstruct"):
-        config = OjaKVConfig(rate=0.4, keep=0.1, update_period=8, attention=attention, **places)
+    for attention in ("low_rank", "reconstructed"):
+        config = OjaKVConfig(rate=0.4, full_rank_ratio=0.1, update_period=8, attention=attention, **places)
         cache = OjaKVCache.from_model(model, config, bases=calibration)
         parts = [100, *[1] * 20, 12, 18]
         logits[attention], seen = [], 0
@@ -46,7 +46,7 @@ def test_the_two_attention_paths_agree(model, calibration, ids, places):
             seen += part.shape[1]
             logits[attention].append(model(part, attention_mask=mask[:, :seen], past_key_values=cache).logits)
     torch.testing.assert_close(
-        torch.cat(logits["low_rank"], dim=1), torch.cat(logits["reconstruct"], dim=1), atol=1e-4, rtol=0
+        torch.cat(logits["low_rank"], dim=1), torch.cat(logits["reconstructed"], dim=1), atol=1e-4, rtol=0
     )
 
 
@@ -132,10 +132,10 @@ def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, to
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "rule", [{"keep_prompt_full_rank": True}, {"min_length": 100, "keep": 0.2}, {"min_length": 200}]
+    "rule", [{"keep_prompt_full_rank": True}, {"min_length": 100, "full_rank_ratio": 0.2}, {"min_length": 200}]
 )
 def test_planned_bytes_of_a_whole_prompt_or_a_late_start(model, calibration, ids, rule):
-    settings = {**rule, "recent": 8, "update_period": 10}
+    settings = {**rule, "recent_window": 8, "update_period": 10}
     cache = filled(model, calibration, ids[:1], 50, **settings)
     plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
     assert cache.rate == pytest.approx(planned_rate(plan, prompt=50, tokens=150, itemsize=4), rel=0.005)

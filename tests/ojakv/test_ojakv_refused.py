@@ -16,13 +16,13 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_byte
     [
         ({"rate": 1.5}, r"`rate` must be in \(0, 1\]"),
         ({"layout": "joint", "query_key": True}, "`query_key` must be false with layout joint"),
-        ({"keep": -0.1}, r"`keep` must be in \[0, 1\]"),
-        ({"keep": 0.1, "compress": "values"}, "`keep` must be 0 with `compress: values`"),
+        ({"full_rank_ratio": -0.1}, r"`full_rank_ratio` must be in \[0, 1\]"),
+        ({"full_rank_ratio": 0.1, "compress": "values"}, "`full_rank_ratio` must be 0 with `compress: values`"),
         ({"update_period": 0}, "`update_period` must be at least 1"),
         ({"score_pool": 4}, "`score_pool` must be odd"),
         ({"lerning_rate": 0.1}, "did you mean `learning_rate`"),
         ({"tracker": "kalman"}, "`tracker` must be one of fixed, oja, frequent_directions"),
-        ({"memory": 0}, "`memory` must be at least 1, or null for all"),
+        ({"update_window": 0}, "`update_window` must be at least 1, or null for all"),
         ({"max_loss": 1.5}, r"`max_loss` must be in \[0, 1\]; .*; got 1.5"),
         ({"max_loss": -0.1}, r"`max_loss` must be in \[0, 1\]"),
     ],
@@ -37,7 +37,7 @@ def test_settings_out_of_range_are_named(settings, message):
     [
         ({"prefill": "exakt"}, "`prefill` must be one of exact, reconstructed; got 'exakt' in OjaKVConfig"),
         ({"compress": "key"}, "`compress` must be one of both, keys, values"),
-        ({"storage": "int3"}, "`storage` must be one of model, int8, int4"),
+        ({"cache_dtype": "int3"}, "`cache_dtype` must be one of model, int8, int4"),
         ({"rate": "half"}, "`rate` must be a number, got 'half'"),
         ({"update_period": 2.5}, "`update_period` must be of type int, got 2.5"),
         ({"eviction": 0.3}, "`eviction` must be a section with keys, got 0.3"),
@@ -50,8 +50,8 @@ def test_settings_made_by_hand_are_checked_like_those_of_a_file(settings, messag
 
 
 def test_settings_made_by_hand_take_what_a_file_would():
-    config = OjaKVConfig(rate=1, eviction={"keep": 0.3})
-    assert (type(config.rate), config.eviction.keep) == (float, 0.3)
+    config = OjaKVConfig(rate=1, eviction={"keep_ratio": 0.3})
+    assert (type(config.rate), config.eviction.keep_ratio) == (float, 0.3)
 
 
 def test_an_unknown_preset_is_named():
@@ -137,15 +137,15 @@ def test_a_learning_rate_that_breaks_the_basis_names_layer_and_rate(model, calib
 def test_integers_need_a_calibration_that_knows_every_direction(model):
     bases = Calibration.from_text(model, torch.randint(1, 97, (2, 31)), progress=False)
     make_plan(bases, OjaKVConfig())
-    make_plan(bases, OjaKVConfig(storage="int4", layout="per_head"))
+    make_plan(bases, OjaKVConfig(cache_dtype="int4", layout="per_head"))
     with pytest.raises(UserError, match="62 tokens, too few to know how 32 directions spread.*at least 64"):
-        make_plan(bases, OjaKVConfig(storage="int4"))
+        make_plan(bases, OjaKVConfig(cache_dtype="int4"))
 
 
 def test_no_rate_meets_impossible_bytes(calibration):
     settings = {"prompt": 50, "tokens": 50, "itemsize": 4}
     with pytest.raises(UserError, match="no rate brings this cache to 0.100 .* at 50 tokens"):
-        plan_for_bytes(calibration, dataclasses.replace(OjaKVConfig(), recent=30), 0.1, **settings)
+        plan_for_bytes(calibration, dataclasses.replace(OjaKVConfig(), recent_window=30), 0.1, **settings)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_heads_whose_states_are_all_zero_cost_nothing_and_break_nothing(ids, pre
     model.model.layers[2].self_attn.v_proj.weight[:16].zero_()  # one KV head of two
     bases = Calibration.from_text(model, torch.randint(1, 97, (4, 32)), progress=False)
     rate = 1.0 if ranks == "fraction" else 0.5
-    config = OjaKVConfig.preset(preset, ranks=ranks, rate=rate, energy=0.99, update_period=8, keep=0.0)
+    config = OjaKVConfig.preset(preset, ranks=ranks, rate=rate, energy=0.99, update_period=8, full_rank_ratio=0.0)
     cache = OjaKVCache.from_model(model, config, bases=bases)
     dense = model(ids, use_cache=False).logits
     logits = [model(part, past_key_values=cache).logits for part in ids.split([100, *[1] * 50], dim=1)]

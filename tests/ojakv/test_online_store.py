@@ -113,7 +113,7 @@ def test_oja_follows_a_subspace_that_turns(scale):
         ]
     )[None]
     sides = {
-        "oja": new_side(before[:, :6], memory=256),
+        "oja": new_side(before[:, :6], update_window=256),
         "all tokens count": new_side(before[:, :6]),
         "fixed": new_side(before[:, :6], tracker="fixed"),
     }
@@ -204,7 +204,9 @@ def filled_by(
     return side, true_drift(side, torch.cat(stored, dim=1))
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory": 256}, {"preconditioned": False, "decode_learning_rate": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"update_window": 256}, {"preconditioned": False, "decode_learning_rate": 0.1}]
+)
 def test_rows_drift_no_further_than_the_bound_says(settings):
     """Where a subspace turns slowly, updates that lose next to nothing each still carry the first rows away."""
     side, drift = filled_by(slowly_turning_stream(1.57, 3200), **settings)
@@ -241,26 +243,26 @@ def test_rows_that_are_gone_have_not_drifted():
 
 def test_drift_is_bounded_where_it_is_asked_to_be():
     rows = slowly_turning_stream(1.57, 3200)
-    free, far = filled_by(rows, memory=256)
-    side, drift = filled_by(rows, memory=256, max_drift=0.3)
+    free, far = filled_by(rows, update_window=256)
+    side, drift = filled_by(rows, update_window=256, max_drift=0.3)
     assert far > 0.6
     assert free.refused == 0 < side.refused
     assert 0.01 < drift <= side.drift() <= 0.3 * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_stored_rows_are_projected_on_the_new_basis(dtype, storage):
+def test_stored_rows_are_projected_on_the_new_basis(dtype, cache_dtype):
     """An update leaves of every stored row its projection: new coefficients are those of the rebuilt old ones."""
     rows = turning_stream(2, 96)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :5]
-    side = new_side(start, dtype, storage=storage, max_loss=1.0)
+    side = new_side(start, dtype, cache_dtype=cache_dtype, max_loss=1.0)
     side.store(side.projected(rows[:, :96]))
     old = held_rows(side)
     side.follow(rows[:, 96:], is_prompt=False)
     assert side.updates == 1
     basis = side.tracker.vectors_PWR
-    tolerance = 0.03 if storage == "int8" else 1e-5 if dtype == torch.float32 else 0.02
+    tolerance = 0.03 if cache_dtype == "int8" else 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(held_rows(side), old @ basis @ basis.mT, atol=tolerance, rtol=tolerance)
     assert float((held_rows(side) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
 

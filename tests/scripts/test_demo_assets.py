@@ -10,7 +10,7 @@ from lowrank_kv.utils.errors import UserError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 fetch = runpy.run_path(str(SCRIPTS / "fetch_demo_assets.py"))
-tokenise = runpy.run_path(str(SCRIPTS / "tokenize_as_wikitext.py"))
+tokenize = runpy.run_path(str(SCRIPTS / "tokenize_as_wikitext.py"))
 
 PAGE = "<page><title>{title}</title><ns>{namespace}</ns><revision><text>{text}</text></revision></page>"
 MARKUP = """'''Ranks''' are [[number|numbers]].&lt;ref name="a/b" /&gt;
@@ -57,13 +57,13 @@ def test_a_text_as_wikitext_has_it(tmp_path, capsys):
     document = "Well-kept caches\n\nHe said \"1,500 or 2.5\"; she didn't.\nHe said so, she didn't.\n"
     (tmp_path / "in.jsonl").write_text(json.dumps({"story": document}) + "\n")
     common = ["--name", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--text-field", "story"]
-    tokenise["main"]([*common, "--seen", "1"])
+    tokenize["main"]([*common, "--seen", "1"])
     [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert row["text"] == (
         " \n = = Well @-@ kept caches = = \n \n"
         " He said \" 1 @,@ 500 or 2 @.@ 5 \" ; she didn 't . \n He said so , she didn 't . \n"
     )
-    tokenise["main"]([*common, "--seen", "2"])
+    tokenize["main"]([*common, "--seen", "2"])
     [row] = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert row["text"].endswith(" He said <unk> <unk> she didn 't . \n")
     assert "1 documents, 32 words, 43.8% of them <unk>" in capsys.readouterr().out

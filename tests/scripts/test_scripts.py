@@ -26,7 +26,7 @@ def checkpoint(tiny_dir, tmp_path_factory):
     model = load_model(str(tiny_dir))
     moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
     dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-    dynakv.initialise_from_moments(model, moments)
+    dynakv.initialize_from_moments(model, moments)
     spread_gates(model)
     directory = tmp_path_factory.mktemp("trained") / "checkpoint"
     dynakv.save_compressor(model, directory)
@@ -136,7 +136,7 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
 def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
     command = ("scripts/generate.py", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
     sizes = []
-    for options in ((), ("--storage", "int8"), ("--storage", "int8", "--evict", 0.5)):
+    for options in ((), ("--cache-dtype", "int8"), ("--cache-dtype", "int8", "--evict", 0.5)):
         report = here(*command, "--max-new-tokens", 4, *options).splitlines()
         sizes.append(int(next(line.split()[1] for line in report if line.strip().startswith("total")).replace(",", "")))
     assert sizes[2] < 0.75 * sizes[1] < 0.75 * 0.6 * sizes[0]
@@ -160,7 +160,7 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
         (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
         (
             ("--prompt", "x", "--evict", "0"),
-            "`eviction.keep` must be in (0, 1]; 0.2 keeps a fifth of a prompt; got 0.0",
+            "`eviction.keep_ratio` must be in (0, 1]; 0.2 keeps a fifth of a prompt; got 0.0",
         ),
         (("--prompt", "x", "--chat"), "`--chat` needs a chat template"),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
@@ -229,7 +229,7 @@ def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
 
 
 def test_storages_and_peers_are_compared_at_their_own_bytes(here, compare_config, bases, tmp_path):
-    arguments = ("--presets", "ojakv-joint", "--storages", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
+    arguments = ("--presets", "ojakv-joint", "--cache_dtypes", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
     peers = (
         "--baselines",
         "quanto-int4,hqq-int4,snapkv",
@@ -250,8 +250,8 @@ def test_storages_and_peers_are_compared_at_their_own_bytes(here, compare_config
         rates.setdefault(row["method"], []).append(row["rate"])
     # fp32 numbers of 4 bytes become 1 and a half; scales and places are left.
     assert rates["dynakv int4"][0] < rates["dynakv int8"][0] < 0.5 * rates["dynakv"][0]
-    for storage in ("", " int8", " int4"):
-        assert rates["ojakv-joint" + storage][1] <= 0.8
+    for cache_dtype in ("", " int8", " int4"):
+        assert rates["ojakv-joint" + cache_dtype][1] <= 0.8
     # 4 bits and two scales a group, and up to 128 tokens in fp32.
     for peer in ("quanto-int4", "hqq-int4"):
         assert (4 + 1) / 32 < rates[peer][0] < (4 + 2) / 32 + 128 / 320
@@ -292,7 +292,7 @@ def test_lookup_is_measured(run, checkpoint, tmp_path):
         "--prompts",
         3,
     )
-    done = run(*command, "--storages", "model", "int8", "--evict", 1, 0.5, "--output", tmp_path / "lookup.json")
+    done = run(*command, "--cache-dtypes", "model", "int8", "--evict", 1, 0.5, "--output", tmp_path / "lookup.json")
     full, *rows = json.loads((tmp_path / "lookup.json").read_text())
     assert (full["method"], full["rate"], full["asked"]) == ("full", 1.0, 3)
     assert [(row["method"], row["keep"]) for row in rows] == [
@@ -307,7 +307,7 @@ def test_lookup_is_measured(run, checkpoint, tmp_path):
 
 def test_thresholds_of_nested_ranks_are_refused_before_anything_is_measured(mistake, tiny_dir, tmp_path):
     model = load_model(str(tiny_dir))
-    dynakv.add_compressors(model, dynakv.DynaKVConfig(truncation="nested"))
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(rank_policy="nested"))
     dynakv.save_compressor(model, tmp_path / "nested")
     command = (
         "scripts/measure_kv_retrieval.py",

@@ -19,7 +19,7 @@ AVERAGED = {
     "checkpoint_every": 2,
     "keep_checkpoints": 3,
     "average_checkpoints": 3,
-    "rate": {"target_retain_rate": 0.5, "settle_tokens": 128},
+    "rate": {"target_retain_rate": 0.5, "calibrate_threshold_tokens": 128},
 }
 
 

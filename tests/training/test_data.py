@@ -116,7 +116,7 @@ def test_a_document_in_a_packed_block_is_a_document_alone(name, backend):
     model.set_attn_implementation(backend)
     moments = calibration_moments(model)
     dynakv.add_compressors(model, DynaKVConfig(granularity=1))
-    dynakv.initialise_from_moments(model, moments)
+    dynakv.initialize_from_moments(model, moments)
     spread_gates(model)
     lengths = [7, 1, 12, 4]
     generator = torch.Generator().manual_seed(0)

@@ -22,8 +22,8 @@ def test_before_the_first_state_it_says_so(tmp_path):
         a_watch(tmp_path).check(1, 5.0, 4.0, rates, squares)
 
 
-def a_watch(path, divergence=3.0):
-    return Watch(NAMES, [0, 1, 2], divergence, path / "states")
+def a_watch(path, max_loss_increase=3.0):
+    return Watch(NAMES, [0, 1, 2], max_loss_increase, path / "states")
 
 
 def poison(monkeypatch, spoil):
@@ -103,7 +103,7 @@ def test_divergence_is_told_from_hard_text(tmp_path):
     assert "the run diverges" in str(caught.value)
     assert "layer 1 keys, projection.weight, which has the largest gradient" in str(caught.value)
     assert 65 < int(re.search(r"step (\d+):", str(caught.value)).group(1)) < 90
-    tolerant = a_watch(tmp_path, divergence=0.0)
+    tolerant = a_watch(tmp_path, max_loss_increase=0.0)
     for step in range(1, 100):
         tolerant.check(step, 5.0, float(step), rates, squares)
 

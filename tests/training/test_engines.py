@@ -206,6 +206,6 @@ def test_zero_2_goes_on_from_one_process(training_values, alone, tmp_path):
 def test_accumulated_passes_are_one_batch(training_values, alone, tmp_path):
     # Equal but for R², which is taken of each pass: α = 0 takes it out.
     for name, changes in {"whole": (4, 1), "parts": (1, 4)}.items():
-        optimizer = {"steps": 3, "batch_size": changes[0], "accumulate": changes[1]}
+        optimizer = {"steps": 3, "batch_size": changes[0], "gradient_accumulation_steps": changes[1]}
         train_here(training_values, tmp_path / name, rate={"alpha": 0.0}, optimizer=optimizer)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -24,7 +24,10 @@ from training.config import TrainConfig
 from training.initialization import DEFAULT_PRICE
 
 SIDES = ("key", "value")
-GRADIENT = {"calibration": {"start": "gradient"}, "rate": {"target_retain_rate": 0.5, "settle_tokens": 128}}
+GRADIENT = {
+    "calibration": {"start": "gradient"},
+    "rate": {"target_retain_rate": 0.5, "calibrate_threshold_tokens": 128},
+}
 
 
 def ids(count: int = 3, length: int = 21) -> torch.Tensor:
@@ -171,7 +174,7 @@ def test_gates_start_at_a_rank(width, threshold):
     energy = torch.logspace(0, -4, width)
     coef = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
     for rank in {1, 3, 8, width // 3, width // 2, width - 1, width}:
-        gate.initialise_at(energy, rank, threshold)
+        gate.initialize_at(energy, rank, threshold)
         kept = gate.keep(coef, threshold, granularity=1)
         assert int((kept - rank).abs().max()) <= 2
         # Little is attenuated: the soft rank is not far from the hard one.
@@ -186,8 +189,8 @@ def test_gates_start_at_a_rank(width, threshold):
         ({"rate": {"target_retain_rate": 0.3}, "optimizer": {"lr_projection": 2e-3}}, True, 2e-3),
         ({"rate": {"target_retain_rate": 0.3}, "calibration": {"start": "pca"}}, False, 3e-4),
         ({"rate": {"target_retain_rate": 0.3}, "initial_checkpoint": "run"}, False, 3e-4),
-        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"inverse": "orthogonal"}}, False, 3e-4),
-        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"truncation": "nested"}}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"decoder": "orthogonal"}}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"rank_policy": "nested"}}, False, 3e-4),
     ],
 )
 def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
@@ -197,7 +200,12 @@ def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
 
 def test_a_run_with_a_target_alone_starts_at_it(training_values, tmp_path):
     values = training_values | {"calibration": {"tokens": 256}}
-    train_here(values, tmp_path / "run", rate={"target_retain_rate": 0.5, "settle_tokens": 128}, optimizer={"steps": 1})
+    train_here(
+        values,
+        tmp_path / "run",
+        rate={"target_retain_rate": 0.5, "calibrate_threshold_tokens": 128},
+        optimizer={"steps": 1},
+    )
     [row] = rows(tmp_path / "run")
     assert row["hard_rate"] == pytest.approx(0.5, abs=0.05)  # nearly 1 from a PCA
 
@@ -247,8 +255,8 @@ def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
     ("changes", "message"),
     [
         ({"rate": {"target_retain_rate": None}}, "rate.target_retain_rate"),
-        ({"compressor": {"inverse": "orthogonal"}}, "compressor.inverse.*start: pca.*orthogonal"),
-        ({"compressor": {"truncation": "nested"}}, "compressor.truncation.*start: pca.*nested"),
+        ({"compressor": {"decoder": "orthogonal"}}, "compressor.decoder.*start: pca.*orthogonal"),
+        ({"compressor": {"rank_policy": "nested"}}, "compressor.rank_policy.*start: pca.*nested"),
     ],
 )
 def test_what_cannot_start_from_gradients(training_values, tmp_path, changes, message):
@@ -263,7 +271,7 @@ def test_attaching_spreads_ranks_by_the_estimated_loss():
     # As if the last layer's keys did not matter at all.
     gradients[2]["key"].sum_CC.mul_(1e-9)
     dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-    dynakv.initialise_from_gradients(model, moments, gradients, 0.5)
+    dynakv.initialize_from_gradients(model, moments, gradients, 0.5)
     dynakv.use_ragged_cache(model)
     assert model(input_ids=ids(), use_cache=True).past_key_values.rate == pytest.approx(0.5, abs=0.05)
     model(input_ids=ids(), use_cache=False)
@@ -285,7 +293,7 @@ def test_no_layer_begins_below_its_floor():
         """The price, the lowest rate of a layer's keys or values, and the mean of all."""
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-        price = dynakv.initialise_from_gradients(model, moments, gradients, 0.3, floor=floor)
+        price = dynakv.initialize_from_gradients(model, moments, gradients, 0.3, floor=floor)
         dynakv.use_ragged_cache(model)
         model.train()(input_ids=ids(), use_cache=False)
         rates = retain_rates(model)
@@ -306,7 +314,7 @@ def test_dear_keys_begin_with_fewer_coefficients():
     def kept(key_cost: float) -> tuple[float, float]:
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-        dynakv.initialise_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
+        dynakv.initialize_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
         dynakv.use_ragged_cache(model)
         model(input_ids=ids(), use_cache=False)
         layers = dynakv.compressors(model).values()
@@ -334,7 +342,7 @@ def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_c
         """The price, soft and hard rates as training sees them (each weighed by its cost), and the estimated loss."""
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-        price = dynakv.initialise_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
+        price = dynakv.initialize_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
         dynakv.use_ragged_cache(model)
         model.train()(input_ids=ids(), use_cache=False)
         rates = retain_rates(model)

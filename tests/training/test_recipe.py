@@ -1,4 +1,4 @@
-"""What the training loop minimises and how ranks are chosen: distillation, nested ranks, floors, targets, decoders."""
+"""What the training loop minimizes and how ranks are chosen: distillation, nested ranks, floors, targets, decoders."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from dynakv.gate import Gate, entropy
 from dynakv.objective import RetainRates, objective, retain_rates
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
-from training.distillation import summed_divergence, teacher_logits, uncompressed
+from training.distillation import summed_kl, teacher_logits, uncompressed
 from training.inspection import inspect
 from training.nested_ranks import allocate_ranks, draw_ranks
 from training.reporting import bars, heat_map
-from training.threshold_calibration import HIGHEST, settle_threshold
+from training.threshold_calibration import HIGHEST, calibrate_threshold
 from training.throughput import model_flops
 from training.validation import measure
 
@@ -53,13 +53,13 @@ def test_divergence_is_the_definition_s():
     targets[0, 40:60] = -100
     p, q = teacher[:, :-1].softmax(-1), student[:, :-1].softmax(-1)
     expected = (p * (p / q).log()).sum(-1)[targets >= 0].sum()
-    torch.testing.assert_close(summed_divergence(student, teacher, targets), expected, rtol=1e-4, atol=0)
-    assert float(summed_divergence(student, student, targets)) == pytest.approx(0, abs=1e-4)
+    torch.testing.assert_close(summed_kl(student, teacher, targets), expected, rtol=1e-4, atol=0)
+    assert float(summed_kl(student, student, targets)) == pytest.approx(0, abs=1e-4)
 
 
 def test_nested_ranks_are_drawn_apart_and_again_from_the_seed():
     model = tiny_model()
-    dynakv_model(model, 1, truncation="nested", inverse="orthogonal", granularity=6)
+    dynakv_model(model, 1, rank_policy="nested", decoder="orthogonal", granularity=6)
     model.train()
     ids = token_ids(1, 20)
     seen = set()
@@ -77,7 +77,7 @@ def test_nested_ranks_are_drawn_apart_and_again_from_the_seed():
 
 def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
     model = tiny_model()
-    dynakv_model(model, 1, truncation="nested", inverse="orthogonal", granularity=1)
+    dynakv_model(model, 1, rank_policy="nested", decoder="orthogonal", granularity=1)
     model.train()
     draw_ranks(model, "0 1")
     ids = token_ids(2, 20)
@@ -103,7 +103,7 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
 @torch.no_grad()
 def test_nested_ranks_are_allocated_by_the_energies_of_the_trained_basis():
     model = tiny_model()
-    dynakv_model(model, 1, truncation="nested", inverse="orthogonal", granularity=1)
+    dynakv_model(model, 1, rank_policy="nested", decoder="orthogonal", granularity=1)
     sides = dynakv.token_compressors(model)
     for number, side in enumerate(sides):
         generator = torch.Generator().manual_seed(number)
@@ -123,7 +123,7 @@ def test_nested_ranks_are_allocated_by_the_energies_of_the_trained_basis():
 @torch.no_grad()
 def test_a_decoupled_decoder_is_saved_loaded_and_served(tmp_path):
     model = tiny_model()
-    dynakv_model(model, 0.5, inverse="decoupled")
+    dynakv_model(model, 0.5, decoder="decoupled")
     coupled = tiny_model()
     dynakv_model(coupled, 0.5)
     ids = token_ids(2, 24)
@@ -137,8 +137,8 @@ def test_a_decoupled_decoder_is_saved_loaded_and_served(tmp_path):
     dynakv.save_full(model, tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").eval()
     assert torch.equal(loaded(ids).logits, changed)
-    with pytest.raises(UserError, match="`inverse` cannot be overridden.*decoupled"):
-        dynakv.attach(tiny_model(), tmp_path / "c", inverse="exact")
+    with pytest.raises(UserError, match="`decoder` cannot be overridden.*decoupled"):
+        dynakv.attach(tiny_model(), tmp_path / "c", decoder="exact")
     # Nothing is inverted, so a singular U is not an error; what is not finite is.
     dynakv.token_compressors(model)[3].projection.weight[0] = 0
     model(ids)
@@ -198,7 +198,7 @@ def test_no_layer_is_pushed_below_its_floor():
     def lowest(floor: float) -> float:
         model = tiny_model()
         dynakv_model(model, 1)
-        dynakv.initialise_from_moments(model, moments)
+        dynakv.initialize_from_moments(model, moments)
         model.train()
         optimizer = torch.optim.Adam([side.gate.bias for side in dynakv.token_compressors(model)], lr=0.1)
         ids = token_ids(2, 32)
@@ -225,7 +225,7 @@ def test_settling_meets_the_target_on_other_text(target, granularity):
         middle = 64 * (1 - target) + 4 * (index % 3)
         side.gate.weight.data.mul_(0.2)
         side.gate.bias.data.copy_(-((torch.arange(64) - middle) ** 2) / 100)
-    settled = settle_threshold(model, [Batch.of(token_ids(6, 100, seed=1), None)], target)
+    settled = calibrate_threshold(model, [Batch.of(token_ids(6, 100, seed=1), None)], target)
     rate = measure(model, [Batch.of(token_ids(6, 100, seed=2), None)])["hard_rate"]
     assert settled["hard_rate"] == pytest.approx(target, abs=0.01)
     assert rate == pytest.approx(target, abs=0.01)
@@ -238,7 +238,7 @@ def test_settling_stops_where_a_layer_reaches_its_floor():
     blocks = token_ids(4, 60)
     batch = Batch.of(blocks, None)
     with pytest.warns(UserWarning, match="settling left the hard rate at .*, for a target of 0.05"):
-        free = settle_threshold(model, [batch], 0.05)
+        free = calibrate_threshold(model, [batch], 0.05)
     assert free["threshold"] == HIGHEST
     model.eval()
 
@@ -249,7 +249,7 @@ def test_settling_stops_where_a_layer_reaches_its_floor():
 
     floor = lowest() + 0.1
     with pytest.warns(UserWarning, match="above the floor"):
-        held = settle_threshold(model, [batch], 0.05, floor=floor)
+        held = calibrate_threshold(model, [batch], 0.05, floor=floor)
     assert held["threshold"] < HIGHEST
     assert floor - 0.01 < lowest() < floor + 0.05
 
@@ -295,11 +295,11 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
     rows = rows_of(output / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
-        priced = 0.75 * row["cross_entropy"] + 0.25 * row["divergence"] + row["alpha"] * row["soft_rate"] ** 2
+        priced = 0.75 * row["cross_entropy"] + 0.25 * row["kl"] + row["alpha"] * row["soft_rate"] ** 2
         assert row["loss"] == pytest.approx(priced, rel=1e-4)
-        assert row["divergence"] > 0
+        assert row["kl"] > 0
         assert row["alpha"] == 0
-        assert 0 < row["flop_utilisation"] < 1
+        assert 0 < row["flop_utilization"] < 1
         assert row["peak_memory_bytes"] > 50e6
     assert len({row["hard_rate_keys"] for row in rows}) > 1
     looks = rows_of(output / "inspections.jsonl")
@@ -311,7 +311,7 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
     events.Reload()
     images = {"rate/layers_by_keys_values", "conditioning/layers_by_keys_values"}
     assert set(events.Tags()["images"]) == images | {"sentence/tokens", "sentence/layers_by_tokens"}
-    assert {"train/divergence", "train/flop_utilisation", "train/soft_rate_values"} <= set(events.Tags()["scalars"])
+    assert {"train/kl", "train/flop_utilization", "train/soft_rate_values"} <= set(events.Tags()["scalars"])
     summary = json.loads((output / "checkpoint/config.json").read_text())["summary"]
     assert summary["settled"]["hard_rate"] == pytest.approx(0.3, abs=0.02)
 
@@ -319,10 +319,10 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--compressor.truncation", "nested"), "`rate.target_retain_rate` must be given"),
+        (("--compressor.rank_policy", "nested"), "`rate.target_retain_rate` must be given"),
         (
-            ("--compressor.truncation", "nested", "--compressor.gap", "soft_prefix"),
-            "`compressor.gap` must be `hard` where `truncation` is nested",
+            ("--compressor.rank_policy", "nested", "--compressor.mask", "soft_prefix"),
+            "`compressor.mask` must be `hard` where `rank_policy` is nested",
         ),
         (("--loss.cross_entropy", "0"), "`loss.cross_entropy` must be positive"),
         (("--loss.distillation", "0.5", "--trainable", "full"), "`loss.distillation` must be 0 with `trainable: full`"),

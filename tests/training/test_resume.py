@@ -236,8 +236,8 @@ def test_a_price_goes_on_from_where_it_was(training_values, whole, tmp_path):
             "or start another run, without --resume and with another `output`",
         ),
         (
-            {"compressor": {"eviction": {"keep": 0.5}}},
-            "--resume cannot change `compressor.eviction.keep`: the run was started with 1.0, and now it is 0.5; set ",
+            {"compressor": {"eviction": {"keep_ratio": 0.5}}},
+            "--resume cannot change `compressor.eviction.keep_ratio`: the run was started with 1.0, and now it is 0.5; set ",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_what_may_change_may_be_missing_from_a_state(training_values):
     saved = json.loads(json.dumps(now))
     for section, key in (("dataset", "workers"), ("rate", "key_cost")):
         del saved[section][key]
-    del saved["report"], saved["divergence"]
+    del saved["report"], saved["max_loss_increase"]
     saved["rate"]["gain"] = 5.0
     check_same_run(saved, now)
 

@@ -92,8 +92,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(run, mistake, config_file, t
 
 def test_straight_through_switches_masks_midway(training_values, tmp_path):
     late, never = tmp_path / "late", tmp_path / "never"
-    train_here(training_values, late, compressor={"gap": "straight_through"}, straight_through_from=0.5)
-    train_here(training_values, never, compressor={"gap": "straight_through"}, straight_through_from=1.0)
+    train_here(training_values, late, compressor={"mask": "straight_through"}, straight_through_from=0.5)
+    train_here(training_values, never, compressor={"mask": "straight_through"}, straight_through_from=1.0)
     switched, soft = losses(late), losses(never)
     assert [step for step in soft if switched[step] == soft[step]] == [1, 2, 3, 4]
 

@@ -51,7 +51,7 @@ class CodecLayer(CompressedLayer):
         key, value = self._encoded(key_BGQD, value_BGQD, rope)
         self.store(key, value)
         # What coefficients give once they are rounded is in the store alone.
-        if is_prompt and self._prompt is None and self.codec.quantisation is None:
+        if is_prompt and self._prompt is None and self.codec.quantization is None:
             kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
             self._prompt = self._states(*kept, rope)
 

@@ -87,7 +87,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
     def new_sequence(self) -> RaggedSequence:
         def store(codec: Codec) -> RaggedStore:
-            return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantisation=self.codec.quantisation)
+            return RaggedStore(codec.width, dtype=self.dtype, device=self.device, quantization=self.codec.quantization)
 
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
@@ -97,7 +97,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         new = None
-        if self._encoder is not None and self.codec.quantisation is None and self.get_seq_length():
+        if self._encoder is not None and self.codec.quantization is None and self.get_seq_length():
             # Every decoded token: into the stores in the call that encodes it.
             entrances = [(table_of(each.key), table_of(each.value), each.key.length) for each in self.sequences]
             new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
@@ -185,7 +185,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
         the heads, so all heads choose together, by the keys that this call's attention saw, where it saw all."""
         eviction = self.codec.eviction
-        finished = self.finished_prompt(query, eviction.window)
+        finished = self.finished_prompt(query, eviction.window_size)
         if finished is None:
             return
         places, query_BHWD = finished

@@ -37,14 +37,14 @@ def refusal(
     if not has_kernels(query_HQD.device):  # first: on a CPU nothing else need be asked, at every token of every layer
         return _NO_KERNELS
     groups, dtype = keys.full.buffer.shape[0], query_HQD.dtype
-    quantisation = keys.coef.quantisation
+    quantization = keys.coef.quantization
     if not (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation)):
         return "kernels take heads compressed apart after rotation, or jointly before a rotation of pairs"
     if min(keys.coef.length, keys.coef.rank, values.coef.rank) == 0:
         return "there are no low-rank tokens"
     if (isinstance(places, Tensor) and places.dim() == 2) or (mask_QT is not None and mask_QT.dim() != 2):
         return "each part holds tokens of its own"
-    if quantisation is not None and quantisation.group is not None:
+    if quantization is not None and quantization.group is not None:
         return "kernels take integers of which all of a row share one scale"
     if dtype not in _DTYPES:
         return "kernels compute in fp32, fp16 and bf16"
@@ -120,7 +120,7 @@ def _latent_rows(operands: Operands) -> LatentRows:
     """One sequence's as a batch of one, its room to grow included."""
     row_GNY, scale_GN2 = operands.coef.buffers()
     scale_BGN2 = None if scale_GN2 is None else scale_GN2[None]
-    return LatentRows(row_GNY[None], operands.basis_PWR[None], scale_BGN2, operands.coef.quantisation)
+    return LatentRows(row_GNY[None], operands.basis_PWR[None], scale_BGN2, operands.coef.quantization)
 
 
 def _length(count: int, device: torch.device) -> Tensor:

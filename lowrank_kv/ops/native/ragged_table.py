@@ -30,7 +30,7 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
         coef_TC: in the store's dtype and on its device; C contiguous.
     """
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
-    is_open = store.quantisation is None and native.appends(store.dtype, store.device)
+    is_open = store.quantization is None and native.appends(store.dtype, store.device)
     for t, rank in enumerate(ranks):
         if is_open and table_of(store).append(address + t * row_bytes, rank, store.length):
             store.count(1)

@@ -51,7 +51,7 @@ int append(struct store *store, const float *coef, int64_t rank, int64_t slot);
 
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
 
-static void dequantise(const struct store *store, const uint8_t *row, const uint16_t *scales, int64_t rank, float *out) {
+static void dequantize(const struct store *store, const uint8_t *row, const uint16_t *scales, int64_t rank, float *out) {
     const int64_t size = store->group ? store->group : rank, groups = (rank + size - 1) / size;
     if (store->kind == INT8) {
         for (int64_t r = 0; r < rank; r++) out[r] = row[r];
@@ -81,7 +81,7 @@ static void read_block(const struct store *store, const struct piece *piece, int
         case BFLOAT16:
             for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
             break;
-        default: dequantise(store, row, (const uint16_t *)scales + (first + t) * 2 * groups, rank, out);
+        default: dequantize(store, row, (const uint16_t *)scales + (first + t) * 2 * groups, rank, out);
         }
         for (int64_t r = rank; r < width; r++) out[r] = 0;
     }

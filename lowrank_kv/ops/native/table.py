@@ -70,15 +70,15 @@ class Piece:
     def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
         """Coefficients as a cache holds them."""
         rows_PNY, scale_PNS = coef.buffers()
-        quantisation = coef.quantisation
+        quantization = coef.quantization
         return cls(
             rows_PNY,
             rank=coef.rank,
             scale_PNS=scale_PNS,
             count=coef.length,
             slot_N=slot_N,
-            kind=KINDS[coef.dtype] if quantisation is None else _QUANTISED[quantisation.bits],
-            group=0 if quantisation is None else quantisation.group or 0,
+            kind=KINDS[coef.dtype] if quantization is None else _QUANTISED[quantization.bits],
+            group=0 if quantization is None else quantization.group or 0,
         )
 
     @classmethod

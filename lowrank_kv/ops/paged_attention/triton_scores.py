@@ -196,7 +196,7 @@ def paged_scores(
         "PAGE_WIDTH": page_width,
         "GRANULES": keys.granules,
         "BLOCK_K": triton.next_power_of_2(keys.granules),
-        "BITS": 16 if pool.quantisation is None else pool.quantisation.bits,
+        "BITS": 16 if pool.quantization is None else pool.quantization.bits,
         "COMPUTE": computing_type(query_BGMD.dtype),
     }
     if rotation is None:

@@ -10,7 +10,9 @@ from lowrank_kv.hf import backends
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
 
-PICKED = [method for method in METHODS if method.name in ("ojakv-pf", "ojakv-pf-reconstruct", "ojakv-joint", "dynakv")]
+PICKED = [
+    method for method in METHODS if method.name in ("ojakv-pf", "ojakv-pf-reconstructed", "ojakv-joint", "dynakv")
+]
 
 
 @torch.no_grad()
@@ -117,7 +119,9 @@ def test_flash_is_given_what_eviction_left_in_order(layout, flash):
     for prepare in (lambda: None, flash[0]):
         model = tiny_model()
         prepare()
-        config = OjaKVConfig(rate=1.0, prefill="reconstructed", eviction={"keep": 0.5, "window": 8}, **layout)
+        config = OjaKVConfig(
+            rate=1.0, prefill="reconstructed", eviction={"keep_ratio": 0.5, "window_size": 8}, **layout
+        )
         cache = OjaKVCache.from_model(model, config, bases=calibration_of(model))
         logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split([60, 40], dim=1)], 1))
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)

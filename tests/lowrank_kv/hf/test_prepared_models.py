@@ -80,7 +80,7 @@ def test_an_attached_model_saves_itself_whole(ids, tmp_path):
     trained = tiny_model()
     dynakv_model(trained, 0.4, granularity=4)
     dynakv.save_compressor(trained, tmp_path / "c")
-    attached = dynakv.attach(tiny_model(), tmp_path / "c", eviction={"keep": 0.5, "window": 4})
+    attached = dynakv.attach(tiny_model(), tmp_path / "c", eviction={"keep_ratio": 0.5, "window_size": 4})
     dynakv.configure(attached, threshold=0.2)
     expected, cache = attached.generate(ids, **OPTIONS), dynakv.DynaKVCache.from_model(attached)
     attached(ids, past_key_values=cache)
@@ -114,6 +114,6 @@ def test_wrapped_models_are_refused_by_name(tmp_path):
 
 def test_a_section_keeps_the_keys_that_are_not_given():
     model = tiny_model()
-    dynakv_model(model, 0.4, eviction={"keep": 0.5, "window": 4, "pool": 1})
-    eviction = settings_of(dynakv.configure(model, eviction={"keep": 0.25})).eviction
-    assert (eviction.keep, eviction.window, eviction.pool) == (0.25, 4, 1)
+    dynakv_model(model, 0.4, eviction={"keep_ratio": 0.5, "window_size": 4, "kernel_size": 1})
+    eviction = settings_of(dynakv.configure(model, eviction={"keep_ratio": 0.25})).eviction
+    assert (eviction.keep_ratio, eviction.window_size, eviction.kernel_size) == (0.25, 4, 1)

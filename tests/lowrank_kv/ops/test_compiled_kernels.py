@@ -30,7 +30,7 @@ from lowrank_kv.ops.rotary_table import RotaryTable  # noqa: E402
 from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402
-from lowrank_kv.stores.quantization import Quantisation  # noqa: E402
+from lowrank_kv.stores.quantization import Quantization  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -143,8 +143,8 @@ def paged_launches(
     softcap=None,
 ) -> Launches:
     width, batch = groups * head_dim, 8
-    quantisation = None if bits is None else Quantisation(bits=bits)
-    pool = PagePool(64, tokens=tokens, dtype=dtype, device=META, quantisation=quantisation)
+    quantization = None if bits is None else Quantization(bits=bits)
+    pool = PagePool(64, tokens=tokens, dtype=dtype, device=META, quantization=quantization)
     stores = [PagedStore(batch, width, capacity=32768, pool=pool) for _ in range(2)]
     decoder = torch.empty(width, width, dtype=dtype, device=META)
     query = torch.empty(batch, heads, queries, head_dim, dtype=dtype, device=META)
@@ -165,11 +165,11 @@ def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16)
     if bits is None:
         rows = LatentRows(torch.empty(batch, groups, 32768, rank, dtype=dtype, device=META), basis)
     else:
-        quantisation = Quantisation(bits=bits)
-        width = quantisation.row_bytes(rank)
+        quantization = Quantization(bits=bits)
+        width = quantization.row_bytes(rank)
         codes = torch.empty(batch, groups, 32768, width, dtype=torch.uint8, device=META)
         scales = torch.empty(batch, groups, 32768, 2, dtype=torch.bfloat16, device=META)
-        rows = LatentRows(codes, basis, scales, quantisation)
+        rows = LatentRows(codes, basis, scales, quantization)
     query = torch.empty(batch, 4 * groups, 1, head_dim, dtype=dtype, device=META)
     length = torch.empty(batch, dtype=torch.int32, device=META)
     with Launches().recorded() as launches:
@@ -196,9 +196,9 @@ def joint_launches(
         basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
         if bits is None:
             return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
-        quantisation = Quantisation(bits=bits)
-        codes = torch.empty(1, 1, room, quantisation.row_bytes(rank), dtype=torch.uint8, device=META)
-        return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantisation)
+        quantization = Quantization(bits=bits)
+        codes = torch.empty(1, 1, room, quantization.row_bytes(rank), dtype=torch.uint8, device=META)
+        return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantization)
 
     table = torch.empty(1, room, rotary // 2, device=META)
     options = {}
@@ -285,8 +285,8 @@ def test_latent_attention_on_integers(tmp_path, bits):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_gated_append(tmp_path, bits):
     width, batch = 1024, 8
-    quantisation = None if bits is None else Quantisation(bits=bits)
-    pool = PagePool(64, dtype=torch.bfloat16, device=META, quantisation=quantisation)
+    quantization = None if bits is None else Quantization(bits=bits)
+    pool = PagePool(64, dtype=torch.bfloat16, device=META, quantization=quantization)
     store = PagedStore(batch, width, capacity=32768, pool=pool)
     state = torch.empty(batch, width, dtype=torch.bfloat16, device=META)
     weight = torch.empty(width, 2 * width, dtype=torch.bfloat16, device=META)

@@ -19,13 +19,13 @@ def long_model():
     )
 
 
-def make_dynakv(model, storage):
-    return dynakv_model(model, 0.4, storage=storage, granularity=32)
+def make_dynakv(model, cache_dtype):
+    return dynakv_model(model, 0.4, cache_dtype=cache_dtype, granularity=32)
 
 
 def make_online(preset):
-    def make(model, storage):
-        config = OjaKVConfig.preset(preset, rate=0.4, storage=storage)
+    def make(model, cache_dtype):
+        config = OjaKVConfig.preset(preset, rate=0.4, cache_dtype=cache_dtype)
         plan = make_plan(calibration_of(model, blocks=16), config)
         return lambda: OjaKVCache(model, plan)
 
@@ -49,15 +49,15 @@ def test_the_record_sees_allocations_and_what_is_freed():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("storage", ["model", "int4"])
+@pytest.mark.parametrize("cache_dtype", ["model", "int4"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_no_full_width_copy_exists_while_decoding(make, storage):
+def test_no_full_width_copy_exists_while_decoding(make, cache_dtype):
     ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(5))
     sizes = []
 
     def prepare():
         model = long_model()
-        cache = make(model, storage)()
+        cache = make(model, cache_dtype)()
         model(ids, past_key_values=cache, logits_to_keep=1)
         sizes.append(cache.nbytes)
         return model, cache

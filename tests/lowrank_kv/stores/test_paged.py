@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
 
 WIDTH, GRANULE, BATCH, CAPACITY = 64, 32, 2, 120
 CPU = torch.device("cpu")
-KINDS = [None, Quantisation(bits=8), Quantisation(bits=4)]
+KINDS = [None, Quantization(bits=8), Quantization(bits=4)]
 
 
-def new_stores(quantisation=None, pages=120):
-    pool = PagePool(pages, tokens=16, granule=GRANULE, dtype=torch.float32, device=CPU, quantisation=quantisation)
+def new_stores(quantization=None, pages=120):
+    pool = PagePool(pages, tokens=16, granule=GRANULE, dtype=torch.float32, device=CPU, quantization=quantization)
     paged = PagedStore(BATCH, WIDTH, capacity=CAPACITY, pool=pool)
-    ragged = [RaggedStore(WIDTH, dtype=torch.float32, device=CPU, quantisation=quantisation) for _ in range(BATCH)]
+    ragged = [RaggedStore(WIDTH, dtype=torch.float32, device=CPU, quantization=quantization) for _ in range(BATCH)]
     return paged, ragged
 
 
@@ -52,11 +52,11 @@ operations = st.lists(
 )
 
 
-@pytest.mark.parametrize("quantisation", KINDS, ids=["model", "int8", "int4"])
+@pytest.mark.parametrize("quantization", KINDS, ids=["model", "int8", "int4"])
 @settings(max_examples=40, deadline=None)
 @given(operations)
-def test_any_sequence_of_operations_matches_ragged_stores(quantisation, steps):
-    paged, ragged = new_stores(quantisation)
+def test_any_sequence_of_operations_matches_ragged_stores(quantization, steps):
+    paged, ragged = new_stores(quantization)
     generator = torch.Generator().manual_seed(0)
     for name, argument in steps:
         longest = max(store.length for store in ragged)
@@ -121,7 +121,7 @@ def test_what_cannot_be_held_is_refused():
         paged.pool.reserve(paged.pages_of_one)
     with pytest.raises(UserError, match="`length` must be in 0..length, which is .20, 20."):
         paged.crop(21)
-    with pytest.raises(UserError, match="`storage_group` must be none"):
-        PagePool(8, dtype=torch.float32, device=CPU, quantisation=Quantisation(bits=8, group=32))
+    with pytest.raises(UserError, match="`group_size` must be none"):
+        PagePool(8, dtype=torch.float32, device=CPU, quantization=Quantization(bits=8, group=32))
     with pytest.raises(UserError, match="`granule` must be a power of two from 32 on"):
-        PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantisation=Quantisation(bits=4))
+        PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantization=Quantization(bits=4))

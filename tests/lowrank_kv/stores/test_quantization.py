@@ -8,7 +8,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
-from lowrank_kv.stores.quantization import Quantisation, companding
+from lowrank_kv.stores.quantization import Quantization, companding
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -27,12 +27,12 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 )
 def test_a_value_is_rounded_to_its_nearest_level(bits, group, rank, rows, scale, offset, seed):
     values = (torch.randn(2, rows, rank, generator=torch.Generator().manual_seed(seed)) + offset) * scale
-    quantisation = Quantisation(bits=bits, group=group)
-    codes, scales = quantisation.encode(values)
+    quantization = Quantization(bits=bits, group=group)
+    codes, scales = quantization.encode(values)
     assert codes.dtype == torch.uint8
-    assert codes.shape == (2, rows, quantisation.row_bytes(rank))
-    assert scales.shape == (2, rows, 2 * quantisation.groups(rank))
-    decoded = quantisation.decode(codes, scales, rank, torch.float32)
+    assert codes.shape == (2, rows, quantization.row_bytes(rank))
+    assert scales.shape == (2, rows, 2 * quantization.groups(rank))
+    decoded = quantization.decode(codes, scales, rank, torch.float32)
     for start in range(0, rank, group or rank):
         part = values[..., start : start + (group or rank)]
         low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
@@ -44,20 +44,20 @@ def test_a_value_is_rounded_to_its_nearest_level(bits, group, rank, rows, scale,
 def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 1)
     for rank in (1, 2, 15, 16):
-        quantisation = Quantisation(bits=4)
-        packed = quantisation.packed(codes[:, :rank])
+        quantization = Quantization(bits=4)
+        packed = quantization.packed(codes[:, :rank])
         assert packed.shape == (3, -(-rank // 2))
-        assert torch.equal(quantisation.unpacked(packed, rank), codes[:, :rank])
+        assert torch.equal(quantization.unpacked(packed, rank), codes[:, :rank])
 
 
 @BITS
 def test_companding_beats_one_scale_on_a_steep_spectrum(bits):
     deviation = 2.0 ** -torch.linspace(0, 8, 48)
     values = torch.randn(500, 48, generator=torch.Generator().manual_seed(0)) * deviation
-    quantisation, spread = Quantisation(bits=bits), companding(deviation.square())
+    quantization, spread = Quantization(bits=bits), companding(deviation.square())
 
     def lost(rows, factor):
-        decoded = quantisation.decode(*quantisation.encode(rows / factor), 48, torch.float32) * factor
+        decoded = quantization.decode(*quantization.encode(rows / factor), 48, torch.float32) * factor
         return float((decoded - rows).square().sum() / rows.square().sum())
 
     assert lost(values, spread) < 0.5 * lost(values, torch.ones(48))
@@ -66,7 +66,7 @@ def test_companding_beats_one_scale_on_a_steep_spectrum(bits):
 @BITS
 def test_rows_grow_crop_keep_and_copy_as_plain_ones_do(bits):
     generator = torch.Generator().manual_seed(1)
-    held = Coefficients((2, 9), dtype=torch.float32, device=torch.device("cpu"), quantisation=Quantisation(bits=bits))
+    held = Coefficients((2, 9), dtype=torch.float32, device=torch.device("cpu"), quantization=Quantization(bits=bits))
     plain = torch.empty(2, 0, 9)
     for count in (3, 0, 1, TILE_ROWS, 5):
         rows = torch.randn(2, count, 9, generator=generator)
@@ -89,12 +89,14 @@ def test_rows_grow_crop_keep_and_copy_as_plain_ones_do(bits):
     assert kinds == {COEFFICIENTS: 2 * 667 * (9 if bits == 8 else 5), SCALES: 2 * 667 * 4}
 
 
-def make_dynakv(model, rate, storage):
-    return dynakv_model(model, rate, storage=storage)
+def make_dynakv(model, rate, cache_dtype):
+    return dynakv_model(model, rate, cache_dtype=cache_dtype)
 
 
-def make_online(model, rate, storage, preset="ojakv-joint", **settings):
-    config = OjaKVConfig.preset(preset, rate=rate, storage=storage, **{"update_period": 4, "recent": 2, **settings})
+def make_online(model, rate, cache_dtype, preset="ojakv-joint", **settings):
+    config = OjaKVConfig.preset(
+        preset, rate=rate, cache_dtype=cache_dtype, **{"update_period": 4, "recent_window": 2, **settings}
+    )
     plan = make_plan(calibration_of(model), config)
     return lambda: OjaKVCache(model, plan)
 
@@ -104,29 +106,29 @@ MAKERS = pytest.mark.parametrize("make", [make_dynakv, make_online], ids=["dynak
 
 @torch.no_grad()
 @MAKERS
-@pytest.mark.parametrize(("storage", "allowed"), [("int8", 0.02), ("int4", 0.35)])
-def test_logits_stay_near_those_of_unquantised_coefficients(make, storage, allowed):
+@pytest.mark.parametrize(("cache_dtype", "allowed"), [("int8", 0.02), ("int4", 0.35)])
+def test_logits_stay_near_those_of_unquantized_coefficients(make, cache_dtype, allowed):
     ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(5))
     outputs = {}
-    for kind in ("model", storage):
+    for kind in ("model", cache_dtype):
         model = tiny_model()
         cache = make(model, 1.0, kind)()
         model(ids[:, :30], past_key_values=cache, use_cache=True)
         steps = [model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(30, 40)]
         outputs[kind] = torch.cat(steps, dim=1)
     spread = outputs["model"].std()
-    error = (outputs[storage] - outputs["model"]).square().mean().sqrt() / spread
+    error = (outputs[cache_dtype] - outputs["model"]).square().mean().sqrt() / spread
     assert 0 < error < allowed
 
 
 @torch.no_grad()
 @MAKERS
-@pytest.mark.parametrize(("storage", "allowed"), [("int8", 1e-2), ("int4", 0.1)])
-def test_a_padded_batch_predicts_what_its_sequences_do_alone(make, storage, allowed):
+@pytest.mark.parametrize(("cache_dtype", "allowed"), [("int8", 1e-2), ("int4", 0.1)])
+def test_a_padded_batch_predicts_what_its_sequences_do_alone(make, cache_dtype, allowed):
     """Not to the last bit: a rounding difference of a batch may turn one code into its neighbour."""
     ids = torch.randint(1, 97, (2, 30), generator=torch.Generator().manual_seed(5))
     model = tiny_model()
-    make_cache = make(model, 0.5, storage)
+    make_cache = make(model, 0.5, cache_dtype)
     mask = torch.ones_like(ids)
     mask[1, :12] = 0
     token = torch.tensor([[7], [7]])
@@ -163,28 +165,28 @@ def test_dynakv_reads_a_text_in_pieces_as_at_once():
 def test_online_int8_keeps_following_and_int4_stops_where_rounding_would_cost_more_than_an_update_may():
     ids = torch.randint(1, 97, (1, 120), generator=torch.Generator().manual_seed(5))
     updates = {}
-    for storage, max_loss in (("int8", 0.01), ("int4", 0.001), ("int4", 0.5)):
+    for cache_dtype, max_loss in (("int8", 0.01), ("int4", 0.001), ("int4", 0.5)):
         model = tiny_model()
-        cache = make_online(model, 0.5, storage, max_loss=max_loss)()
+        cache = make_online(model, 0.5, cache_dtype, max_loss=max_loss)()
         model(ids[:, :40], past_key_values=cache, use_cache=True)
         after_prompt = cache.updates
         for part in ids[:, 40:].split(8, dim=1):
             model(part, past_key_values=cache, use_cache=True)
-        updates[storage, max_loss] = cache.updates - after_prompt
+        updates[cache_dtype, max_loss] = cache.updates - after_prompt
     assert updates["int8", 0.01] > 0
     assert updates["int4", 0.001] == 0
     assert updates["int4", 0.5] > 0
 
 
-@pytest.mark.parametrize("storage", ["int8", "int4"])
-def test_memory_counts_codes_and_scales(storage):
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_memory_counts_codes_and_scales(cache_dtype):
     ids = torch.randint(1, 97, (1, 60), generator=torch.Generator().manual_seed(5))
     model = tiny_model()
-    cache = make_dynakv(model, 1.0, storage)()
+    cache = make_dynakv(model, 1.0, cache_dtype)()
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     memory = cache.memory()
-    width = 32 if storage == "int8" else 16
+    width = 32 if cache_dtype == "int8" else 16
     assert memory.kinds[COEFFICIENTS] == 3 * 2 * 60 * width
     assert memory.kinds[SCALES] == 3 * 2 * 60 * 4
     assert memory.total == cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
@@ -194,9 +196,9 @@ def test_memory_counts_codes_and_scales(storage):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"storage": "int2"}, "storage"),
-        ({"storage_group": 32}, "storage_group"),
-        ({"storage": "int4", "storage_group": 1}, "storage_group"),
+        ({"cache_dtype": "int2"}, "cache_dtype"),
+        ({"group_size": 32}, "group_size"),
+        ({"cache_dtype": "int4", "group_size": 1}, "group_size"),
     ],
 )
 def test_wrong_settings_are_refused(settings, named):

@@ -91,7 +91,7 @@ def test_a_short_prompt_is_stored_without_slack():
     assert store.nbytes == int(ranks.sum()) * 4 + 500 * 2
 
 
-def test_growth_is_amortised_and_bounded():
+def test_growth_is_amortized_and_bounded():
     store, copies = new_store(), 0
     for _ in range(3000):
         before = [tensor.data_ptr() for _, tensor in store.held()]

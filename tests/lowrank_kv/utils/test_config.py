@@ -54,22 +54,22 @@ def test_file_then_command_line(tmp_path):
         ),
         ("model: m\ndataset: {name: t}\noptimizer:\n  steps: 0\n", "`optimizer.steps` must be at least 1; got 0"),
         (
-            "model: m\ndataset: {name: t}\ncompressor:\n  gap: sideways\n",
-            "`compressor.gap` must be one of hard.*got 'sideways'",
+            "model: m\ndataset: {name: t}\ncompressor:\n  mask: sideways\n",
+            "`compressor.mask` must be one of hard.*got 'sideways'",
         ),
         ("model: m\ndataset: {name: t}\nrate:\n  target_retain_rate: 1.5\n", "target_retain_rate.*got 1.5"),
         (
             "model: m\ndataset: {name: t}\ncompressor:\n  threshold: 2\n",
             "`compressor.threshold` must be between 0 and 1",
         ),
-        ("model: m\ndataset: {name: t}\ncompressor:\n  storage_group: 8\n", "`compressor.storage_group` must be none"),
+        ("model: m\ndataset: {name: t}\ncompressor:\n  group_size: 8\n", "`compressor.group_size` must be none"),
         (
-            "model: m\ndataset: {name: t}\ncompressor:\n  eviction:\n    keep: 0\n",
-            r"`compressor.eviction.keep` must be in \(0, 1\]",
+            "model: m\ndataset: {name: t}\ncompressor:\n  eviction:\n    keep_ratio: 0\n",
+            r"`compressor.eviction.keep_ratio` must be in \(0, 1\]",
         ),
         (
-            "model: m\ndataset: {name: t}\noptimizer:\n  warmup: 2\n",
-            "`optimizer.warmup` must be between 0 and 1; got 2.0",
+            "model: m\ndataset: {name: t}\noptimizer:\n  warmup_ratio: 2\n",
+            "`optimizer.warmup_ratio` must be between 0 and 1; got 2.0",
         ),
         ("model: m\ndataset:\n  name: []\n", r"`dataset.name` must be at least one data set; got \[\]"),
         ("model: m\ndataset: {name: t}\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
@@ -119,14 +119,14 @@ def test_home_expands(monkeypatch, tmp_path):
             "`alpha` must be zero or positive; got -1.0",
         ),
         (
-            lambda: TrainConfig(model="m", dataset=TEXT, compressor={"eviction": {"pool": 2}}),
-            "`compressor.eviction.pool` must be odd",
+            lambda: TrainConfig(model="m", dataset=TEXT, compressor={"eviction": {"kernel_size": 2}}),
+            "`compressor.eviction.kernel_size` must be odd",
         ),
         (lambda: OptimizerConfig(steps="7"), "`steps` must be of type int, got '7' in OptimizerConfig"),
         (lambda: OptimizerConfig(steps=True), "`steps` must be of type int, got True"),
         (lambda: DatasetConfig(name="t.txt", weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
         (lambda: CalibrationText(tokens=1.5), "`tokens` must be of type int"),
-        (lambda: Eviction(keep=2), r"`keep` must be in \(0, 1\]"),
+        (lambda: Eviction(keep_ratio=2), r"`keep_ratio` must be in \(0, 1\]"),
         (lambda: Variant(label="a b"), "`label` must be letters, digits"),
         (lambda: sweep(texts=[{"label": "a", "name": "a", "heldout_share": 2}]), r"`texts\[0\].heldout_share` must be"),
         (lambda: sweep(texts=[{"label": "a", "nmae": "a"}]), r"unknown key `texts\[0\].nmae`"),
@@ -147,9 +147,9 @@ def sweep(**values) -> SweepConfig:
 def test_a_configuration_made_by_hand_takes_what_a_file_would():
     assert CalibrationText(name="abc").name == ["abc"]
     assert sweep().texts[0].split == "test"
-    config = TrainConfig(model="m", dataset=TEXT, optimizer={"steps": 3, "clip": 2})
-    assert config == build(TrainConfig, {"model": "m", "dataset": TEXT, "optimizer": {"steps": 3, "clip": 2}})
-    assert isinstance(config.optimizer.clip, float)
+    config = TrainConfig(model="m", dataset=TEXT, optimizer={"steps": 3, "max_grad_norm": 2})
+    assert config == build(TrainConfig, {"model": "m", "dataset": TEXT, "optimizer": {"steps": 3, "max_grad_norm": 2}})
+    assert isinstance(config.optimizer.max_grad_norm, float)
 
 
 def test_what_a_subclass_adds_is_checked_beside_what_it_has():

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.utils.config import require
 
 
@@ -23,20 +23,20 @@ class LatentRows:
             loads where their stride is a multiple of 16.
         basis_BGDR: of each sequence and part; 1 in place of B where all sequences share it.
         scale_BGN2: bf16 step and least value of each row of codes, contiguous in the last dim; None without codes.
-        quantisation: how the rows are held as integers, without groups.
+        quantization: how the rows are held as integers, without groups.
 
     Raises:
-        UserError: the quantisation has groups.
+        UserError: the quantization has groups.
     """
 
     row_BGNY: Tensor
     basis_BGDR: Tensor
     scale_BGN2: Tensor | None = None
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self):
-        group = None if self.quantisation is None else self.quantisation.group
-        require(group is None, "storage_group", group, "none for this operation: all of a row's codes share one scale")
+        group = None if self.quantization is None else self.quantization.group
+        require(group is None, "group_size", group, "none for this operation: all of a row's codes share one scale")
 
     @property
     def rank(self) -> int:
@@ -45,11 +45,11 @@ class LatentRows:
     @property
     def bits(self) -> int:
         """Of a code; 16 for whatever is held as it is."""
-        return 16 if self.quantisation is None else self.quantisation.bits
+        return 16 if self.quantization is None else self.quantization.bits
 
     def rebuilt(self) -> Tensor:
         """All rows at full width, (B, G, N, D) fp64."""
         coef_BGNR = self.row_BGNY
-        if self.quantisation is not None:
-            coef_BGNR = self.quantisation.decode(self.row_BGNY, self.scale_BGN2, self.rank, torch.float64)
+        if self.quantization is not None:
+            coef_BGNR = self.quantization.decode(self.row_BGNY, self.scale_BGN2, self.rank, torch.float64)
         return coef_BGNR.double() @ self.basis_BGDR.double().mT

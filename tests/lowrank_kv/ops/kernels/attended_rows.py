@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 
 
 def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generator, bits=None, shared=False):
@@ -20,9 +20,9 @@ def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generat
     beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
     if bits is None:
         return LatentRows(coef.masked_fill(beyond, torch.nan), bases.to(dtype))
-    quantisation = Quantisation(bits=bits)
-    codes, scales = quantisation.encode(coef)
-    return LatentRows(codes, bases.to(dtype), scales.masked_fill(beyond, torch.nan), quantisation)
+    quantization = Quantization(bits=bits)
+    codes, scales = quantization.encode(coef)
+    return LatentRows(codes, bases.to(dtype), scales.masked_fill(beyond, torch.nan), quantization)
 
 
 def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, generator):

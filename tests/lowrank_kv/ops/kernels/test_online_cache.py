@@ -15,7 +15,7 @@ from lowrank_kv.ops.rotation import Rotation
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 HEADS, GROUPS, HEAD_DIM = 6, 2, 32
@@ -33,7 +33,7 @@ def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joi
     """With room to grow, which is filled with NaN, or codes whose scales are."""
     parts, width = (1, groups * HEAD_DIM) if joint else (groups, HEAD_DIM)
     coef = Coefficients(
-        (parts, rank), dtype=dtype, device="cpu", quantisation=None if bits is None else Quantisation(bits=bits)
+        (parts, rank), dtype=dtype, device="cpu", quantization=None if bits is None else Quantization(bits=bits)
     )
     coef.append(torch.randn(parts, low, rank, generator=generator).to(dtype))
     coef.reserve(low + 9)
@@ -142,7 +142,7 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     keys, values = (operands(40, 3, 8, dtype=torch.float32, generator=generator) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
-    grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantisation=Quantisation(bits=8, group=4))
+    grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantization=Quantization(bits=8, group=4))
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
     there = on(device, keys), on(device, values)
@@ -183,11 +183,11 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
     ("preset", "settings", "by_kernels"),
     [
         ("ojakv-pf", {"rate": 0.6}, True),
-        ("ojakv-pf", {"rate": 0.5, "storage": "int8"}, True),
-        ("ojakv", {"rate": 0.6, "recent": 3, "sinks": 2, "keep": 0.2}, True),
-        ("ojakv-joint", {"rate": 0.6, "recent": 3, "sinks": 2}, True),
-        ("ojakv-joint", {"rate": 0.6, "storage": "int4", "recent": 3}, True),
-        ("ojakv-joint", {"rate": 0.6, "storage": "int8", "storage_group": 4}, False),
+        ("ojakv-pf", {"rate": 0.5, "cache_dtype": "int8"}, True),
+        ("ojakv", {"rate": 0.6, "recent_window": 3, "num_sink_tokens": 2, "full_rank_ratio": 0.2}, True),
+        ("ojakv-joint", {"rate": 0.6, "recent_window": 3, "num_sink_tokens": 2}, True),
+        ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int4", "recent_window": 3}, True),
+        ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int8", "group_size": 4}, False),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from lowrank_kv.ops.paged_attention.triton import paged_attention
 from lowrank_kv.ops.rotary_table import RotaryTable
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantisation
+from lowrank_kv.stores.quantization import Quantization
 
 BATCH, LENGTHS = 2, (190, 41)
 
@@ -25,7 +25,7 @@ def paged_store(width, lengths, *, dtype, device, generator, granule=32, tokens=
         granule=granule,
         dtype=dtype,
         device=device,
-        quantisation=None if bits is None else Quantisation(bits=bits),
+        quantization=None if bits is None else Quantization(bits=bits),
     )
     pool.page_PNY.fill_(255 if bits else torch.nan)
     store = PagedStore(len(lengths), width, capacity=longest + 3, pool=pool)

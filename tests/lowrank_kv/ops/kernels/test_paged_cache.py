@@ -97,10 +97,10 @@ def test_copies_of_a_cache_go_their_own_way(model):
     torch.testing.assert_close(found, model(ids[:, 10:11], past_key_values=plain).logits, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("storage", "granularity"), [("int8", 16), ("int4", 32)])
+@pytest.mark.parametrize(("cache_dtype", "granularity"), [("int8", 16), ("int4", 32)])
 @torch.no_grad()
-def test_integers_in_pages(model, storage, granularity):
-    dynakv.configure(model, storage=storage, granularity=granularity)
+def test_integers_in_pages(model, cache_dtype, granularity):
+    dynakv.configure(model, cache_dtype=cache_dtype, granularity=granularity)
     ids = token_ids(model, 1, 24)
     ordinary, paged = caches(model)
     # However short, a prompt is read as one: nothing of it sees what follows.
@@ -130,8 +130,11 @@ def test_what_does_not_fit_is_refused(model):
         model(token_ids(model, 1, 96), past_key_values=PagedDynaKVCache.from_model(model, max_length=96, rate=0.01))
     for settings, message in (
         ({"granularity": 8}, "`granularity` is 8 .* set `granularity` to a multiple of 16"),
-        ({"granularity": 16, "storage": "int8", "storage_group": 16}, "`storage_group` must be null for a paged cache"),
-        ({"storage_group": None, "eviction": {"keep": 0.5}}, "a paged cache does not serve `eviction.keep` 0.5"),
+        ({"granularity": 16, "cache_dtype": "int8", "group_size": 16}, "`group_size` must be null for a paged cache"),
+        (
+            {"group_size": None, "eviction": {"keep_ratio": 0.5}},
+            "a paged cache does not serve `eviction.keep_ratio` 0.5",
+        ),
     ):
         dynakv.configure(model, **settings)
         with pytest.raises(UserError, match=message):
@@ -143,7 +146,7 @@ def nearly_full(model) -> tuple[PagedDynaKVCache, torch.Tensor]:
     ids = token_ids(model, 1, 80)
     for layer in dynakv.compressors(model).values():
         for side, rank in ((layer.key, 64), (layer.value, 48)):
-            side.gate.initialise_at(side.energies(), rank, side.config.threshold)
+            side.gate.initialize_at(side.energies(), rank, side.config.threshold)
     cache = PagedDynaKVCache.from_model(model, max_length=96, rate=0.09)
     model(ids[:, :48], past_key_values=cache)
     return cache, ids
