@@ -12,6 +12,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,24 +24,25 @@ from lowrank_kv.utils.paths import expand
 Config = TypeVar("Config")
 
 
-class KeyedError(UserError):
-    """A value that its key cannot have, by the key's name in the class that refuses it (see :func:`within`)."""
-
-    def __init__(self, key: str, value: Any, remedy: str):
-        super().__init__(key, value, remedy)
-        self.key, self.value, self.remedy = key, value, remedy
-
-    def __str__(self) -> str:
-        return f"`{self.key}` must be {self.remedy}; got {self.value!r}"
+# Where the values being checked stand: what comes before their keys, and what holds them.
+_PLACE: ContextVar[tuple[str, str]] = ContextVar("place", default=("", ""))
 
 
 @contextlib.contextmanager
-def within(prefix: str) -> Iterator[None]:
-    """Put `prefix`, such as ``rate.``, before the key of a value refused inside: a section does not know its own name."""
+def within(prefix: str = "", source: str = "") -> Iterator[None]:
+    """Put `prefix`, such as ``rate.``, before keys refused inside, and name the outermost `source`, such as a file, after
+    them: a section knows neither."""
+    outer_prefix, outer_source = _PLACE.get()
+    token = _PLACE.set((outer_prefix + prefix, outer_source or source))
     try:
         yield
-    except KeyedError as error:
-        raise KeyedError(f"{prefix}{error.key}", error.value, error.remedy) from None
+    finally:
+        _PLACE.reset(token)
+
+
+def _refusal(key: str, told: str) -> UserError:
+    prefix, source = _PLACE.get()
+    return UserError(f"`{prefix}{key}` {told}" + (f" in {source}" if source else ""))
 
 
 def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", choices: Sequence[str] = ()) -> Any:
@@ -60,24 +62,27 @@ def section(cls: type) -> Any:
 def configuration(cls: type[Config]) -> type[Config]:
     """Make a class of options a frozen, keyword-only dataclass that checks itself, whoever builds it.
 
-    Every field's type and choices are checked as :func:`build` does, then what ``__post_init__`` asks for with
-    :func:`require`. A number given for a float becomes one, and a mapping given for a section that section.
+    Every field's type and choices are checked, then what ``__post_init__`` asks for with :func:`require`. A number given for
+    a float becomes one, and a mapping given for a section that section.
     """
     check_values = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Config) -> None:  # noqa: N807
-        _check_fields(self)
-        if check_values is not None:
-            check_values(self)
+        with within(source=type(self).__name__):
+            hints = typing.get_type_hints(type(self))
+            for field in dataclasses.fields(self):
+                object.__setattr__(self, field.name, _checked(field, getattr(self, field.name), hints[field.name]))
+            if check_values is not None:
+                check_values(self)
 
     cls.__post_init__ = __post_init__
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def require(condition: bool, key: str, value: Any, remedy: str) -> None:
-    """Raise :class:`KeyedError`, a :class:`UserError` naming the key and its value, unless `condition` holds."""
+    """Raise a :class:`UserError` that names the key, its value and the remedy, unless `condition` holds."""
     if not condition:
-        raise KeyedError(key, value, remedy)
+        raise _refusal(key, f"must be {remedy}; got {value!r}")
 
 
 def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: str | Path) -> None:
@@ -98,74 +103,69 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(sorted(valid))}"
 
 
-def build(cls: type[Config], values: Mapping[str, Any] | None, *, prefix: str = "", source: str = "config") -> Config:
-    """An instance of `cls` from a nested mapping, with every key and type checked.
+def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = "config") -> Config:
+    """An instance of `cls` from a nested mapping; the class checks the values, this the keys.
 
     Raises:
         UserError: unknown or missing key, or a value of the wrong type or out of range.
     """
     values = {} if values is None else values
-    if not isinstance(values, Mapping):
-        raise UserError(f"`{prefix.rstrip('.') or source}` must be a section with keys, got {values!r} in {source}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in fields:
-            raise UserError(f"unknown key `{prefix}{key}` in {source}; {nearest(str(key), list(fields))}")
-    kwargs = {}
-    for name, field in fields.items():
-        if name in values:
-            kwargs[name] = _checked(field, values[name], hints[name], f"{prefix}{name}", source)
-        elif "section" in field.metadata:
-            kwargs[name] = build(hints[name], {}, prefix=f"{prefix}{name}.", source=source)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
-    with within(prefix):
-        return cls(**kwargs)
+    with within(source=source):
+        prefix, source = _PLACE.get()
+        if not isinstance(values, Mapping):
+            raise UserError(f"`{prefix.rstrip('.') or source}` must be a section with keys, got {values!r} in {source}")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise UserError(f"unknown key `{prefix}{key}` in {source}; {nearest(str(key), list(fields))}")
+        # A section that is left out may have keys that must be given.
+        values = {name: {} for name, field in fields.items() if "section" in field.metadata} | dict(values)
+        for name, field in fields.items():
+            if name not in values and _is_required(field):
+                raise UserError(f"`{prefix}{name}` is missing from {source}; {field.metadata['help']}")
+        return cls(**values)
 
 
-def _check_fields(config: Any) -> None:
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = _checked(field, getattr(config, field.name), hints[field.name], field.name, type(config).__name__)
-        object.__setattr__(config, field.name, value)
-
-
-def _checked(field: dataclasses.Field, value: Any, hint: Any, key: str, source: str) -> Any:
-    value = _coerce(value, hint, key, source)
+def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    value = _coerce(value, hint, field.name)
     choices = field.metadata.get("choices")
-    if choices and value is not None and value not in choices:
-        raise UserError(f"`{key}` must be one of {', '.join(choices)}; got {value!r} in {source}")
+    if choices and value is not None:
+        require(value in choices, field.name, value, f"one of {', '.join(choices)}")
     return value
 
 
-def _coerce(value: Any, hint: Any, key: str, source: str) -> Any:
+def _coerce(value: Any, hint: Any, key: str) -> Any:
+    hint, optional = _plain(hint)
+    if value is None and optional:
+        return None
     if dataclasses.is_dataclass(hint):
         if isinstance(value, hint):
             return value
-        return build(hint, value, prefix=f"{key}.", source=source)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        inner = [a for a in arguments if a is not type(None)]
-        return _coerce(value, inner[0], key, source)
-    if origin is list:
+        with within(f"{key}."):
+            return build(hint, value)
+    if typing.get_origin(hint) is list:
+        [item_hint] = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]
-        return [_coerce(item, arguments[0], f"{key}[{i}]", source) for i, item in enumerate(items)]
+        return [_coerce(item, item_hint, f"{key}[{i}]") for i, item in enumerate(items)]
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads `3e-4` (no dot) as a string.
         try:
             return float(value)
         except ValueError as error:
-            raise UserError(f"`{key}` must be a number, got {value!r} in {source}") from error
+            raise _refusal(key, f"must be a number, got {value!r}") from error
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is str and isinstance(value, str):
-        return expand(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise UserError(f"`{key}` must be of type {hint.__name__}, got {value!r} in {source}")
-    return value
+        raise _refusal(key, f"must be of type {hint.__name__}, got {value!r}")
+    return expand(value) if hint is str else value
+
+
+def _plain(hint: Any) -> tuple[Any, bool]:
+    """A type without its None, and whether it had one."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    [hint] = [a for a in typing.get_args(hint) if a is not type(None)]
+    return hint, True
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -174,10 +174,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read the configuration `{path}`: {error.strerror}; check --config") from error
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"`{path}` is not valid YAML: {' '.join(str(error).split())}") from error
+    values = _yaml(text, f"`{path}` is not valid YAML")
     if not isinstance(values, dict):
         raise UserError(f"`{path}` must hold keys and values, got {type(values).__name__}")
     return values
@@ -206,11 +203,11 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
     for word in unknown:
         raise UserError(f"unknown argument `{word}`; {nearest(word.lstrip('-'), list(keys))}")
     values = read_yaml(namespace.config) if namespace.config else {}
-    for key in keys:
-        if hasattr(namespace, key):
-            _set(values, key.split("."), _parse_scalar(getattr(namespace, key), keys[key][1]))
-    source = str(namespace.config) if namespace.config else "the command line"
-    return build(cls, values, source=source), namespace
+    typed = {key: getattr(namespace, key) for key in keys if hasattr(namespace, key)}
+    for key, text in typed.items():
+        _set(values, key.split("."), _parse_scalar(text, keys[key][1]))
+    sources = [namespace.config] * bool(namespace.config) + ["the command line"] * bool(typed or not namespace.config)
+    return build(cls, values, source=" and ".join(sources)), namespace
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -227,58 +224,54 @@ def _leaves(cls: type, prefix: str = ""):
             yield f"{prefix}{field.name}", (field, hints[field.name])
 
 
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
 def _describe(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        default = f"default {field.default}"
-    elif field.default_factory is not dataclasses.MISSING:
-        default = f"default {field.default_factory()}"
-    else:
-        default = "required"
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     parts = [field.metadata["help"]]
     if field.metadata["choices"]:
         parts.append("one of " + ", ".join(field.metadata["choices"]))
     if field.metadata["unit"]:
         parts.append(f"in {field.metadata['unit']}")
-    return f"{'; '.join(parts)} [{default}]".replace("%", "%%")
+    shown = "required" if _is_required(field) else f"default {default}"
+    return f"{'; '.join(parts)} [{shown}]".replace("%", "%%")
 
 
 def _type_name(hint: Any) -> str:
-    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
-    return (arguments[0] if arguments else hint).__name__.upper()
+    hint, _ = _plain(hint)
+    return (typing.get_args(hint) or [hint])[0].__name__.upper()
 
 
 def _parse_scalar(text: str, hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if text.lower() in ("null", "none"):
-            return None
-        [hint] = [a for a in typing.get_args(hint) if a is not type(None)]
+    hint, optional = _plain(hint)
+    if optional and text.lower() in ("null", "none"):
+        return None
     if typing.get_origin(hint) is list:
         [item] = typing.get_args(hint)
         if not text:
             return []
         # Lists are written as in a configuration file, or, of plain values, separated by commas.
-        if dataclasses.is_dataclass(item) or text.startswith("["):
-            return _yaml(text)
-        return [_parse_scalar(part, item) for part in text.split(",")]
+        if not dataclasses.is_dataclass(item) and not text.startswith("["):
+            return [_parse_scalar(part, item) for part in text.split(",")]
     # A string key keeps its text as typed: `--model 7` names a directory, not a number.
-    if hint is str:
-        return text
-    return _yaml(text)
+    return text if hint is str else _yaml(text, f"`{text}` on the command line is not a value")
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str, complaint: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"`{text}` on the command line is not a value: {' '.join(str(error).split())}") from error
+        raise UserError(f"{complaint}: {' '.join(str(error).split())}") from error
 
 
 def _set(values: dict, path: list[str], value: Any) -> None:
     for name in path[:-1]:
-        # An empty section of a file is None.
+        # An empty section of a file is None; one that is no section is refused when all is built.
         if values.get(name) is None:
             values[name] = {}
         values = values[name]
         if not isinstance(values, dict):
-            raise UserError(f"`{name}` must be a section with keys, got {values!r}")
+            return
     values[path[-1]] = value

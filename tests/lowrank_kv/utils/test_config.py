@@ -89,6 +89,27 @@ def test_unknown_argument_names_the_nearest(tmp_path):
         parse(tmp_path, "--optimizer.step", "3")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        (["--optimizer.steps", "three"], r".*c.yaml and the command line"),
+        ([], r".*c.yaml"),
+    ],
+)
+def test_what_holds_a_wrong_value_is_named(tmp_path, arguments, source):
+    with pytest.raises(UserError, match=f"`optimizer.(steps|warmup)` .* in {source}$"):
+        parse(tmp_path, *arguments, text="model: m\ndataset: {name: t}\noptimizer: {warmup: 2}\n")
+
+
+def test_every_value_is_checked_once(monkeypatch):
+    """Twice would expand what an environment variable says a second time."""
+    monkeypatch.setenv("DIRECTORY", "${NOT_EXPANDED}")
+    config = build(
+        TrainConfig, {"model": "m", "dataset": TEXT, "compressor": {}, "calibration": {"bases": "${DIRECTORY}"}}
+    )
+    assert config.calibration.bases == "${NOT_EXPANDED}"
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="nowhere.yaml"):
         parse_config(TrainConfig, ["--config", str(tmp_path / "nowhere.yaml")], description="")
