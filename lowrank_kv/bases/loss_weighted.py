@@ -11,7 +11,7 @@ from torch import Tensor
 from lowrank_kv.bases.rank_allocation import falling_means
 
 # The root of the gradients' moment weighs errors between energy alone (0) and the second-order estimate (1), which holds
-# near the uncompressed model only. Chosen by what each loses at rates where it no longer does (LOG.md).
+# near the uncompressed model only. Chosen by what each loses at rates where it no longer does (docs/log/gradient-start.md).
 POWER = 0.5
 DAMPING = 0.1
 

@@ -1,10 +1,10 @@
 """A decoded token's way through a compressed cache as operations of a graph, for models that `torch.compile` compiles.
 
 What a cache does is not for a graph: it grows, and its kernels are compiled already. But with a graph that breaks off three
-times a layer to let it be done a token takes half as long again (LOG.md). So a graph calls two opaque operations, one where
-transformers updates the cache and one for the attention over it. They find the cache layer by number, because a graph takes
-tensors and outlives any one cache; in the place of the keys the first hands the second this number, so that nothing has to
-remember between the two, which may be in different graphs, whose cache it was.
+times a layer to let it be done a token takes half as long again (docs/log/compiled-decoding.md). So a graph calls two
+opaque operations, one where transformers updates the cache and one for the attention over it. They find the cache layer
+by number, because a graph takes tensors and outlives any one cache; in the place of the keys the first hands the second
+this number, so that nothing has to remember between the two, which may be in different graphs, whose cache it was.
 
 That a cache changes is not said of any argument. What an operation takes follows from what the one before gave, so that none
 can be left out, merged or moved before another.

@@ -24,10 +24,10 @@ from training_runs import losses, train_here
 from transformers import PreTrainedModel
 
 import dynakv
-from lowrank import paths
-from lowrank.errors import UserError
-from lowrank.hf.calibration import calibrate
-from lowrank.hf.loading import load_model, load_tokenizer
+from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.hf.loading import load_model, load_tokenizer
+from lowrank_kv.utils import paths
+from lowrank_kv.utils.errors import UserError
 from ojakv import Calibration, OjaKVCache, OjaKVConfig
 
 Cells = dict[str, dict]
@@ -51,15 +51,18 @@ TRAINING = {
 # What distinguishes tiny trainings, by their labels.
 VARIANTS = {
     "from-pca": {"calibration": {"start": "pca"}},
-    "from-gradients": {"calibration": {"start": "gradient"}, "rate": {"target_retain_rate": 0.4, "settle_tokens": 128}},
+    "from-gradients": {
+        "calibration": {"start": "gradient"},
+        "rate": {"target_retain_rate": 0.4, "calibrate_threshold_tokens": 128},
+    },
     "orthogonal-distilled": {
         "calibration": {"start": "pca"},
-        "compressor": {"inverse": "orthogonal"},
+        "compressor": {"decoder": "orthogonal"},
         "loss": {"distillation": 0.5},
     },
     "nested": {
-        "compressor": {"inverse": "orthogonal", "truncation": "nested"},
-        "rate": {"target_retain_rate": 0.4, "settle_tokens": 128},
+        "compressor": {"decoder": "orthogonal", "rank_policy": "nested"},
+        "rate": {"target_retain_rate": 0.4, "calibrate_threshold_tokens": 128},
     },
 }
 
@@ -161,7 +164,7 @@ def demo_dynakv(group: str) -> Cells:
     model = load_model(str(_demo_dir()))
     moments = calibrate(model, demo_tokens()[:, :512], progress=False)
     dynakv.add_compressors(model, dynakv.DynaKVConfig())
-    dynakv.initialise_from_moments(model, moments)
+    dynakv.initialize_from_moments(model, moments)
     generator = torch.Generator().manual_seed(2)
     for layer in dynakv.compressors(model).values():
         for compressor in (layer.key, layer.value):
@@ -191,7 +194,7 @@ def demo_training(group: str) -> Cells:
         "model": str(_demo_dir()),
         "dataset": {"name": str(paths.home() / "text/addresses-heldout.jsonl"), "sequence_length": 96},
         "optimizer": {"steps": STEPS, "batch_size": 1},
-        "rate": {"target_retain_rate": 0.3, "settle_tokens": 192},
+        "rate": {"target_retain_rate": 0.3, "calibrate_threshold_tokens": 192},
         "compressor": {},
     }
     with tempfile.TemporaryDirectory() as directory:

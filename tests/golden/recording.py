@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from lowrank.ops.native.library import library
+from lowrank_kv.ops.native.library import library
 
 Entries = dict[str, dict]
 
