@@ -21,7 +21,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def held_tensors(cache: Cache) -> list[Tensor]:
     """Whatever a cache holds of its tokens, in compressed layers and in others."""
-    held = [tensor for _, tensor in cache.held()] if isinstance(cache, LowRankCache) else []
+    held = [tensor for _, tensor in cache.tensors_by_kind()] if isinstance(cache, LowRankCache) else []
     native = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
     return held + [tensor for layer in native for tensor in (layer.keys, layer.values)]
 

@@ -70,6 +70,6 @@ class PagedDynaKVCache(DynaKVCache):
         )
         return cls(model, codecs, pages)
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().held()
-        yield from self.pages.held()
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors_by_kind()
+        yield from self.pages.tensors_by_kind()

@@ -13,8 +13,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.checkpoint import read_config
-from evaluation.baselines import BASELINES, SNAPKV, quantized_maker, snapkv_maker
-from evaluation.perplexity import Score, full_cache, score
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.atomic_write import write_bytes, write_text
@@ -23,6 +21,9 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
+
+from .baselines import BASELINES, SNAPKV, quantized_maker, snapkv_maker
+from .perplexity import Score, full_cache, score
 
 
 @configuration

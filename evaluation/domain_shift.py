@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evaluation.perplexity import check_split
-from evaluation.subspace_metrics import relative_error, subspace_overlap
 from lowrank_kv.bases.pca import parts_of, pca_basis
 from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE, observe
 from lowrank_kv.calibration.calibration import Calibration
 from ojakv import OjaKVConfig, make_plan
-from ojakv.basis_plan import SideBasis
-from ojakv.online_store import OnlineSide
+from ojakv.basis_plan import InitialBasis
+from ojakv.online_store import OnlineStore
+
+from .perplexity import check_split
+from .subspace_metrics import relative_error, subspace_overlap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +101,12 @@ def measure_shift(
 
 
 def _of_layer(
-    start: SideBasis, rows_NC: Tensor, prefix: int, config: OjaKVConfig, calibration: Calibration
+    start: InitialBasis, rows_NC: Tensor, prefix: int, config: OjaKVConfig, calibration: Calibration
 ) -> dict[str, tuple[float, float]]:
     """Basis → (RER, SO with the oracle), the heads' mean."""
     head_dim, heads = calibration.geometry.head_dim, calibration.geometry.num_kv_heads
     start = start.to(rows_NC.device)
-    side = OnlineSide(start, config, head_dim=head_dim, dtype=torch.float32, name="rows")
+    side = OnlineStore(start, config, head_dim=head_dim, dtype=torch.float32, name="rows")
     parts_PNW = side.parts(rows_NC.unflatten(1, (heads, head_dim)).transpose(0, 1))
     side.follow(parts_PNW[:, :prefix], is_prompt=True)
     rest_PNW = parts_PNW[:, prefix:]

@@ -12,11 +12,12 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from evaluation.perplexity import cache_bytes
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+
+from .perplexity import cache_bytes
 
 # fmt: off
 WORDS = (

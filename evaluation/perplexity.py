@@ -13,12 +13,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
-from evaluation.baselines import quantized_tensors
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import require
+
+from .baselines import quantized_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

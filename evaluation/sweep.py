@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
-from evaluation.compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
-from evaluation.perplexity import full_cache, score
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import configuration, option, read_yaml, require, section
@@ -28,6 +26,9 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand, name_of
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
+
+from .compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
+from .perplexity import full_cache, score
 
 BASES, POINTS = "bases", "points"
 START, COMPRESSOR = "--calibration.start", "compressor"

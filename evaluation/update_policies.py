@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from evaluation.perplexity import check_split
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 from ojakv.cache import OjaKVLayer
+
+from .perplexity import check_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

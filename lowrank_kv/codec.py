@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.stores.quantization import Quantization, companding
+from lowrank_kv.stores.quantization import Quantization, coef_scale_of
 
 Encoded = tuple[Tensor, Tensor]  # coefficients (B, T, C), ranks (B, T)
 
@@ -45,7 +45,7 @@ class TokenGate:
     bias_C: Tensor
     threshold: float
     granularity: int
-    spread_C: Tensor | None = None
+    coef_scale_C: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,34 +62,34 @@ class LayerCodec:
     def __post_init__(self):
         if self.quantization is not None:
             for side in ("key", "value"):
-                object.__setattr__(self, side, Companded(getattr(self, side)))
+                object.__setattr__(self, side, ScaledCodec(getattr(self, side)))
 
 
-class Companded:
+class ScaledCodec:
     """A codec whose coefficients are divided by their spread, so that one scale serves all of a token's; the decoder undoes
     it."""
 
     def __init__(self, codec: Codec):
         self.codec, self.width = codec, codec.width
-        self.spread_C = companding(codec.energies())
+        self.coef_scale_C = coef_scale_of(codec.energies())
         self._decoders: tuple[Tensor, Tensor] | None = None  # the codec's, and the same times the spread
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         coef_BTC, rank_BT = self.codec.encode(states_BTC)
-        return coef_BTC / self.spread_C.to(coef_BTC), rank_BT
+        return coef_BTC / self.coef_scale_C.to(coef_BTC), rank_BT
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         plain_CC = self.codec.decoder(dtype, device)
         if self._decoders is None or self._decoders[0] is not plain_CC:
-            self._decoders = plain_CC, self.spread_C.to(device, dtype)[:, None] * plain_CC
+            self._decoders = plain_CC, self.coef_scale_C.to(device, dtype)[:, None] * plain_CC
         return self._decoders[1]
 
     def energies(self) -> Tensor:
-        return self.codec.energies() / self.spread_C.square()
+        return self.codec.energies() / self.coef_scale_C.square()
 
     def token_gate(self) -> TokenGate | None:
         gate = self.codec.token_gate()
-        return None if gate is None else dataclasses.replace(gate, spread_C=self.spread_C)
+        return None if gate is None else dataclasses.replace(gate, coef_scale_C=self.coef_scale_C)
 
 
 def prefix_mask(rank_BT: Tensor, width: int) -> Tensor:

@@ -77,7 +77,7 @@ class Eviction:
         return min(tokens, max(self.window_size, round(self.keep_ratio * tokens)))
 
 
-def best_of(score_PT: Tensor, count: int) -> Tensor:
+def top_scores(score_PT: Tensor, count: int) -> Tensor:
     """The indices of each row's `count` largest scores, rising, (P, count); of equal ones, which pooling makes, the first,
     whatever padding there is beside them."""
     return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values

@@ -15,14 +15,14 @@ from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfi
 from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.stores.quantization import companding
+from lowrank_kv.stores.quantization import coef_scale_of
 from lowrank_kv.utils.errors import UserError
 from ojakv.config import OjaKVConfig
 from ojakv.trackers import by_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SideBasis:
+class InitialBasis:
     """Where one layer's keys, or values, start.
 
     Attributes:
@@ -40,11 +40,11 @@ class SideBasis:
         return self.vectors_PWR.shape[0]
 
     @functools.cached_property
-    def spread(self) -> Tensor:
+    def coef_scale(self) -> Tensor:
         """What coefficients are divided by to be held as integers, (P, R) fp32."""
-        return companding(self.energy_PR)
+        return coef_scale_of(self.energy_PR)
 
-    def to(self, device: torch.device) -> "SideBasis":
+    def to(self, device: torch.device) -> "InitialBasis":
         return dataclasses.replace(self, vectors_PWR=self.vectors_PWR.to(device), energy_PR=self.energy_PR.to(device))
 
 
@@ -58,9 +58,9 @@ class Plan:
 
     config: OjaKVConfig
     geometry: KVGeometry
-    layers: dict[int, tuple[SideBasis, SideBasis]]
+    layers: dict[int, tuple[InitialBasis, InitialBasis]]
 
-    def pair(self, index: int, device: torch.device) -> tuple[SideBasis, SideBasis]:
+    def pair(self, index: int, device: torch.device) -> tuple[InitialBasis, InitialBasis]:
         """A layer's keys and values, on `device`; one copy there for all caches."""
         pair = self.layers[index]
         if pair[0].vectors_PWR.device == device:
@@ -70,7 +70,7 @@ class Plan:
         return self._elsewhere[index, device]
 
     @functools.cached_property
-    def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[SideBasis, SideBasis]]:
+    def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[InitialBasis, InitialBasis]]:
         return {}
 
     @property
@@ -80,7 +80,7 @@ class Plan:
         return kept / (2 * self.geometry.width * len(self.layers))
 
 
-def eviction_parts(pair: tuple[SideBasis, SideBasis]) -> int:
+def eviction_parts(pair: tuple[InitialBasis, InitialBasis]) -> int:
     """Heads that share coefficients, of keys or of values, forget the same tokens."""
     return min(side.parts for side in pair)
 
@@ -170,15 +170,15 @@ def _positive(total: Tensor) -> Tensor:
     return total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-def _side(spectrum: _Spectrum, rank: int) -> SideBasis:
+def _side(spectrum: _Spectrum, rank: int) -> InitialBasis:
     # A copy: a view would keep all directions alive.
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
-    return SideBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
+    return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
 
 
-def _whole(geometry: KVGeometry) -> SideBasis:
+def _whole(geometry: KVGeometry) -> InitialBasis:
     heads, head_dim = geometry.num_kv_heads, geometry.head_dim
-    return SideBasis(
+    return InitialBasis(
         vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32, device="cpu").repeat(heads, 1, 1)),
         energy_PR=torch.ones(heads, head_dim, dtype=torch.float32, device="cpu"),
         is_compressed=False,

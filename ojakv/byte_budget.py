@@ -7,7 +7,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.stores.growable_tensor import grown
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import Plan, SideBasis, eviction_parts, make_plan
+from ojakv.basis_plan import InitialBasis, Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig
 
 # Halvings of the range of rates.
@@ -66,7 +66,7 @@ def _full_periods(tokens: int, config: OjaKVConfig) -> int:
     return max(0, tokens) // config.update_period * config.update_period
 
 
-def _side_bytes(side: SideBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
+def _side_bytes(side: InitialBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
     parts, part_width, rank = side.vectors_PWR.shape
     quantization = config.quantization if side.is_compressed else None
     row = rank * itemsize if quantization is None else quantization.nbytes(rank)

@@ -11,34 +11,40 @@ from torch import Tensor
 from lowrank_kv.stores.coefficients import Coefficients
 
 
-def moment(coef: Coefficients, spread_PR: Tensor | None = None, *, start: int = 0, end: int | None = None) -> Tensor:
+def moment(
+    coef: Coefficients, coef_scale_PR: Tensor | None = None, *, start: int = 0, end: int | None = None
+) -> Tensor:
     """Σ cᵀc of the rows from `start` to `end`, or all, (P, R, R) fp32.
 
     Args:
-        spread_PR: what the rows were divided by to be held as integers; None where they were not.
+        coef_scale_PR: what the rows were divided by to be held as integers; None where they were not.
     """
     parts = coef.rows(0, 0).shape[0]
     nothing_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
-    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, spread_PR, start, end)), start=nothing_PRR)
+    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, coef_scale_PR, start, end)), start=nothing_PRR)
 
 
-def turned(coef: Coefficients, turn_PRR: Tensor, capacity: int, spread_PR: Tensor | None = None) -> Coefficients:
-    """The rows in the new basis, c · turn, with room for `capacity` of them; `spread_PR` as above."""
-    if coef.quantization is None and coef.dtype == turn_PRR.dtype:  # written where it belongs at once
+def change_basis(
+    coef: Coefficients, change_PRR: Tensor, capacity: int, coef_scale_PR: Tensor | None = None
+) -> Coefficients:
+    """The rows in the new basis, c · turn, with room for `capacity` of them; `coef_scale_PR` as above."""
+    if coef.quantization is None and coef.dtype == change_PRR.dtype:  # written where it belongs at once
         rows_PNR = coef.rows()
         room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
-        torch.matmul(rows_PNR, turn_PRR, out=room_PNR[:, : coef.length])
+        torch.matmul(rows_PNR, change_PRR, out=room_PNR[:, : coef.length])
         moved = Coefficients.of(room_PNR)
         moved.crop(coef.length)
         return moved
     moved = coef.empty_like(capacity)
-    for tile_PNR in _tiles(coef, spread_PR):
-        tile_PNR = tile_PNR @ turn_PRR
-        moved.append(tile_PNR if spread_PR is None else tile_PNR / spread_PR[:, None])
+    for tile_PNR in _tiles(coef, coef_scale_PR):
+        tile_PNR = tile_PNR @ change_PRR
+        moved.append(tile_PNR if coef_scale_PR is None else tile_PNR / coef_scale_PR[:, None])
     return moved
 
 
-def _tiles(coef: Coefficients, spread_PR: Tensor | None, start: int = 0, end: int | None = None) -> Iterator[Tensor]:
+def _tiles(
+    coef: Coefficients, coef_scale_PR: Tensor | None, start: int = 0, end: int | None = None
+) -> Iterator[Tensor]:
     """The rows as they were before they were divided, fp32."""
     for _, rows_PNR in coef.tiles(start, end):
-        yield rows_PNR.float() if spread_PR is None else rows_PNR.float() * spread_PR[:, None]
+        yield rows_PNR.float() if coef_scale_PR is None else rows_PNR.float() * coef_scale_PR[:, None]

@@ -15,8 +15,8 @@ from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import BASES, BUFFERS, FULL_RANK
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import SideBasis
-from ojakv.change_of_basis import moment, turned
+from ojakv.basis_plan import InitialBasis
+from ojakv.change_of_basis import change_basis, moment
 from ojakv.config import OjaKVConfig
 from ojakv.trackers import FixedTracker, FrequentDirections, NewRows, OjaTracker, Tracker
 
@@ -27,7 +27,7 @@ SMALLEST_RESIDUAL = 1e-6
 TINY = torch.finfo(torch.float32).tiny
 
 
-class OnlineSide:
+class OnlineStore:
     """Coefficients, the basis they are in, and the rows that are stored whole.
 
     Args:
@@ -38,7 +38,7 @@ class OnlineSide:
         name: such as ``layer 3 keys``, for errors.
     """
 
-    def __init__(self, start: SideBasis, config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, name: str):
+    def __init__(self, start: InitialBasis, config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, name: str):
         parts, width, rank = start.vectors_PWR.shape
         groups = parts * width // head_dim
         device = start.vectors_PWR.device
@@ -47,7 +47,7 @@ class OnlineSide:
         self.start = start
         quantization = config.quantization if start.is_compressed else None
         # Unquantized coefficients are divided by nothing.
-        self.spread_PR = None if quantization is None else start.spread
+        self.coef_scale_PR = None if quantization is None else start.coef_scale
         self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantization=quantization)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self._operands: Operands | None = None
@@ -66,13 +66,13 @@ class OnlineSide:
         held, basis_PWR = self._operands, self.tracker.vectors_PWR
         if held is None or held.coef is not self.coef or held.full is not self.full or held.basis_PWR is not basis_PWR:
             # A basis in another dtype, or times a spread, is made anew each time: kept, it would be one more to count.
-            held = Operands(self.coef, self._spread(basis_PWR, 1).to(self.coef.dtype), self.full)
+            held = Operands(self.coef, self._scaled(basis_PWR, 1).to(self.coef.dtype), self.full)
             self._operands = held if held.basis_PWR is basis_PWR else None
         return held
 
-    def _spread(self, states_PXR: Tensor, power: int) -> Tensor:
+    def _scaled(self, states_PXR: Tensor, power: int) -> Tensor:
         """States times the coefficients' spread (power 1), or divided by it (power −1)."""
-        return states_PXR if self.spread_PR is None else states_PXR * self.spread_PR[:, None] ** power
+        return states_PXR if self.coef_scale_PR is None else states_PXR * self.coef_scale_PR[:, None] ** power
 
     def parts(self, rows_GND: Tensor) -> Tensor:
         """Rows of heads as rows of parts, fp32, (P, N, W).
@@ -107,7 +107,7 @@ class OnlineSide:
         of the energy they lose (and by the rounding of integers). Moves in turning directions may add up to more than what
         is lost of the energy in the end, so that their lengths are added.
         """
-        energy = _energy(moment(self.coef, self.spread_PR)) if self._path else 0.0
+        energy = _energy(moment(self.coef, self.coef_scale_PR)) if self._path else 0.0
         return self._path / math.sqrt(energy) if energy else 0.0
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class OnlineSide:
         # Coefficients that are rewritten by every update need no room to grow.
         exact = self.config.update_period > 1
         start = self.coef.length
-        self.coef.append(self._spread(coef_PNR, -1), exact=exact)
-        if self.spread_PR is not None and coef_PNR.numel():
-            rounded_PNR = self._spread(self.coef.rows(start).float(), 1)
+        self.coef.append(self._scaled(coef_PNR, -1), exact=exact)
+        if self.coef_scale_PR is not None and coef_PNR.numel():
+            rounded_PNR = self._scaled(self.coef.rows(start).float(), 1)
             self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
 
     def crop(self, length: int) -> None:
@@ -156,16 +156,16 @@ class OnlineSide:
         if self.coef.length:
             # New rows are weighed against the latest stored ones; what a step may lose is told by all.
             remembered = 0 if config.update_window is None else max(0, self.coef.length - config.update_window)
-            known_PRR = moment(self.coef, self.spread_PR, start=remembered)
-            stored_PRR = known_PRR + moment(self.coef, self.spread_PR, end=remembered)
+            known_PRR = moment(self.coef, self.coef_scale_PR, start=remembered)
+            stored_PRR = known_PRR + moment(self.coef, self.coef_scale_PR, end=remembered)
         energy = _energy(stored_PRR) if self.coef.length else 0.0
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = self.tracker.propose(new, known_PRR, rate, 0.5**halving)
             if new_PWR is None:
                 return
-            turn_PRR = old_PWR.mT @ new_PWR
+            change_PRR = old_PWR.mT @ new_PWR
             # Turned coefficients are rounded anew.
-            lost = _lost_energy(stored_PRR, old_PWR, new_PWR, turn_PRR) / energy + self.rounding if energy else 0.0
+            lost = _lost_energy(stored_PRR, old_PWR, new_PWR, change_PRR) / energy + self.rounding if energy else 0.0
             path = self._path + math.sqrt(lost * energy)
             if lost <= config.max_loss and self._is_within_drift(path, (1 - lost) * energy):
                 break
@@ -188,7 +188,7 @@ class OnlineSide:
         if self.coef.length:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
             room = self.coef.length + new.rows_PNW.shape[1] * config.pool
-            self.coef = turned(self.coef, turn_PRR, room, self.spread_PR)
+            self.coef = change_basis(self.coef, change_PRR, room, self.coef_scale_PR)
 
     def _is_within_drift(self, path: float, energy: float) -> bool:
         limit = self.config.max_drift
@@ -196,23 +196,23 @@ class OnlineSide:
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def held(self, staying: int) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self, staying: int) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of everything held; the first `staying` full-rank tokens stay, the others wait."""
-        yield from self.coef.held()
+        yield from self.coef.tensors_by_kind()
         yield FULL_RANK, self.full.buffer[:, :staying]
         yield BUFFERS, self.full.buffer[:, staying:]
         for tensor in self.tracker.tensors():
             yield BASES, tensor
 
-    def clone(self) -> "OnlineSide":
-        twin = object.__new__(OnlineSide)
+    def clone(self) -> "OnlineStore":
+        twin = object.__new__(OnlineStore)
         twin.__dict__.update(self.__dict__)
         twin.tracker, twin.coef, twin.full = self.tracker.clone(), self.coef.clone(), self.full.clone()
         twin._operands = None
         return twin
 
 
-def _tracker(start: SideBasis, config: OjaKVConfig, name: str) -> Tracker:
+def _tracker(start: InitialBasis, config: OjaKVConfig, name: str) -> Tracker:
     if config.tracker == "fixed" or not start.is_compressed:
         return FixedTracker(start.vectors_PWR, name)
     if config.tracker == "oja":
@@ -238,8 +238,8 @@ def _energy(moment_PRR: Tensor) -> float:
     return float(moment_PRR.diagonal(dim1=1, dim2=2).sum())
 
 
-def _lost_energy(stored_PRR: Tensor, old_PWR: Tensor, new_PWR: Tensor, turn_PRR: Tensor) -> float:
+def _lost_energy(stored_PRR: Tensor, old_PWR: Tensor, new_PWR: Tensor, change_PRR: Tensor) -> float:
     """What rows C·Uᵀ lose of their energy when they are projected on a new basis V: tr(D S Dᵀ) with S = CᵀC and D the part
     of U outside of V. The difference tr(S) − tr(Mᵀ S M) with M = UᵀV is the same, but nothing in fp32 for a small turn."""
-    outside_PWR = old_PWR - new_PWR @ turn_PRR.mT
+    outside_PWR = old_PWR - new_PWR @ change_PRR.mT
     return max(0.0, float((outside_PWR @ stored_PRR * outside_PWR).sum()))

@@ -1,4 +1,4 @@
-"""Which of a prompt's tokens stay at full rank: those that compression would serve worst (OjaKV, section 5.1).
+"""Which of a prompt's tokens stay at full rank: those that compression would serve largest_residuals (OjaKV, section 5.1).
 
 Shapes: H query heads, G KV heads, Q queries, N tokens, D head dim.
 """
@@ -48,7 +48,9 @@ class Prompt:
         return Prompt(self.start, min(self.end, length), query_HQD, query_end)
 
 
-def worst(residual_GND: Tensor, position_N: Tensor, prompt: Prompt, scaling: float, config: OjaKVConfig) -> Tensor:
+def largest_residuals(
+    residual_GND: Tensor, position_N: Tensor, prompt: Prompt, scaling: float, config: OjaKVConfig
+) -> Tensor:
     """True for the share `full_rank_ratio` of tokens whose query-weighted residual is largest, (N,).
 
     e_t is the mean of |q · r_t| · scaling over the last w of the prompt's queries that may see token t and over all heads.

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lowrank_kv.eviction import Eviction, best_of, fixed_by
+from lowrank_kv.eviction import Eviction, fixed_by, top_scores
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.ops.rotation import Places, Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import BUFFERS, POSITIONS
-from ojakv.basis_plan import SideBasis
+from ojakv.basis_plan import InitialBasis
 from ojakv.config import OjaKVConfig
-from ojakv.online_store import OnlineSide
-from ojakv.retention import Prompt, worst
+from ojakv.online_store import OnlineStore
+from ojakv.retention import Prompt, largest_residuals
 
 
 class OnlineSequence:
@@ -33,11 +33,17 @@ class OnlineSequence:
     """
 
     def __init__(
-        self, start: tuple[SideBasis, SideBasis], config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, layer: int
+        self,
+        start: tuple[InitialBasis, InitialBasis],
+        config: OjaKVConfig,
+        *,
+        head_dim: int,
+        dtype: torch.dtype,
+        layer: int,
     ):
         self.config = config
-        self.key = OnlineSide(start[0], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} keys")
-        self.value = OnlineSide(start[1], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} values")
+        self.key = OnlineStore(start[0], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} keys")
+        self.value = OnlineStore(start[1], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} values")
         device = start[0].vectors_PWR.device
         self.length = 0
         self.staying = 0  # how many of the full-rank tokens stay
@@ -108,7 +114,11 @@ class OnlineSequence:
             self._keep_whole(prompt, unrotate, is_short=is_short)
         elif not is_short:
             due = self._due(held, is_prompt=prompt is not None)
-            picks = self._worst_of(prompt, scaling, rotation) if config.full_rank_ratio and prompt is not None else None
+            picks = (
+                self._largest_residuals(prompt, scaling, rotation)
+                if config.full_rank_ratio and prompt is not None
+                else None
+            )
             if due:
                 self._compress(due, picks, unrotate=unrotate, is_prompt=prompt is not None)
 
@@ -164,14 +174,14 @@ class OnlineSequence:
             self.staying, self.has_settled = config.num_sink_tokens, True
         return due
 
-    def _worst_of(self, prompt: Prompt, scaling: float, rotation: Rotation | None) -> Callable:
+    def _largest_residuals(self, prompt: Prompt, scaling: float, rotation: Rotation | None) -> Callable:
         """What picks the tokens that stay whole, by the error of keys once their coefficients are known."""
 
         def picks(coef_PNR: Tensor, key_GND: Tensor, position_N: Tensor) -> Tensor:
             rebuilt_GND = self.key.rebuilt(coef_PNR)
             if self.config.rotates and rotation is not None:
                 rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
-            return worst(key_GND.float() - rebuilt_GND, position_N, prompt, scaling, self.config)
+            return largest_residuals(key_GND.float() - rebuilt_GND, position_N, prompt, scaling, self.config)
 
         return picks
 
@@ -225,7 +235,7 @@ class OnlineSequence:
         count = max(0, eviction.count(new + full) - full)
         if count >= new:
             return
-        kept_PN = best_of(score_PT.gather(1, place_PN[:, old:end] - places.start), count)
+        kept_PN = top_scores(score_PT.gather(1, place_PN[:, old:end] - places.start), count)
         row_PN = torch.arange(place_PN.shape[1], device=kept_PN.device).expand(len(kept_PN), -1)
         index_PN = torch.cat([row_PN[:, :old], kept_PN + old, row_PN[:, end:]], dim=1)
         self.fixed = int(place_PN[0, old + fixed_by(0, kept_PN, new) - 1]) + 1
@@ -335,9 +345,9 @@ class OnlineSequence:
         twin.full_position, twin.absent_position = self.full_position.clone(), self.absent_position.clone()
         return twin
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.key.held(self.staying)
-        yield from self.value.held(self.staying)
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.tensors_by_kind(self.staying)
+        yield from self.value.tensors_by_kind(self.staying)
         yield POSITIONS, self.full_position.buffer
         yield POSITIONS, self.absent_position
         if self._low_place is not None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.utils.errors import UserError
-from training.engine import Engine
-from training.resumable_state import load_weights, read_progress, read_weights, saved_states
+
+from .engine import Engine
+from .resumable_state import load_weights, read_progress, read_weights, saved_states
 
 
 def load_mean(engine: Engine, root: Path, count: int) -> list[int]:

@@ -6,8 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
-from training.config import DatasetConfig, TrainConfig
-from training.data import Batch, TrainingBlocks
+
+from .config import DatasetConfig, TrainConfig
+from .data import Batch, TrainingBlocks
 
 
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:

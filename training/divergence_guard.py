@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_kv.utils.errors import UserError
-from training.resumable_state import saved_states
+
+from .resumable_state import saved_states
 
 _FORGETTING = 0.05  # of the running mean of the cross-entropy, so that it looks back about 20 steps
 _SETTLED = 20  # steps after which that mean is worth comparing

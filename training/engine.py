@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from dynakv.compressor import LayerCompressor
 from lowrank_kv.hf.loading import shard_while_loading
 from lowrank_kv.utils.errors import UserError
-from training.config import FULL, TrainConfig
+
+from .config import FULL, TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

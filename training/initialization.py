@@ -12,10 +12,11 @@ from dynakv.initialization import Moments
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
-from training.config import TrainConfig
-from training.data import TrainingBlocks
-from training.distillation import uncompressed
-from training.engine import Engine
+
+from .config import TrainConfig
+from .data import TrainingBlocks
+from .distillation import uncompressed
+from .engine import Engine
 
 # α to begin with where nothing better is known; over a PCA the goal begins at what the open gates keep, and α follows it.
 DEFAULT_PRICE = 4.0

@@ -25,18 +25,19 @@ from lowrank_kv.utils.atomic_write import check_directory, write_text
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.flops import matmul_flops
-from training.checkpoint_averaging import load_mean
-from training.config import COMPRESSOR, TrainConfig
-from training.data import Batch, TrainingBlocks
-from training.data_sources import heldout_blocks, training_stream
-from training.divergence_guard import GradientWatch, Watch
-from training.engine import Engine
-from training.initialization import DEFAULT_PRICE, given_price, initialize
-from training.inspection import SENTENCE, inspect, inspection_due
-from training.nested_ranks import allocate_ranks
-from training.optimizer import build_optimizer, merged_state
-from training.reporting import Reporter, Workload
-from training.resumable_state import (
+
+from .checkpoint_averaging import load_mean
+from .config import COMPRESSOR, TrainConfig
+from .data import Batch, TrainingBlocks
+from .data_sources import heldout_blocks, training_stream
+from .divergence_guard import GradientWatch, Watch
+from .engine import Engine
+from .initialization import DEFAULT_PRICE, given_price, initialize
+from .inspection import SENTENCE, inspect, inspection_due
+from .nested_ranks import allocate_ranks
+from .optimizer import build_optimizer, merged_state
+from .reporting import Reporter, Workload
+from .resumable_state import (
     check_same_run,
     drop_later_states,
     load_into,
@@ -44,11 +45,11 @@ from training.resumable_state import (
     save_state,
     saved_states,
 )
-from training.schedule import learning_rate_factor
-from training.step import optimizer_step
-from training.threshold_calibration import calibrate_threshold
-from training.throughput import model_flops
-from training.validation import measure
+from .schedule import learning_rate_factor
+from .step import optimizer_step
+from .threshold_calibration import calibrate_threshold
+from .throughput import model_flops
+from .validation import measure
 
 CHECKPOINT, STATES, WHOLE = "checkpoint", "states", "full"
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.nested_rank import NestedRank
 from lowrank_kv.bases.rank_allocation import waterfill_ranks
-from training.data import Batch
-from training.validation import run_uncached
+
+from .data import Batch
+from .validation import run_uncached
 
 
 def draw_ranks(model: PreTrainedModel, seed: str) -> None:

@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 import dynakv
 from lowrank_kv.hf.geometry import attention_projections
 from lowrank_kv.utils.errors import UserError
-from training.config import FULL, LORA, LoraConfig, TrainConfig
-from training.engine import Engine
+
+from .config import FULL, LORA, LoraConfig, TrainConfig
+from .engine import Engine
 
 
 def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: float) -> torch.optim.Optimizer:

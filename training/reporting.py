@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from dynakv.objective import RetainRates
 from lowrank_kv.utils.atomic_write import write_text
-from training.inspection import Inspection
-from training.throughput import peak_memory
+
+from .inspection import Inspection
+from .throughput import peak_memory
 
 HEAT_MAP_EVERY = 20
 _CELL = 12  # pixels of a heat-map cell

@@ -19,7 +19,8 @@ from torch import Tensor
 from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
 from lowrank_kv.utils.atomic_write import new_directory
 from lowrank_kv.utils.errors import UserError
-from training.engine import MOMENTS, Engine
+
+from .engine import MOMENTS, Engine
 
 BACKBONE, OPTIMIZER, PROGRESS = "backbone.safetensors", "optimizer.safetensors", "progress.json"
 CHECKSUM = "checksum"

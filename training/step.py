@@ -11,11 +11,12 @@ from torch import Tensor
 
 from dynakv.objective import RetainRates, objective, retain_rates
 from lowrank_kv.utils.errors import UserError
-from training.data import Batch
-from training.distillation import summed_kl, teacher_logits
-from training.divergence_guard import GradientWatch, Watch
-from training.engine import Engine
-from training.nested_ranks import draw_ranks
+
+from .data import Batch
+from .distillation import summed_kl, teacher_logits
+from .divergence_guard import GradientWatch, Watch
+from .engine import Engine
+from .nested_ranks import draw_ranks
 
 
 @dataclasses.dataclass

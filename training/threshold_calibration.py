@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 import dynakv
 from lowrank_kv.bases.hard_rank import rounded
-from training.data import Batch
-from training.validation import run_uncached
+
+from .data import Batch
+from .validation import run_uncached
 
 # Further from the 0.1 that training used, another α is the honest remedy.
 LOWEST, HIGHEST = 0.02, 0.5

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from dynakv.objective import retain_rates
 from lowrank_kv.utils.eval_mode import evaluating
-from training.data import Batch
+
+from .data import Batch
 
 
 @torch.no_grad()

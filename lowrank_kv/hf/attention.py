@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank_kv.hf.backends import Backend, backend, check_backend, default_backend
-from lowrank_kv.hf.compiled_ops import Numbered, attend_in_graph, is_number
+from lowrank_kv.hf.compiled_ops import GraphHandle, attend_in_graph, is_number
 from lowrank_kv.hf.geometry import attention_modules, geometry_of, rotary_function
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.hf.unsupported_generation import allow_other_caches, refuse_other_caches
@@ -53,7 +53,7 @@ class CacheLayer(Protocol):
 
 
 @dataclasses.dataclass
-class AttentionContext(Numbered):
+class AttentionContext(GraphHandle):
     """What an attention module needs besides its weights."""
 
     module: nn.Module
@@ -64,7 +64,7 @@ class AttentionContext(Numbered):
     observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
 
     def __post_init__(self) -> None:
-        self.take_number()
+        self.register()
 
     @property
     def is_bare(self) -> bool:

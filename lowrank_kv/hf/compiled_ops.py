@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 _numbers = itertools.count(1)
-_numbered: WeakValueDictionary[int, "Numbered"] = WeakValueDictionary()
+_numbered: WeakValueDictionary[int, "GraphHandle"] = WeakValueDictionary()
 
 
-class Numbered:
+class GraphHandle:
     """An object that a graph's operation finds again by :attr:`number`, a tensor of one int64 on the CPU; a copy, and what
     pickle loads, has one of its own."""
 
     number: Tensor
 
-    def take_number(self) -> None:
+    def register(self) -> None:
         number = next(_numbers)
         _numbered[number] = self
         self.number = torch.tensor(number, device="cpu")
@@ -40,7 +40,7 @@ class Numbered:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.take_number()
+        self.register()
 
 
 def _operation(function: Callable[..., Tensor]) -> torch._ops.OpOverload:

@@ -62,9 +62,9 @@ class Rope:
         return Rope(self.apply, self.cos_BTE.clone(), self.sin_BTE.clone(), position_BT)
 
     @functools.cached_property
-    def turned_halves(self) -> native.TurnedHalves | None:
+    def packed(self) -> native.PackedRope | None:
         """This rotation for compiled code; None for a family that does not rotate halves of a head."""
-        return native.TurnedHalves(self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
+        return native.PackedRope(self.cos_BTE, self.sin_BTE) if _rotates_halves(self.apply) else None
 
     def _call(self, key_BGTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(key_BGTD.device), sin.to(key_BGTD.device)

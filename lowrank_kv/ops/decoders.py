@@ -17,13 +17,13 @@ class Decoders:
 
     def __init__(self, key_CC: Tensor, value_CC: Tensor):
         self.key_CC, self.value_CC = key_CC, value_CC
-        self._compiled: native.Decoders | None = None
+        self._compiled: native.PackedDecoders | None = None
 
-    def compiled(self) -> native.Decoders:
+    def compiled(self) -> native.PackedDecoders:
         """Both for compiled code; kept unless that takes copies, which a cache would have to count."""
         if self._compiled is not None:
             return self._compiled
-        compiled = native.Decoders(self.key_CC, self.value_CC)
+        compiled = native.PackedDecoders(self.key_CC, self.value_CC)
         if not compiled.is_copy:
             self._compiled = compiled
         return compiled

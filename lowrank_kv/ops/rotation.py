@@ -45,9 +45,9 @@ class Rotation:
     table: RotaryTable | None = None
 
     @functools.cached_property
-    def turns(self) -> native.Turns:
+    def packed(self) -> native.PackedRopeTable:
         """The table for compiled code; only where there is one."""
-        return native.Turns(self.table)
+        return native.PackedRopeTable(self.table)
 
     @functools.cached_property
     def angle_TF(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
@@ -81,7 +81,7 @@ class Rotation:
         return _paired(query_GMD.float(), head_dim, rotary), _paired(decoder_XC, head_dim, rotary), turn
 
 
-def turns_in_pairs(rotation: Rotation | None) -> bool:
+def rotates_in_pairs(rotation: Rotation | None) -> bool:
     """Whether keys are rotated by a table, or not at all."""
     return rotation is None or rotation.table is not None
 

@@ -157,7 +157,7 @@ class Coefficients:
         twin._scales = None if self._scales is None else self._scales.clone(rows)
         return twin
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of everything held, room to grow included."""
         yield COEFFICIENTS, self._values.buffer
         if self._scales is not None:

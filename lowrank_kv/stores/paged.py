@@ -180,7 +180,7 @@ class PagedStore:
         """The rank of every row, (B, T) int64, 0 beyond a sequence's length."""
         return self._rows()[2].long() * self.pool.granule
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of what the store holds beside its pool's pages."""
         for table in (self.length_B, self.tiles_B, self.tile_page_BSK, self.tile_granules_BS, self.tile_rows_BS):
             yield POSITIONS, table

@@ -20,7 +20,7 @@ SCALE_DTYPE = torch.bfloat16
 _ROUNDING = 2.0**-8
 # Before quantizing, coefficients are divided by this power of their calibrated root mean square. 0 would drown the small
 # ones in the steps of the large ones; 1 would spend as many steps on coefficients that hardly matter.
-COMPANDING = 0.5
+COEF_SCALE_POWER = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def quantization_of(cache_dtype: str, group: int | None) -> Quantization | None:
     return None if bits is None else Quantization(bits=bits, group=group)
 
 
-def companding(energy_R: Tensor) -> Tensor:
+def coef_scale_of(energy_R: Tensor) -> Tensor:
     """What to divide coefficients by before they are quantized, from their calibrated energies, same shape, fp32."""
     floor = energy_R.amax(dim=-1, keepdim=True) * 1e-6
-    return energy_R.float().clamp(min=floor).clamp(min=torch.finfo(torch.float32).tiny) ** (COMPANDING / 2)
+    return energy_R.float().clamp(min=floor).clamp(min=torch.finfo(torch.float32).tiny) ** (COEF_SCALE_POWER / 2)

@@ -197,16 +197,16 @@ class RaggedStore:
             copy._buckets[rank] = bucket.clone()
         return copy
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of everything held, whole, room to grow included."""
         for bucket in self._buckets.values():
-            yield from bucket.coef.held()
+            yield from bucket.coef.tensors_by_kind()
             yield POSITIONS, bucket.position_N.buffer
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held, room to grow included."""
-        return sum(tensor.nbytes for _, tensor in self.held())
+        return sum(tensor.nbytes for _, tensor in self.tensors_by_kind())
 
     def _bucket(self, rank: int) -> Bucket:
         if rank not in self._buckets:

@@ -109,7 +109,7 @@ class PagedMemory:
         """Bytes of the pages that hold nothing; waits for the device."""
         return 0 if self.pool is None else int(self.pool.free_count) * self.pool.page_PNY[0].nbytes
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of the pages, free ones included, and of what is free."""
         if self.pool is not None:
             yield COEFFICIENTS, self.pool.page_PNY

@@ -93,7 +93,7 @@ class CacheLife(RuleBasedStateMachine):
                 assert len(gone - self.forgotten[row]) == count - EVICTION.count(count)
             self.forgotten[row] = gone
         assert self.cache.get_seq_length() == self.tokens.shape[1]
-        assert self.cache.nbytes == sum(tensor.nbytes for _, tensor in self.cache.held())
+        assert self.cache.nbytes == sum(tensor.nbytes for _, tensor in self.cache.tensors_by_kind())
 
     def has_room(self):
         return self.tokens.shape[1] < MAX_TOKENS

@@ -190,7 +190,9 @@ def test_reported_bytes_are_those_of_the_tensors_held(method, ids):
     model = tiny_model()
     cache = method.build(model, 0.4)()
     decode(model, ids, cache, 9)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.held()}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.tensors_by_kind()
+    }
     assert cache.nbytes == sum(storages.values())
     assert cache.full_nbytes == 3 * 24 * 3 * 2 * 32 * 4
     assert cache.rate == cache.nbytes / cache.full_nbytes

@@ -72,7 +72,7 @@ def test_bytes_on_a_long_prompt_are_rate_times_full_bytes(compressed, tokens):
     stores = [store for layer in cache.layers for one in layer.sequences for store in (one.key, one.value)]
     hard_rate = sum(int(store.ranks().sum()) for store in stores) / (len(stores) * 2000 * 192)
     assert len({int(rank) for store in stores for rank in store.ranks().unique()}) > 3, "ranks must differ"
-    held = sum(tensor.untyped_storage().nbytes() for _, tensor in cache.held())
+    held = sum(tensor.untyped_storage().nbytes() for _, tensor in cache.tensors_by_kind())
     assert cache.nbytes == held
     assert cache.full_nbytes == 2000 * 30 * 2 * 192 * 4
     assert cache.nbytes == pytest.approx(hard_rate * cache.full_nbytes, rel=0.03)

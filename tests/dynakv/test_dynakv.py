@@ -293,13 +293,13 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
     encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
-    turned = None if rope is None else rope.turned_halves
+    turned = None if rope is None else rope.packed
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     assert encoder.encode(key, value.to(other), turned) is None, "it would read beyond the values or half of them"
     assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), turned) is None, "more tokens than it serves"
     unrotated = key if rope is None else rope.unrotate(key)
     new = encoder.encode(key, value, turned)
-    assert new.left == 0, "they were to go nowhere"
+    assert new.num_unstored == 0, "they were to go nowhere"
     sides = (codec.key, codec.value), (unrotated, value)
     for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
@@ -330,7 +330,7 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
             store.append(rows, torch.arange(8, 72, 8).repeat(64), is_prompt=True)
         states = torch.randn(2, 1, 4, 1, 16, generator=generator).to(dtype)
         new = encoder.encode(*states, None, [(table_of(stores[0]), table_of(stores[1]), 512)])
-        assert new.left == 0
+        assert new.num_unstored == 0
         for store, coef_C, rank in zip(stores, new.coef_SBTC[:, 0, 0], new.rank_SBT.flatten().tolist(), strict=True):
             store.count(1)
             expected_C = coef_C.to(dtype)

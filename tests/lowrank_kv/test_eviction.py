@@ -5,7 +5,7 @@ import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
-from lowrank_kv.eviction import Eviction, best_of
+from lowrank_kv.eviction import Eviction, top_scores
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -55,10 +55,10 @@ def test_of_equal_scores_the_first_are_kept_whatever_is_beside_them():
     score = torch.randint(0, 4, (2, 5000), generator=torch.Generator().manual_seed(0)).float()
     padded = torch.cat([torch.full((2, 333), -torch.inf), score], dim=1)
     for count in (1, 700, 2600, 5000):
-        actual = best_of(score, count)
+        actual = top_scores(score, count)
         expected = [sorted(sorted(range(5000), key=lambda t: (-row[t], t))[:count]) for row in score.tolist()]
         assert actual.tolist() == expected
-        assert torch.equal(best_of(padded, count), actual + 333)
+        assert torch.equal(top_scores(padded, count), actual + 333)
 
 
 def test_scores_are_the_windows_attention():
@@ -217,7 +217,9 @@ def test_a_prompts_last_queries_are_held_between_its_chunks_and_counted(make):
         cache.expect_prompt(PROMPT)
         model(ids[:, :36], past_key_values=cache, use_cache=True)
         cache.reorder_cache(torch.tensor(order))
-        held = sum(tensor.nbytes for layer in cache.layers for s in layer.sequences for _, tensor in s.held())
+        held = sum(
+            tensor.nbytes for layer in cache.layers for s in layer.sequences for _, tensor in s.tensors_by_kind()
+        )
         held += sum(tensor.nbytes for tensor in cache.history.tensors()) if cache.history else 0
         assert cache.nbytes - held == len(cache.layers) * 2 * 4 * 4 * 16 * 4  # sequences, heads, queries, dims, bytes
         model(ids[order, 36:], past_key_values=cache, use_cache=True)
@@ -329,7 +331,7 @@ def test_the_bytes_are_those_of_the_product(ids):
         model = tiny_model()
         cache = make_dynakv(model, 1.0, keep)()
         model(ids.repeat(1, 5), past_key_values=cache, use_cache=True)
-        assert cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
+        assert cache.nbytes == sum(tensor.nbytes for _, tensor in cache.tensors_by_kind())
         rates[keep] = cache.rate
     # Places of what is kept cost 4 bytes a token and layer.
     assert 0.25 <= rates[0.25] / rates[1.0] < 0.25 * 1.05 + 0.01

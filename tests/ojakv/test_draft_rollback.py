@@ -159,7 +159,9 @@ def test_queries_kept_for_a_held_prompt_are_counted():
     cache = method.build(model, 0.4)()
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.held()}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.tensors_by_kind()
+    }
     assert cache.nbytes == sum(storages.values())
     assert cache.layers[0].sequences[0].held_prompt.query_HQD.shape == (4, TOKENS, 16)
 

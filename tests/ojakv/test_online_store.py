@@ -5,14 +5,14 @@ import torch
 
 from evaluation.subspace_metrics import relative_error
 from ojakv import OjaKVConfig
-from ojakv.basis_plan import SideBasis
-from ojakv.online_store import OnlineSide
+from ojakv.basis_plan import InitialBasis
+from ojakv.online_store import OnlineStore
 
 
-def new_side(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineSide:
-    start = SideBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
+def new_side(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineStore:
+    start = InitialBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
     config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
-    return OnlineSide(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
+    return OnlineStore(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
 
 
 def turning_stream(regimes: int, length: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def turning_stream(regimes: int, length: int) -> torch.Tensor:
     return torch.cat(parts)[None]
 
 
-def run(side: OnlineSide, rows: torch.Tensor, period: int) -> float:
+def run(side: OnlineStore, rows: torch.Tensor, period: int) -> float:
     """Mean residual of every batch as it is stored."""
     left = energy = 0.0
     for i, batch in enumerate(rows.split(period, dim=1)):
@@ -185,7 +185,7 @@ def slowly_turning_stream(angle: float, length: int) -> torch.Tensor:
     return (rows + 0.01 * torch.randn(length, 16, generator=generator))[None]
 
 
-def true_drift(side: OnlineSide, stored_PNW: torch.Tensor) -> float:
+def true_drift(side: OnlineStore, stored_PNW: torch.Tensor) -> float:
     """‖now − when stored‖ / ‖now‖ of all rows of a side."""
     now_PNW = held_rows(side)
     return float((now_PNW - stored_PNW).norm() / now_PNW.norm())
@@ -193,7 +193,7 @@ def true_drift(side: OnlineSide, stored_PNW: torch.Tensor) -> float:
 
 def filled_by(
     rows: torch.Tensor, *, dtype: torch.dtype = torch.float32, period: int = 32, **settings
-) -> tuple[OnlineSide, float]:
+) -> tuple[OnlineStore, float]:
     """A side that has followed the rows, and how far what it stored truly is from what it was."""
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
     side, stored = new_side(start, dtype, **settings), []
@@ -267,7 +267,7 @@ def test_stored_rows_are_projected_on_the_new_basis(dtype, cache_dtype):
     assert float((held_rows(side) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
 
 
-def held_rows(side: OnlineSide) -> torch.Tensor:
+def held_rows(side: OnlineStore) -> torch.Tensor:
     """(P, N, W) as they would be read."""
     coef = side.coef.rows().float()
-    return (coef if side.spread_PR is None else coef * side.spread_PR[:, None]) @ side.tracker.vectors_PWR.mT
+    return (coef if side.coef_scale_PR is None else coef * side.coef_scale_PR[:, None]) @ side.tracker.vectors_PWR.mT

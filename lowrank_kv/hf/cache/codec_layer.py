@@ -75,12 +75,12 @@ class CodecLayer(CompressedLayer):
         return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
     def _encode_compiled(
-        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.Entrance] = ()
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.AppendTarget] = ()
     ) -> native.NewTokens | None:
         """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
         if self._encoder is None:
             return None
-        turned = None if rope is None else rope.turned_halves
+        turned = None if rope is None else rope.packed
         if rope is not None and turned is None:
             return None
         return self._encoder.encode(key_BGTD, value_BGTD, turned, entrances)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from lowrank_kv.hf.backends import Backend
-from lowrank_kv.hf.compiled_ops import Numbered, cache_in_graph
+from lowrank_kv.hf.compiled_ops import GraphHandle, cache_in_graph
 from lowrank_kv.hf.rope import Rope, RopeHistory
 from lowrank_kv.utils.errors import UserError
 
@@ -31,7 +31,7 @@ def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
     return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
-class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
+class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     """One layer of a compressed cache.
 
     transformers calls :meth:`update` and then the attention function, which calls :meth:`attend`; what `update` returns
@@ -44,7 +44,7 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
 
     def __init__(self):
         super().__init__()
-        self.take_number()
+        self.register()
         self.history: RopeHistory | None = None
         self._releases_history = False
         self._rope: Rope | None = None
@@ -79,7 +79,7 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         """Tokens seen."""
 
     @abc.abstractmethod
-    def shorten(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of every sequence."""
 
     @abc.abstractmethod
@@ -91,12 +91,12 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         """Forget all tokens; :meth:`start` is called before the next."""
 
     @abc.abstractmethod
-    def fork(self, memo: dict) -> None:
+    def copy_state(self, memo: dict) -> None:
         """Take copies of the state, which is still shared with the layer this one was copied from; `memo` as in
         :func:`copy.deepcopy`, for what layers share."""
 
     @abc.abstractmethod
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all state held between steps, each byte once; kinds as in `stores.memory_report`."""
 
     def expect_prompt(self, length: int) -> None:
@@ -173,7 +173,7 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         if tokens_to_remove and self.is_initialized:
             length = self.get_seq_length() + tokens_to_remove
             self.check_crop(length)
-            self.shorten(length)
+            self.truncate(length)
 
     def check_crop(self, length: int) -> None:
         """Raise :class:`UserError` where the first `length` tokens cannot be kept alone."""
@@ -214,5 +214,5 @@ class CompressedLayer(Numbered, CacheLayerMixin, abc.ABC):
         twin.history = copy.deepcopy(self.history, memo)
         memo[id(self)] = twin
         if self.is_initialized:
-            twin.fork(memo)
+            twin.copy_state(memo)
         return twin

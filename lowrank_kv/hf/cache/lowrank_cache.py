@@ -45,17 +45,17 @@ class LowRankCache(Cache):
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all the compressed layers hold between steps, each byte once."""
         for layer in self.compressed_layers():
-            yield from layer.held()
+            yield from layer.tensors_by_kind()
         if self.history is not None:
             for tensor in self.history.tensors():
                 yield POSITIONS, tensor
 
     def memory(self) -> MemoryReport:
         """Bytes by kind, and those of an uncompressed cache; ``print(cache.memory())`` shows a table."""
-        return MemoryReport.of(self.held(), self.full_nbytes)
+        return MemoryReport.of(self.tensors_by_kind(), self.full_nbytes)
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [self.layers[index] for index in self.geometry.layers]

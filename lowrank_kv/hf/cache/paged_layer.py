@@ -63,7 +63,7 @@ class PagedLayer(CodecLayer):
         gate = codec.token_gate()
         if gate is None:
             return None
-        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.spread_C, self.dtype)
+        weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.coef_scale_C, self.dtype)
         return {
             "weight_CX": weight_CX.to(self.device).contiguous(),
             "bias_C": gate.bias_C.detach().to(self.device),
@@ -135,7 +135,7 @@ class PagedLayer(CodecLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def shorten(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.memory.forget_granted()
         self.key.crop(length)
         self.value.crop(length)
@@ -154,7 +154,7 @@ class PagedLayer(CodecLayer):
         self.key = self.value = None
         self.length = 0
 
-    def fork(self, memo: dict) -> None:
+    def copy_state(self, memo: dict) -> None:
         self.key, self.value = copy.deepcopy((self.key, self.value), memo)
 
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
@@ -163,8 +163,8 @@ class PagedLayer(CodecLayer):
         twin.memory = copy.deepcopy(self.memory, memo)
         return twin
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """The layer's own tables; pages belong to the cache."""
         if self.is_initialized:
-            yield from self.key.held()
-            yield from self.value.held()
+            yield from self.key.tensors_by_kind()
+            yield from self.value.tensors_by_kind()

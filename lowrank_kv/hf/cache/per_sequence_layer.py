@@ -27,7 +27,7 @@ class SequenceState(Protocol):
     def clone(self) -> "SequenceState":
         """An independent copy."""
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all state held between steps, each byte once; kinds as in `stores.memory_report`."""
 
 
@@ -113,7 +113,7 @@ class SequenceLayer(CompressedLayer):
         for sequence in self.sequences:
             check_croppable(length, sequence.fixed)
 
-    def shorten(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         held = self.get_seq_length()
         for sequence in self.sequences:
             sequence.crop(length)
@@ -141,12 +141,12 @@ class SequenceLayer(CompressedLayer):
         self.sequences = []
         self._expect_nothing()
 
-    def fork(self, memo: dict) -> None:
+    def copy_state(self, memo: dict) -> None:
         self.sequences = [sequence.clone() for sequence in self.sequences]
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         for sequence in self.sequences:
-            yield from sequence.held()
+            yield from sequence.tensors_by_kind()
         if self._last_query_BHWD is not None:
             yield BUFFERS, self._last_query_BHWD
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_kv.codec import Codec, Encoded
-from lowrank_kv.eviction import best_of, fixed_by
+from lowrank_kv.eviction import fixed_by, top_scores
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
@@ -75,9 +75,9 @@ class RaggedSequence:
         twin._place = None if self._place is None else self._place.clone()
         return twin
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.key.held()
-        yield from self.value.held()
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.key.tensors_by_kind()
+        yield from self.value.tensors_by_kind()
         if self._place is not None:
             yield POSITIONS, self._place.buffer
 
@@ -104,7 +104,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         if new is None:
             super().take(key_BGQD, value_BGQD, rope)
             return
-        if new.left:
+        if new.num_unstored:
             self._append_left(new)
         else:
             for sequence in self.sequences:
@@ -203,7 +203,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
             count = eviction.count(tokens)
             if count < tokens:
-                sequence.evict(places, best_of(score_1T, count)[0])
+                sequence.evict(places, top_scores(score_1T, count)[0])
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any

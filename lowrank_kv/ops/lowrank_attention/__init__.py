@@ -40,10 +40,10 @@ def lowrank_attention(
         (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
     """
     operation, backend = triton, "triton"
-    because = triton.refusal(query_HQD, keys, values, rotation, places, mask_QT)
+    because = triton.unsupported_reason(query_HQD, keys, values, rotation, places, mask_QT)
     if because is not None and query_HQD.is_cpu:
         operation, backend = native, "native"
-        because = native.refusal(keys, values, rotation, places, mask_QT)
+        because = native.unsupported_reason(keys, values, rotation, places, mask_QT)
     if because is not None:
         operation, backend = eager, "eager"
     log_choice("lowrank_attention", backend, keys.coef.dtype, keys.coef.device, because)

@@ -8,12 +8,12 @@ from torch import Tensor
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.native.library import plain
-from lowrank_kv.ops.rotation import Places, Rotation, turns_in_pairs
+from lowrank_kv.ops.rotation import Places, Rotation, rotates_in_pairs
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 
-def refusal(
+def unsupported_reason(
     keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
 ) -> str | None:
     """What keeps :func:`lowrank_attention` from attending over these tokens; None where all parts hold the same ones, and
@@ -24,7 +24,7 @@ def refusal(
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    return native.refusal(keys.coef.dtype, keys.coef.device, in_pairs=turns_in_pairs(rotation))
+    return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(rotation))
 
 
 def lowrank_attention(
@@ -48,9 +48,9 @@ def lowrank_attention(
         low_query_BMX = plain(query_1GMD @ keys.head_basis().float())
         key_decoder_PRW, turns, places = None, None, None
     else:
-        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.turns
+        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.packed
     held = _table(keys.coef), _table(values.coef), low
-    decoders = native.Decoders(key_decoder_PRW, values.decoder_PRW)
+    decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
     tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]
     if full:
         held = _whole_table(keys.full), _whole_table(values.full), full
@@ -61,15 +61,15 @@ def lowrank_attention(
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 
 
-def _table(coef: Coefficients) -> native.Table:
+def _table(coef: Coefficients) -> native.StoreView:
     if coef.memo is None:
-        coef.memo = native.Table([native.Piece.of(coef)], coef.rank)
+        coef.memo = native.StoreView([native.RankBucketView.of(coef)], coef.rank)
     return coef.memo
 
 
-def _whole_table(full: GrowingTensor) -> native.Table:
+def _whole_table(full: GrowingTensor) -> native.StoreView:
     """Of tokens at full rank, whose number alone changes until they are moved."""
     if full.memo is None:
-        full.memo = native.Table([native.Piece.whole(full.buffer)], full.buffer.shape[2])
+        full.memo = native.StoreView([native.RankBucketView.whole(full.buffer)], full.buffer.shape[2])
     full.memo.count_whole(full.length)
     return full.memo

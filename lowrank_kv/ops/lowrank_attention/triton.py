@@ -22,7 +22,7 @@ _MAX_QUERY_NUMBERS = 64 * 256
 _NO_KERNELS = f"there are no kernels for the device (an NVIDIA GPU before Ampere, no Triton, or {SWITCH}=0)"
 
 
-def refusal(
+def unsupported_reason(
     query_HQD: Tensor,
     keys: Operands,
     values: Operands,

@@ -1,26 +1,26 @@
 """What decoding does at every token, on a CPU in compiled code, where the machine has a C compiler: attention, the
 rotations it needs, and new tokens' way into a cache."""
 
-from lowrank_kv.ops.native.attention import Decoders, Tokens, Turns, attend, refusal
-from lowrank_kv.ops.native.encoding import Encoder, Entrance, NewTokens, TurnedHalves, encoder_of, encodes
+from lowrank_kv.ops.native.attention import PackedDecoders, PackedRopeTable, Tokens, attend, unsupported_reason
+from lowrank_kv.ops.native.encoding import AppendTarget, Encoder, NewTokens, PackedRope, encoder_of, encodes
 from lowrank_kv.ops.native.rotating import angles, computes_angles
-from lowrank_kv.ops.native.table import Piece, Table, appends
+from lowrank_kv.ops.native.store_view import RankBucketView, StoreView, appends
 
 __all__ = [
-    "Decoders",
+    "PackedDecoders",
     "Encoder",
-    "Entrance",
+    "AppendTarget",
     "NewTokens",
-    "Piece",
-    "Table",
+    "RankBucketView",
+    "StoreView",
     "Tokens",
-    "TurnedHalves",
-    "Turns",
+    "PackedRope",
+    "PackedRopeTable",
     "angles",
     "appends",
     "attend",
     "computes_angles",
     "encoder_of",
     "encodes",
-    "refusal",
+    "unsupported_reason",
 ]

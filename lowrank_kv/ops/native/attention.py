@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
-from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
+from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.ops.rotary_table import RotaryTable
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, turns, decoders, what tasks have in common.
@@ -21,7 +21,7 @@ _TOKENS, _TURNS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("1
 _UNTURNED = _TURNS.pack(0, 0, 0)
 
 
-def refusal(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
+def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
     """What keeps compiled code from attending; None on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at
     all."""
     if device.type != "cpu":
@@ -33,11 +33,11 @@ def refusal(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str 
     return ABSENT if library() is None else None
 
 
-class Decoders:
+class PackedDecoders:
     """What gives keys and values from coefficients, as compiled code reads it.
 
     Args:
-        key_PRW: rebuilds keys, as many rows as the keys' :class:`Table` has coefficients; (R, W) of one part. None where
+        key_PRW: rebuilds keys, as many rows as the keys' :class:`StoreView` has coefficients; (R, W) of one part. None where
             queries stand over the coefficients themselves.
         value_PRW: the same of values, which are not rebuilt one by one.
 
@@ -62,7 +62,7 @@ class Decoders:
         return NOTHING
 
 
-class Turns:
+class PackedRopeTable:
     """The rotations of rebuilt keys, as compiled code reads them.
 
     Args:
@@ -92,11 +92,11 @@ class Tokens(NamedTuple):
     """
 
     query_BMX: Tensor
-    keys: Table
-    values: Table
+    keys: StoreView
+    values: StoreView
     slots: int
-    decoders: Decoders | None = None
-    turns: Turns | None = None
+    decoders: PackedDecoders | None = None
+    turns: PackedRopeTable | None = None
     place_T: Tensor | slice | None = None
     mask_QT: Tensor | None = None
 

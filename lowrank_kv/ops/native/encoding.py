@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowrank_kv.codec import TokenGate
 from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
-from lowrank_kv.ops.native.table import KINDS, NOTHING, Table
+from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.utils.dispatch_log import log_choice
 
 # More tokens than this are a prompt, which torch's own products serve better.
@@ -25,10 +25,10 @@ _UNTURNED = _TURNED.pack(0, 0, 0, 0)
 _ENTRANCE = 5  # members of `struct entrance`
 
 # The stores of a sequence's keys and of its values, and the slot of its first new token.
-Entrance = tuple[Table, Table, int]
+AppendTarget = tuple[StoreView, StoreView, int]
 
 
-class TurnedHalves:
+class PackedRope:
     """The rotation of new keys, as compiled code reads it.
 
     Args:
@@ -51,7 +51,7 @@ class NewTokens:
     Attributes:
         coef_SBTC: coefficients, fp32.
         rank_SBT: their ranks, int64.
-        left: how many keys and values are not in the store where they were to go.
+        num_unstored: how many keys and values are not in the store where they were to go.
     """
 
     def __init__(self, batch: int, tokens: int, width: int):
@@ -59,7 +59,7 @@ class NewTokens:
         with torch.inference_mode(False):  # else none but that mode could go on with it
             self.coef_SBTC = torch.empty(2, batch, tokens, width, dtype=torch.float32, device=CPU)
             self.rank_SBT = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
-        self.left = 0
+        self.num_unstored = 0
         self.entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
         self.members = self.coef_SBTC.data_ptr(), self.rank_SBT.data_ptr()
         self.entrance = ctypes.addressof(self.entrances)
@@ -106,8 +106,8 @@ class Encoder:
         self,
         key_BGTD: Tensor,
         value_BGTD: Tensor,
-        turned: TurnedHalves | None,
-        entrances: Sequence[Entrance] = (),
+        turned: PackedRope | None,
+        entrances: Sequence[AppendTarget] = (),
     ) -> NewTokens | None:
         """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
 
@@ -144,8 +144,8 @@ class Encoder:
             torch.get_num_threads(),
             KINDS[self._dtype],
         )
-        new.left = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
-        if new.left < 0:
+        new.num_unstored = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
+        if new.num_unstored < 0:
             raise MemoryError("no memory for the scratch space of compiled encoding")
         return new
 
@@ -191,5 +191,5 @@ def _weights(gate: TokenGate, dtype: torch.dtype) -> list[Tensor | None]:
     if dtype != torch.float32:  # what torch rounds is the product of s and W
         weight_CC = (scale_C[:, None] * weight_CC).to(dtype)
         scale_C = torch.ones_like(scale_C)
-    tensors = basis_CC, scale_C, weight_CC, bias_C, gate.spread_C
+    tensors = basis_CC, scale_C, weight_CC, bias_C, gate.coef_scale_C
     return [None if tensor is None else plain(tensor.detach().to(dtype)) for tensor in tensors]

@@ -9,16 +9,16 @@ from lowrank_kv.ops import native
 from lowrank_kv.stores.ragged import RaggedStore
 
 
-def table_of(store: RaggedStore) -> native.Table:
+def table_of(store: RaggedStore) -> native.StoreView:
     """The store's rows; kept with the store until it changes otherwise than by compiled code's appending, which is to be
     counted by :meth:`RaggedStore.count`."""
     if store.memo is None:
         buckets = store.filled()
         for bucket in buckets:
             if bucket.coef.memo is None:
-                bucket.coef.memo = native.Piece.of(bucket.coef, bucket.position_N.buffer)
+                bucket.coef.memo = native.RankBucketView.of(bucket.coef, bucket.position_N.buffer)
         rank = buckets[-1].coef.rank if buckets else 0
-        store.memo = native.Table([bucket.coef.memo for bucket in buckets], rank)
+        store.memo = native.StoreView([bucket.coef.memo for bucket in buckets], rank)
     return store.memo
 
 

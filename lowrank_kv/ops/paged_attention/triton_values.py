@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes
-from lowrank_kv.ops.triton.launch import block, computing_type, softened, tuned
+from lowrank_kv.ops.triton.launch import block, computing_type, online_softmax_step, tuned
 from lowrank_kv.stores.paged import PagedStore
 
 _MAX_BLOCK_ROWS = 64
@@ -82,7 +82,7 @@ def _weighted_latents(
             mask=is_seen_N[None, :] & is_row_P[:, None],
             other=float("-inf"),
         )
-        weight_PN, fade_P, max_P, sum_P = softened(score_PN, max_P, sum_P)
+        weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
 
         is_coef_N = is_row_N & has_page
         page = tl.load(tile_page_ptr + tile * GRANULES + granule, mask=has_page, other=0)
@@ -90,16 +90,20 @@ def _weighted_latents(
             scale_ptrs = scale_ptr + (tile * TOKENS + n) * 2
             step_N = tl.load(scale_ptrs, mask=is_coef_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptrs + 1, mask=is_coef_N, other=0.0).to(tl.float32)
-            least_P = least_P * fade_P + tl.sum(weight_PN * least_N[None, :], 1)
+            least_P = least_P * rescale_P + tl.sum(weight_PN * least_N[None, :], 1)
             weight_PN *= step_N[None, :]
         weight_PN = weight_PN.to(COMPUTE)
         if BITS == 4:
             byte_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, 8)
-            total_PY = tl.dot(weight_PN, (byte_NY & 15).to(COMPUTE), total_PY * fade_P[:, None], input_precision="ieee")
-            high_PY = tl.dot(weight_PN, (byte_NY >> 4).to(COMPUTE), high_PY * fade_P[:, None], input_precision="ieee")
+            total_PY = tl.dot(
+                weight_PN, (byte_NY & 15).to(COMPUTE), total_PY * rescale_P[:, None], input_precision="ieee"
+            )
+            high_PY = tl.dot(
+                weight_PN, (byte_NY >> 4).to(COMPUTE), high_PY * rescale_P[:, None], input_precision="ieee"
+            )
         else:
             coef_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
-            total_PY = tl.dot(weight_PN, coef_NY, total_PY * fade_P[:, None], input_precision="ieee")
+            total_PY = tl.dot(weight_PN, coef_NY, total_PY * rescale_P[:, None], input_precision="ieee")
 
     halves: tl.constexpr = 2 if BITS == 4 else 1
     width: tl.constexpr = GRANULES * halves * PAGE_WIDTH

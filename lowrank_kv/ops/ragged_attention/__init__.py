@@ -43,7 +43,7 @@ def ragged_attention(
     batch = query_BHQD.shape[0]
     if len(sequences) != batch:  # compiled code would write as many outputs
         raise UserError(f"`sequences` are {len(sequences)}, but `query_BHQD` has queries of {batch}; pass one of each")
-    operation, backend, because = native, "native", native.refusal(sequences)
+    operation, backend, because = native, "native", native.unsupported_reason(sequences)
     if because is not None:
         operation, backend = eager, "eager"
     held = sequences[0].keys

@@ -16,16 +16,16 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import plain
 from lowrank_kv.ops.native.ragged_table import table_of
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
-from lowrank_kv.ops.rotation import turns_in_pairs
+from lowrank_kv.ops.rotation import rotates_in_pairs
 
 
-def refusal(sequences: Sequence[RaggedTokens]) -> str | None:
+def unsupported_reason(sequences: Sequence[RaggedTokens]) -> str | None:
     """What keeps :func:`ragged_attention` from attending over these tokens; None where it can."""
     for tokens in sequences:
         if not tokens.keys.length:
             return "there are no tokens"
     first = sequences[0]
-    return native.refusal(first.keys.dtype, first.keys.device, in_pairs=turns_in_pairs(first.rotation))
+    return native.unsupported_reason(first.keys.dtype, first.keys.device, in_pairs=rotates_in_pairs(first.rotation))
 
 
 def ragged_attention(
@@ -42,12 +42,12 @@ def ragged_attention(
     if sequences[0].rotation is None:
         query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
         head_decoder_GDC = decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
-        queries, read_by = plain(query_BGMD @ head_decoder_GDC), native.Decoders(None, decoders.value_CC)
+        queries, read_by = plain(query_BGMD @ head_decoder_GDC), native.PackedDecoders(None, decoders.value_CC)
     else:
         queries, read_by = plain(query_BHQD), decoders.compiled()
     softmaxes = []
     for keys, values, rotation, place_T, mask_QT in sequences:
-        turns = None if rotation is None else rotation.turns
+        turns = None if rotation is None else rotation.packed
         held = table_of(keys), table_of(values), keys.length
         softmaxes.append([native.Tokens(queries, *held, read_by, turns, place_T, mask_QT)])
     output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)

@@ -90,12 +90,12 @@ def capped(score, softcap):
 
 
 @triton.jit
-def softened(score_PN, max_P, sum_P):
+def online_softmax_step(score_PN, max_P, sum_P):
     """One step of a running softmax over scores times log2 e: weights relative to the new maxima, what sums so far fade by,
     the new maxima and the new sums of weights."""
     largest_P = tl.maximum(max_P, tl.max(score_PN, 1))
     # Where nothing has been seen yet there is nothing to be relative to.
     base_P = tl.where(largest_P == float("-inf"), 0.0, largest_P)
     weight_PN = tl.exp2(score_PN - base_P[:, None])
-    fade_P = tl.exp2(max_P - base_P)
-    return weight_PN, fade_P, largest_P, sum_P * fade_P + tl.sum(weight_PN, 1)
+    rescale_P = tl.exp2(max_P - base_P)
+    return weight_PN, rescale_P, largest_P, sum_P * rescale_P + tl.sum(weight_PN, 1)

@@ -18,8 +18,8 @@ from lowrank_kv.ops.triton.launch import (
     block,
     capped,
     computing_type,
+    online_softmax_step,
     sequence_stride,
-    softened,
     tuned,
     tuning_class,
 )
@@ -132,7 +132,7 @@ def _attend_split(
             is_seen_MN = is_seen_MN & (tl.load(mask_ptrs, mask=is_seen_MN, other=0) != 0)
         score_MN = tl.where(is_seen_MN, score_MN * LOG2E, float("-inf"))
 
-        weight_MN, fade_M, max_M, sum_M = softened(score_MN, max_M, sum_M)
+        weight_MN, fade_M, max_M, sum_M = online_softmax_step(score_MN, max_M, sum_M)
         if VALUE_BITS < 16:
             scale_ptrs = (
                 value_scale_ptr + b * value_scale_stride_b + group * value_scale_stride_g + n * value_scale_stride_n

@@ -83,7 +83,7 @@ def test_growing_copies_nothing_and_fills_its_tiles():
     paged, _ = new_stores()
 
     def addresses():
-        return [tensor.data_ptr() for _, tensor in paged.held()] + [paged.pool.page_PNY.data_ptr()]
+        return [tensor.data_ptr() for _, tensor in paged.tensors_by_kind()] + [paged.pool.page_PNY.data_ptr()]
 
     before = addresses()
     for _ in range(110):

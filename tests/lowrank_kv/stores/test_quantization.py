@@ -8,7 +8,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
-from lowrank_kv.stores.quantization import Quantization, companding
+from lowrank_kv.stores.quantization import Quantization, coef_scale_of
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -54,7 +54,7 @@ def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
 def test_companding_beats_one_scale_on_a_steep_spectrum(bits):
     deviation = 2.0 ** -torch.linspace(0, 8, 48)
     values = torch.randn(500, 48, generator=torch.Generator().manual_seed(0)) * deviation
-    quantization, spread = Quantization(bits=bits), companding(deviation.square())
+    quantization, spread = Quantization(bits=bits), coef_scale_of(deviation.square())
 
     def lost(rows, factor):
         decoded = quantization.decode(*quantization.encode(rows / factor), 48, torch.float32) * factor
@@ -85,7 +85,7 @@ def test_rows_grow_crop_keep_and_copy_as_plain_ones_do(bits):
     query, weight = torch.randn(2, 3, 9, generator=generator), torch.rand(2, 3, twin.length, generator=generator)
     torch.testing.assert_close(twin.dot(query), query @ twin.rows().mT, atol=1e-4, rtol=0)
     torch.testing.assert_close(twin.weighted_sum(weight), weight @ twin.rows(), atol=1e-3, rtol=1e-5)
-    kinds = {kind: tensor.nbytes for kind, tensor in held.held()}
+    kinds = {kind: tensor.nbytes for kind, tensor in held.tensors_by_kind()}
     assert kinds == {COEFFICIENTS: 2 * 667 * (9 if bits == 8 else 5), SCALES: 2 * 667 * 4}
 
 
@@ -189,7 +189,7 @@ def test_memory_counts_codes_and_scales(cache_dtype):
     width = 32 if cache_dtype == "int8" else 16
     assert memory.kinds[COEFFICIENTS] == 3 * 2 * 60 * width
     assert memory.kinds[SCALES] == 3 * 2 * 60 * 4
-    assert memory.total == cache.nbytes == sum(tensor.nbytes for _, tensor in cache.held())
+    assert memory.total == cache.nbytes == sum(tensor.nbytes for _, tensor in cache.tensors_by_kind())
     assert f"{memory.total:,}" in str(memory)
 
 

@@ -29,7 +29,7 @@ def check_against(store: RaggedStore, rows: list[torch.Tensor]) -> None:
     assert sorted(order.tolist()) == list(range(len(rows)))
     stored = [row for bucket in store.buckets() for row in bucket.rows()]
     assert all(torch.equal(row, rows[place]) for row, place in zip(stored, order.tolist(), strict=True))
-    assert store.nbytes == sum(tensor.untyped_storage().nbytes() for _, tensor in store.held())
+    assert store.nbytes == sum(tensor.untyped_storage().nbytes() for _, tensor in store.tensors_by_kind())
 
 
 operations = st.lists(
@@ -77,11 +77,11 @@ def test_a_prompt_has_room_for_a_few_tokens():
     store.append(torch.randn(640, WIDTH), torch.tensor([4, 8]).repeat(320), is_prompt=True)
     used = 320 * (4 + 8) * 4 + 640 * 2
     assert used < store.nbytes <= used * 65 / 64
-    before = [tensor.data_ptr() for _, tensor in store.held()]
+    before = [tensor.data_ptr() for _, tensor in store.tensors_by_kind()]
     append_few(store, torch.randn(10, WIDTH), [4, 8] * 5)
-    assert [tensor.data_ptr() for _, tensor in store.held()] == before
+    assert [tensor.data_ptr() for _, tensor in store.tensors_by_kind()] == before
     append_few(store, torch.randn(1, WIDTH), [4])
-    assert [tensor.data_ptr() for _, tensor in store.held()] != before
+    assert [tensor.data_ptr() for _, tensor in store.tensors_by_kind()] != before
 
 
 def test_a_short_prompt_is_stored_without_slack():
@@ -94,9 +94,9 @@ def test_a_short_prompt_is_stored_without_slack():
 def test_growth_is_amortized_and_bounded():
     store, copies = new_store(), 0
     for _ in range(3000):
-        before = [tensor.data_ptr() for _, tensor in store.held()]
+        before = [tensor.data_ptr() for _, tensor in store.tensors_by_kind()]
         append_few(store, torch.randn(1, WIDTH), [8])
-        copies += before != [tensor.data_ptr() for _, tensor in store.held()]
+        copies += before != [tensor.data_ptr() for _, tensor in store.tensors_by_kind()]
     row = 8 * 4 + 2
     assert copies < 100
     assert store.nbytes <= 3000 * row * (1 + 1 / 64) + 33 * row, "a long bucket has little room"

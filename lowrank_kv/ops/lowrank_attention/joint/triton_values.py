@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, softened, tuned, tuning_class
+from lowrank_kv.ops.triton.launch import (
+    block,
+    computing_type,
+    online_softmax_step,
+    sequence_stride,
+    tuned,
+    tuning_class,
+)
 
 _MAX_BLOCK_ROWS = 64
 
@@ -73,21 +80,25 @@ def _weighted_rows(
             mask=is_row_N[None, :] & is_row_P[:, None],
             other=float("-inf"),
         )
-        weight_PN, fade_P, max_P, sum_P = softened(score_PN, max_P, sum_P)
+        weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
         if BITS < 16:
             scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
             step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
-            least_P = least_P * fade_P + tl.sum(weight_PN * least_N[None, :], 1)
+            least_P = least_P * rescale_P + tl.sum(weight_PN * least_N[None, :], 1)
             weight_PN *= step_N[None, :]
         weight_PN = weight_PN.to(COMPUTE)
         row_ptrs = row_ptr + b * row_stride_b + n.to(tl.int64)[:, None] * row_stride_n + w[None, :]
         code_NW = tl.load(row_ptrs, mask=is_row_N[:, None] & is_code_W[None, :], other=0)
         if BITS == 4:
-            total_PW = tl.dot(weight_PN, (code_NW & 15).to(COMPUTE), total_PW * fade_P[:, None], input_precision="ieee")
-            high_PW = tl.dot(weight_PN, (code_NW >> 4).to(COMPUTE), high_PW * fade_P[:, None], input_precision="ieee")
+            total_PW = tl.dot(
+                weight_PN, (code_NW & 15).to(COMPUTE), total_PW * rescale_P[:, None], input_precision="ieee"
+            )
+            high_PW = tl.dot(
+                weight_PN, (code_NW >> 4).to(COMPUTE), high_PW * rescale_P[:, None], input_precision="ieee"
+            )
         else:
-            total_PW = tl.dot(weight_PN, code_NW.to(COMPUTE), total_PW * fade_P[:, None], input_precision="ieee")
+            total_PW = tl.dot(weight_PN, code_NW.to(COMPUTE), total_PW * rescale_P[:, None], input_precision="ieee")
 
     row = b * P + p
     partial_ptrs = partial_ptr + (row * splits + split)[:, None] * rank + w[None, :]

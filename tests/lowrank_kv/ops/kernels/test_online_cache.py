@@ -146,13 +146,13 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
     there = on(device, keys), on(device, values)
-    assert not triton.refusal(query.to(device), *there, None, None, None)
-    assert triton.refusal(query.to(device).double(), *there, None, None, None)
-    assert triton.refusal(query.to(device).expand(-1, 200, -1), *there, None, None, None)
+    assert not triton.unsupported_reason(query.to(device), *there, None, None, None)
+    assert triton.unsupported_reason(query.to(device).double(), *there, None, None, None)
+    assert triton.unsupported_reason(query.to(device).expand(-1, 200, -1), *there, None, None, None)
     joint = on(device, operands(40, 3, 8, dtype=torch.float32, generator=generator, joint=True))
-    assert triton.refusal(query.to(device), joint, joint, None, None, None)
-    assert triton.refusal(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
-    assert triton.refusal(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
+    assert triton.unsupported_reason(query.to(device), joint, joint, None, None, None)
+    assert triton.unsupported_reason(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
+    assert triton.unsupported_reason(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full), None)):
         expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
         found = lowrank_attention(
@@ -170,11 +170,11 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
     held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
     there = on(device, held)
     query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
-    assert not triton.refusal(query, there, there, None, None, None)
+    assert not triton.unsupported_reason(query, there, there, None, None, None)
     monkeypatch.setenv(availability.SWITCH, "0")
     availability.has_kernels.cache_clear()
     try:
-        assert triton.refusal(query, there, there, None, None, None)
+        assert triton.unsupported_reason(query, there, there, None, None, None)
     finally:
         availability.has_kernels.cache_clear()
 
@@ -205,6 +205,6 @@ def test_generates_what_plain_torch_does(device, kernel_calls, monkeypatch, pres
 
     found, calls = answer(), kernel_calls.call_count
     assert calls == (2 * 5 if by_kernels else 0)  # sequences, decoded tokens
-    monkeypatch.setattr(triton, "refusal", lambda *_: "the test says so")
+    monkeypatch.setattr(triton, "unsupported_reason", lambda *_: "the test says so")
     assert answer() == found
     assert kernel_calls.call_count == calls

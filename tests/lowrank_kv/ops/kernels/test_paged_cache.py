@@ -113,7 +113,7 @@ def test_integers_in_pages(model, cache_dtype, granularity):
 def test_bytes_are_those_of_the_tensors_held(model):
     _, cache = caches(model)
     model(token_ids(model, 2, 12), past_key_values=cache)
-    assert cache.memory().total == sum({t.data_ptr(): t.nbytes for _, t in cache.held()}.values())
+    assert cache.memory().total == sum({t.data_ptr(): t.nbytes for _, t in cache.tensors_by_kind()}.values())
     assert cache.memory().kinds["coefficients"] == cache.pages.pool.page_PNY.nbytes
     cache.reset()
     assert cache.memory().total == 0

@@ -22,7 +22,7 @@ _COUNT = struct.calcsize("3q")  # where a piece's count is in it
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
 
-class Piece:
+class RankBucketView:
     """Tokens of one rank; what is passed must not move while this is in use.
 
     Args:
@@ -67,7 +67,7 @@ class Piece:
         return NOTHING
 
     @classmethod
-    def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "Piece":
+    def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "RankBucketView":
         """Coefficients as a cache holds them."""
         rows_PNY, scale_PNS = coef.buffers()
         quantization = coef.quantization
@@ -82,7 +82,7 @@ class Piece:
         )
 
     @classmethod
-    def whole(cls, states_GTD: Tensor) -> "Piece":
+    def whole(cls, states_GTD: Tensor) -> "RankBucketView":
         """Keys, or values, at full rank, (G, N, D), contiguous."""
         return cls(states_GTD, rank=states_GTD.shape[2], kind=KINDS[states_GTD.dtype])
 
@@ -92,7 +92,7 @@ def appends(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu" and library() is not None
 
 
-class Table:
+class StoreView:
     """The pieces of one store, held in one way and in order of rank.
 
     Args:
@@ -100,7 +100,7 @@ class Table:
         rank: the largest of the pieces, or more; with several parts as many as the decoder of each has rows.
     """
 
-    def __init__(self, pieces: list[Piece], rank: int):
+    def __init__(self, pieces: list[RankBucketView], rank: int):
         kind, slot_bytes, group = (pieces[0].kind, pieces[0].slot_bytes, pieces[0].group) if pieces else (0, 0, 0)
         self._pieces = pieces  # kept alive: addresses in them follow
         self._memory = ctypes.create_string_buffer(_STORE.size + len(pieces) * _PIECE.size)
@@ -117,7 +117,7 @@ class Table:
         return [struct.unpack_from("q", self._memory, place)[0] for place in places]
 
     def count_whole(self, count: int) -> None:
-        """There are so many tokens in the only piece, :meth:`Piece.whole`."""
+        """There are so many tokens in the only piece, :meth:`RankBucketView.whole`."""
         struct.pack_into("q", self._memory, _STORE.size + _COUNT, count)
 
     def append(self, coef_address: int, rank: int, slot: int) -> bool:
