@@ -98,7 +98,7 @@ def test_unknown_argument_names_the_nearest(tmp_path):
 )
 def test_what_holds_a_wrong_value_is_named(tmp_path, arguments, source):
     with pytest.raises(UserError, match=f"`optimizer.(steps|warmup_ratio)` .* in {source}$"):
-        parse(tmp_path, *arguments, text="model: m\ndataset: {name: t}\noptimizer: {warmup: 2}\n")
+        parse(tmp_path, *arguments, text="model: m\ndataset: {name: t}\noptimizer: {warmup_ratio: 2}\n")
 
 
 def test_every_value_is_checked_once(monkeypatch):
