@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install test test-all test-gpu lint format demo assets clean
+.PHONY: help install test test-all test-gpu lint format report docs-check demo assets clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,6 +33,12 @@ lint: $(INSTALLED) ## check style
 format: $(INSTALLED) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+report: $(INSTALLED) ## write the tables, figures and numbers of the documents from results/
+	$(BIN)/python -m scripts.report
+
+docs-check: $(INSTALLED) ## fail where a document says something else than results/
+	$(BIN)/python -m scripts.report --check
 
 assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py

@@ -1,0 +1,123 @@
+"""Published tables as Markdown.
+
+A table has `columns` and `rows`; what a cell shows is the table's own selection, with its column's and its row's parts put
+over it (`published.py`). A column has a `title`, and `label: true` where it shows the rows' labels; a row has a `label` for
+each of those (a list where there are several), `cells` for what differs in one column (by the column's `key`, or its title),
+and `bold` for the columns (or all) that stand out. `–` as a cell is a measurement that was not made.
+
+In titles and labels `{id}` is a published number; no other decimal number may stand there.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .documents import stray_decimals
+from .published import PUBLISHED, SELECTION, Published, ReportError, merged
+
+_NUMBER = re.compile(r"\{([\w.-]+)\}")
+_TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", *SELECTION}
+_ROW = {"label", "cells", "bold", *SELECTION}
+NOT_MEASURED = "–"
+
+
+def table(published: Published, identifier: str, use: Callable[[str], None]) -> list[str]:
+    """The lines of a table. `use` is told the ids of the numbers in its titles and labels."""
+    place = f"tables.{identifier}"
+    spec = published.tables[identifier]
+    _check_keys(spec, _TABLE, place)
+    common = {key: value for key, value in spec.items() if key in SELECTION}
+    columns = spec.get("columns", [])
+    for column in columns:
+        _check_keys(column, _COLUMN, f"{place}, column {column.get('title')!r}")
+
+    def literal(text: Any, where: str) -> str:
+        return words(published, str(text), where, use)
+
+    lines = [
+        _line(literal(column["title"], f"{place}, a title") for column in columns),
+        "|" + "|".join("---" if column.get("label") else "--:" for column in columns) + "|",
+    ]
+    for row in spec.get("rows", []):
+        here = f"{place}, row {row.get('label')!r}"
+        _check_keys(row, _ROW, here)
+        labels = row.get("label", [])
+        labels = iter(labels if isinstance(labels, list) else [labels])
+        known = {_key(column) for column in columns}
+        for part in ("cells", "bold"):
+            named = row.get(part, ())
+            unknown = set() if named is True else set(named) - known
+            if unknown:
+                raise ReportError(f"{PUBLISHED}: {here}: `{part}` names no column {sorted(map(str, unknown))[0]!r}")
+        cells = []
+        for column in columns:
+            where = f"{here}, column {_key(column)!r}"
+            label = column.get("label")
+            text = literal(next(labels, ""), where) if label else _cell(published, common, column, row, where)
+            bold = row.get("bold") is True or _key(column) in (row.get("bold") or ())
+            cells.append(f"**{text}**" if bold and text != NOT_MEASURED else text)
+        lines.append(_line(cells))
+    return lines
+
+
+def number(published: Published, identifier: str) -> str:
+    """A published number as text."""
+    return published.text(published.numbers[identifier], f"numbers.{identifier}")
+
+
+def sources(published: Published, document: Path) -> str:
+    """A line that links the runs read since `published.touched` was cleared."""
+    links = []
+    for short in published.touched:
+        path = published.path_of(short)
+        links.append(f"[{path.stem[-6:]}]({relative(path, document.parent)})")
+    return f"<sub>Runs: {', '.join(links)}</sub>"
+
+
+def words(published: Published, text: str, where: str, use: Callable[[str], None]) -> str:
+    """A title or label with its numbers put in."""
+    if strays := stray_decimals(_NUMBER.sub("", text)):
+        raise ReportError(
+            f"{PUBLISHED}: {where} holds {strays[0][1]}, which nothing proves; publish it and write its id in {{}}"
+        )
+
+    def shown(match: re.Match) -> str:
+        if match.group(1) not in published.numbers:
+            raise ReportError(f"{PUBLISHED}: {where} uses the number `{match.group(1)}`, which is not published")
+        use(match.group(1))
+        return number(published, match.group(1))
+
+    return _NUMBER.sub(shown, text)
+
+
+def _cell(published: Published, common: Mapping, column: Mapping, row: Mapping, where: str) -> str:
+    own = row.get("cells", {}).get(_key(column), {})
+    if isinstance(own, str):
+        if own != NOT_MEASURED:
+            raise ReportError(f"{PUBLISHED}: {where} is the text {own!r}; give a selection, or {NOT_MEASURED}")
+        return own
+    chosen = common
+    for part in (column, row, own):
+        chosen = merged(chosen, {key: value for key, value in part.items() if key in SELECTION})
+    return published.text(chosen, where)
+
+
+def _key(column: Mapping[str, Any]) -> str:
+    return str(column.get("key", column.get("title")))
+
+
+def _line(cells) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _check_keys(value: Any, known: set[str], where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ReportError(f"{PUBLISHED}: {where} must be a mapping, got {value!r}")
+    if unknown := sorted(set(value) - known):
+        raise ReportError(f"{PUBLISHED}: {where} has the unknown key {unknown[0]!r}; use {', '.join(sorted(known))}")
+
+
+def relative(path: Path, directory: Path) -> str:
+    return Path(os.path.relpath(path, directory)).as_posix()

@@ -1,0 +1,36 @@
+"""Write the tables, figures and numbers of the documents from the runs under results/, or check that they stand there.
+
+    python -m scripts.report           # write
+    python -m scripts.report --check   # change nothing; fail where a document says something else than the results
+
+`results/published.yaml` says what is published; `evaluation/report/` how.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from evaluation.report.publish import problems, publish
+from evaluation.report.published import ReportError
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail where something would be")
+    parser.add_argument("--root", type=Path, default=Path(), metavar="DIR", help="of the repository [default: .]")
+    arguments = parser.parse_args(argv)
+    if arguments.check:
+        found = problems(arguments.root)
+        print("\n".join(found) if found else "the documents say what the results say")
+        return 1 if found else 0
+    try:
+        changed = publish(arguments.root)
+    except ReportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(f"wrote {path}" for path in changed) if changed else "nothing to write")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
