@@ -4,7 +4,7 @@ A *selection* picks values: of the run `run` (or of several, `runs`) either the 
 `where`, or the `path` of a value elsewhere in the record (`summary.heldout.*.hard_rate`; `*` stands for every key). It is
 shown by the format specification `format`. Exactly one value must be found, unless `show` says how several are shown. `each`
 lists selections that replace parts of this one; they are shown one after the other, `join` between them, or in the places
-`{}` of it.
+`{}` of it. `–` in their place is a measurement that was not made.
 """
 
 import collections
@@ -19,6 +19,7 @@ from lowrank_kv.utils import run_record
 
 PUBLISHED = "published.yaml"
 SELECTION = {"run", "runs", "where", "field", "path", "format", "scale", "show", "each", "join"}
+NOT_MEASURED = "–"
 SHOWN = ("range", "mean", "min", "max", "ratio", "count")
 _PARTS = ("runs", "numbers", "tables", "figures")
 
@@ -92,7 +93,9 @@ class Published:
             )
         if "each" in selection:
             common = {key: value for key, value in selection.items() if key not in ("each", "join")}
-            parts = [self.text(merged(common, part), where) for part in selection["each"]]
+            parts = [
+                part if part == NOT_MEASURED else self.text(merged(common, part), where) for part in selection["each"]
+            ]
             join = selection.get("join", " / ")
             return join.format(*parts) if "{}" in join else join.join(parts)
         values = self._values(selection, where)

@@ -3,7 +3,7 @@
 A table has `columns` and `rows`; what a cell shows is the table's own selection, with its column's and its row's parts put
 over it (`published.py`). A column has a `title`, and `label: true` where it shows the rows' labels; a row has a `label` for
 each of those (a list where there are several), `cells` for what differs in one column (by the column's `key`, or its title),
-and `bold` for the columns (or all) that stand out. `–` as a cell is a measurement that was not made.
+and `bold` for the columns (`true` for all cells) that stand out. `–` as a cell is a measurement that was not made.
 
 In titles and labels `{id}` is a published number; no other decimal number may stand there.
 """
@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .documents import stray_decimals
-from .published import PUBLISHED, SELECTION, Published, ReportError, merged
+from .published import NOT_MEASURED, PUBLISHED, SELECTION, Published, ReportError, merged
 
 _NUMBER = re.compile(r"\{([\w.-]+)\}")
 _TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", *SELECTION}
 _ROW = {"label", "cells", "bold", *SELECTION}
-NOT_MEASURED = "–"
 
 
 def table(published: Published, identifier: str, use: Callable[[str], None]) -> list[str]:
@@ -56,7 +55,7 @@ def table(published: Published, identifier: str, use: Callable[[str], None]) -> 
             where = f"{here}, column {_key(column)!r}"
             label = column.get("label")
             text = literal(next(labels, ""), where) if label else _cell(published, common, column, row, where)
-            bold = row.get("bold") is True or _key(column) in (row.get("bold") or ())
+            bold = not label if row.get("bold") is True else _key(column) in row.get("bold", ())
             cells.append(f"**{text}**" if bold and text != NOT_MEASURED else text)
         lines.append(_line(cells))
     return lines

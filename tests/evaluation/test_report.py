@@ -322,3 +322,12 @@ def test_the_command_writes_and_checks(root):
     assert report("--check").returncode == 0
     replace(root / "README.md", "report:ratio", "report:ration")
     assert report().returncode == 2
+
+
+def test_a_part_that_was_not_measured_is_a_dash(root):
+    selection = {"run": "a", "where": {"method": "dynakv", "dataset": "news"}, "field": "ratio", "each": [{}, "–"]}
+    assert Published(root / "results").text(selection, "x") == "1.0625 / –"
+
+
+def test_values_elsewhere_in_a_record_are_found(root):
+    assert Published(root / "results").text({"run": "a", "path": "n.*"}, "x") == "2"
