@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from byte_tokenizer import byte_tokenizer
 from families import FAMILIES
-from methods import METHODS, MakeCache, tiny_model
+from methods import METHODS, MakeCache, calibration_of, dynakv_model, tiny_model
 from safetensors.torch import load_file
 from threads import threads_of
 from torch import Tensor
@@ -28,7 +28,7 @@ from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import paths
 from lowrank_kv.utils.errors import UserError
-from ojakv import Calibration, OjaKVCache, OjaKVConfig
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 Cells = dict[str, dict]
 
@@ -102,6 +102,13 @@ def said(model: PreTrainedModel, make_cache: MakeCache, ids_BT: Tensor, mask_BT:
     }
 
 
+def two_texts(lengths: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Random ids (2, T) and their mask; with `lengths` padded on the left to these."""
+    total = PROMPT + DECODED
+    ids_BT = torch.randint(1, 97, (2, total), generator=torch.Generator().manual_seed(5))
+    return ids_BT, (torch.arange(total) >= total - torch.tensor(lengths or (total, total))[:, None]).long()
+
+
 def every_method(
     group: str, make_model: Callable[[], PreTrainedModel], lengths: tuple[int, int] | None = None
 ) -> Cells:
@@ -110,9 +117,7 @@ def every_method(
     Args:
         lengths: of the two texts, padded on the left; all are equally long by default.
     """
-    total = PROMPT + DECODED
-    ids_BT = torch.randint(1, 97, (2, total), generator=torch.Generator().manual_seed(5))
-    mask_BT = (torch.arange(total) >= total - torch.tensor(lengths or (total, total))[:, None]).long()
+    ids_BT, mask_BT = two_texts(lengths)
     cells = {}
     for method in METHODS:
         model = make_model()
@@ -121,6 +126,32 @@ def every_method(
         except UserError as error:
             cell = {"error": str(error)}
         cells[f"{group}/{method.name}"] = cell
+    return cells
+
+
+def options(group: str) -> Cells:
+    """Integers, eviction and both, with learned ranks and with the two layouts of online bases."""
+    evicting = {"eviction": {"keep_ratio": 0.5, "window_size": 4, "kernel_size": 3}}
+    variants = {
+        "int8": {"cache_dtype": "int8"},
+        "int4": {"cache_dtype": "int4"},
+        "int4-groups": {"cache_dtype": "int4", "group_size": 4},
+        "evicting": evicting,
+        "evicting-int8": {"cache_dtype": "int8", **evicting},
+    }
+    online = {"update_period": 4, "recent_window": 3, "rank_multiple": 4}
+    ids_BT, mask_BT = two_texts(PADDED_LENGTHS)
+    cells = {}
+    for variant, settings in variants.items():
+        model = tiny_model()
+        make = dynakv_model(model, RATE, **settings)
+        cells[f"{group}/dynakv-{variant}"] = said(model, make, ids_BT * mask_BT, mask_BT, NEW)
+        for preset in ("ojakv-joint", "ojakv-pf"):
+            model = tiny_model()
+            plan = make_plan(calibration_of(model), OjaKVConfig.preset(preset, rate=RATE, **online, **settings))
+            cells[f"{group}/{preset}-{variant}"] = said(
+                model, functools.partial(OjaKVCache, model, plan), ids_BT * mask_BT, mask_BT, NEW
+            )
     return cells
 
 
@@ -215,6 +246,7 @@ TINY: dict[str, Callable[[str], Cells]] = {
     "tiny": lambda group: every_method(group, tiny_model),
     "tiny-padded": lambda group: every_method(group, tiny_model, PADDED_LENGTHS),
     **{f"family-{one.name}": functools.partial(every_method, make_model=one.model) for one in FAMILIES},
+    "options": options,
     "training": tiny_trainings,
 }
 DEMO: dict[str, Callable[[str], Cells]] = {
