@@ -1,60 +1,116 @@
-"""The house rules a machine can check: imports flow one way, and importing patches nothing."""
+"""The house rules a machine can check: who may import whom, how files are laid out, and that importing patches nothing.
 
-import ast
+`python -m scripts.draw_structure` draws the same imports.
+"""
+
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.import_graph import PACKAGES, circles, imported_names, module_graph, modules, part_graph
+
 ROOT = Path(__file__).parent.parent
-MOVED = {"training", "evaluation"}  # the packages that a wheel holds within lowrank_kv_cli
-# A package may import those to its left in any of its rows, and itself.
-ALLOWED = {
-    "lowrank_kv": set(),
-    "dynakv": {"lowrank_kv"},
-    "ojakv": {"lowrank_kv"},
-    "training": {"lowrank_kv", "dynakv", "ojakv"},
-    "evaluation": {"lowrank_kv", "dynakv", "ojakv"},
-    "benchmarks": {"lowrank_kv", "dynakv", "ojakv", "training", "evaluation"},
+UTILS, BASES, STORES = {"lowrank_kv.utils"}, {"lowrank_kv.bases"}, {"lowrank_kv.stores"}
+SEAMS = {"lowrank_kv.codec", "lowrank_kv.eviction"}  # what the author of a method meets
+OPS, HF = {"lowrank_kv.ops"}, {"lowrank_kv.hf", "lowrank_kv.hf.cache"}
+CORE = UTILS | BASES | STORES | SEAMS | OPS | HF | {"lowrank_kv.calibration"}
+METHODS = {"dynakv", "ojakv"}
+# What each part may import. The two methods never import each other, nor do training and evaluation.
+MAY_IMPORT = {
+    "lowrank_kv.utils": set(),
+    "lowrank_kv.bases": UTILS,
+    "lowrank_kv.stores": UTILS,
+    "lowrank_kv.eviction": UTILS,
+    "lowrank_kv.codec": UTILS | STORES | {"lowrank_kv.eviction"},
+    "lowrank_kv.ops": UTILS | BASES | STORES | {"lowrank_kv.codec"},
+    "lowrank_kv.hf": UTILS | STORES | OPS,
+    "lowrank_kv.hf.cache": UTILS | STORES | SEAMS | OPS | {"lowrank_kv.hf"},
+    "lowrank_kv.calibration": UTILS | BASES | HF,
+    "dynakv": CORE,
+    "ojakv": CORE,
+    "training": CORE | METHODS,
+    "evaluation": CORE | METHODS,
+    "lowrank_kv_cli": CORE | METHODS | {"training", "evaluation"},
+    "benchmarks": CORE | METHODS | {"training", "evaluation"},
+    "scripts": CORE | METHODS | {"training", "evaluation", "lowrank_kv_cli"},
 }
+# A wheel holds these within `lowrank_kv_cli`, so that their modules name one another from where they stand.
+MOVED_BY_THE_WHEEL = ("training", "evaluation")
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(ROOT).parts[0]
-            names_its_own = node.level == 1 or node.module.split(".")[0] == package
-            assert node.level == (names_its_own and package in MOVED), f"{path}: {node.module}"
-            names.add(f"{package}.{node.module or ''}" if node.level else node.module)
-    return names
+def test_every_part_imports_only_what_it_may():
+    graph = part_graph(ROOT)
+    assert graph.keys() == MAY_IMPORT.keys(), "a new part of the house needs a row in MAY_IMPORT"
+    broken = {part: others - MAY_IMPORT[part] for part, others in graph.items() if others - MAY_IMPORT[part]}
+    assert not broken, f"imports against the direction: {broken}"
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_imports_flow_one_way(package):
-    for path in (ROOT / package).rglob("*.py"):
-        ours = {name.split(".")[0] for name in imported(path)} & (ALLOWED.keys() | {"scripts", "tests"})
-        assert ours <= ALLOWED[package] | {package}, f"{path.relative_to(ROOT)} imports {ours}"
+def test_nothing_imports_itself_in_a_circle():
+    assert circles(part_graph(ROOT)) == []
+    assert circles(module_graph(ROOT)) == []
 
 
-def test_only_lowrank_hf_reaches_into_transformers():
-    public = {"transformers"}
-    for package in ALLOWED:
-        for path in (ROOT / package).rglob("*.py"):
-            if (ROOT / "lowrank_kv/hf") not in path.parents:
-                found = {name for name in imported(path) if name.split(".")[0] == "transformers"}
-                assert found <= public, f"{path.relative_to(ROOT)} imports {found}"
+def test_only_what_the_wheel_moves_imports_relatively():
+    for name, path in modules(ROOT).items():
+        package, text = name.split(".")[0], path.read_text(encoding="utf-8")
+        is_moved = package in MOVED_BY_THE_WHEEL
+        assert is_moved or "\nfrom ." not in text, f"{path.relative_to(ROOT)} imports relatively"
+        assert not is_moved or f"from {package}" not in text, f"{path.relative_to(ROOT)} names its own package"
+
+
+def test_only_the_seams_and_the_map_stand_at_the_cores_door():
+    assert sorted(path.name for path in (ROOT / "lowrank_kv").glob("*.py")) == [
+        "__init__.py",
+        "codec.py",
+        "eviction.py",
+    ]
+
+
+def test_tests_mirror_the_packages():
+    """Each folder of tests has the name of what it tests; what concerns all methods alike is in `contracts` or `golden`."""
+    folders = {
+        path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith(("_", "."))
+    }
+    assert folders <= {*PACKAGES, "contracts", "golden"}
+    inner = {
+        path.name for path in (ROOT / "tests/lowrank_kv").iterdir() if path.is_dir() and not path.name.startswith("_")
+    }
+    assert inner <= {path.name for path in (ROOT / "lowrank_kv").iterdir() if path.is_dir()}
+
+
+def test_files_stay_small():
+    sizes = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules(ROOT).values()}
+    assert {path: size for path, size in sizes.items() if size > 400} == {}
+    assert sorted(sizes.values())[len(sizes) // 2] < 200
+
+
+def test_only_hf_reaches_into_transformers():
+    for name, path in modules(ROOT).items():
+        if not name.startswith("lowrank_kv.hf"):
+            found = {other for other in imported_names(name, path) if other.startswith("transformers.")}
+            private = {other for other in found if other.split(".")[1].islower()}  # a class is taken from the top
+            assert not private, f"{path.relative_to(ROOT)} imports {private}"
 
 
 def test_benchmarks_on_random_tokens_need_no_datasets():
-    modules = [f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")]
-    code = (
-        f"import sys, importlib; sys.modules['datasets'] = None; [importlib.import_module(name) for name in {modules}]"
-    )
+    names = [f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")]
+    code = f"import sys, importlib; sys.modules['datasets'] = None; [importlib.import_module(name) for name in {names}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "broken", ["import dynakv.cache", "from dynakv import cache", "from dynakv.cache import DynaKVCache"]
+)
+def test_the_graph_sees_every_form_of_import(tmp_path, broken):
+    for package, text in (("ojakv", broken), ("dynakv", "")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "cache.py").write_text(text)
+    assert module_graph(tmp_path)["ojakv.cache"] == {"dynakv.cache"}
+    assert part_graph(tmp_path)["ojakv"] == {"dynakv"}
+    (tmp_path / "dynakv/cache.py").write_text("import ojakv.cache")
+    assert circles(part_graph(tmp_path)) == [["dynakv", "ojakv"]]
 
 
 def test_importing_patches_nothing():
@@ -80,9 +136,3 @@ assert not changed, changed
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_files_stay_small():
-    sizes = sorted(len(path.read_text().splitlines()) for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
-    assert sizes[-1] <= 400
-    assert sizes[len(sizes) // 2] < 200
