@@ -79,7 +79,7 @@ def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
-    """Flash attention is causal by itself, the last query aligned with the last key; it is told only of padding, and of
+    """Flash attention is causal, with the last query aligned with the last key; it is told only of padding, and of
     documents packed into one sequence by their `position_ids`."""
     seen_BT = None
     if mask is not None:

@@ -100,7 +100,7 @@ def save_full(
     occupied = getattr(model.config, "quantization_config", None)
     if occupied is not None and _method_of(occupied) != method:
         raise UserError(
-            "the base model is quantized, and a checkpoint can name only one method; save the compressor alone and "
+            "the base model is quantized, and a checkpoint can name only one method; save only the compressor and "
             "attach it to the quantized model instead"
         )
     _check_replaceable(Path(directory), method)
@@ -116,7 +116,7 @@ def save_full(
 
 
 def _check_replaceable(directory: Path, method: str) -> None:
-    """A `config.json` alone says little: every model, calibration and compressor has one."""
+    """Models, calibrations and compressors all have a `config.json`, so its presence says little."""
     config = directory / CONFIG_NAME
     if not config.is_file():
         return

@@ -1,4 +1,4 @@
-"""Saying once which of its implementations an operation runs on, and why: at INFO, to the logger `lowrank_kv`."""
+"""Log once, at INFO to the logger `lowrank_kv`, which implementation an operation runs on, and why."""
 
 import functools
 import logging
@@ -11,15 +11,15 @@ LOGGER = logging.getLogger("lowrank_kv")
 def log_choice(
     operation: str, backend: str, dtype: torch.dtype, device: torch.device, because: str | None = None
 ) -> None:
-    """Say it, unless it has been said. For every decoded token of every layer: 0.1 µs, if nothing is put together for it.
+    """Log the choice once. Every layer calls this for every decoded token; that costs 0.1 µs, as no message is built.
 
     Args:
-        operation: what is done.
+        operation: its name.
         backend: the implementation, by its module's name.
-        dtype, device: of what is held.
-        because: what keeps a faster one from it; None for the fastest there is.
+        dtype, device: of the stored coefficients.
+        because: why no faster implementation serves; None for the fastest.
     """
-    # Asked here, so that it is still said to who begins to listen late.
+    # Asked before the memoised call, so that a logger enabled later still gets the message.
     if LOGGER.isEnabledFor(logging.INFO):
         _log(operation, backend, dtype, device, because)
 

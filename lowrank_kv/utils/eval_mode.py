@@ -8,13 +8,13 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model is in eval mode inside, and in the mode it was in afterwards, however the block ends."""
+    """Put the model in eval mode inside the block, and back in its mode afterwards, however the block ends."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        # By `train`, too: some modules do more in it than to keep the mode.
+        # `train` comes first: some modules do more in it than set the mode.
         model.train(modes[model])
         for module, mode in modes.items():
-            module.training = mode  # parts may be kept in another than the whole
+            module.training = mode  # a submodule may be in another mode than the model

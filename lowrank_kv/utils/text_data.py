@@ -19,7 +19,7 @@ from lowrank_kv.utils.errors import UserError
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
 
-STREAMING_HELP = "read the first documents alone, without a local copy of all, rather than blocks from the whole text"
+STREAMING_HELP = "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
 
 # Imported by what reads: measuring on random tokens needs no `datasets`.
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class CalibrationText:
     heldout_share: float = option(
         0.0, help="leave out the documents that training with this `dataset.heldout_share` leaves out"
     )
-    tokens: int = option(8192, help="at most how much of it, in whole blocks of every text", unit="tokens")
+    tokens: int = option(8192, help="the most that is read, in full blocks of every text", unit="tokens")
     length: int = option(
         1024, help="length of a block; less where `tokens` has no room for one of every text", unit="tokens"
     )
@@ -169,7 +169,7 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
-    """The token ids of :func:`document_blocks` alone."""
+    """Only the token ids of :func:`document_blocks`."""
     return document_blocks(rows, tokenizer, length, count)[0]
 
 
@@ -178,7 +178,7 @@ def document_blocks(
 ) -> tuple[Tensor, Tensor]:
     """`count` blocks (or as many as there are), (count, T) int64, and where in them documents start, (count, T) bool.
 
-    They lie at even distances through all documents, so that a few blocks stand for the whole text whatever the order of
+    They lie at even distances through all documents, so that a few blocks represent all of the text, whatever the order of
     its documents; of documents that are streamed they are the first.
     """
     from datasets import IterableDataset
