@@ -30,7 +30,7 @@ class Rows(Protocol):
         """Rows `start` to `end`, (N, R)."""
 
 
-def rebuilt_scores(
+def rebuild_scores(
     query_GMD: Tensor, pieces: list[Rows], decoder_RC: Tensor, rotation: Rotation, places: Places
 ) -> Tensor:
     """Scores of all tokens of `pieces`, in the order they lie in.
@@ -48,7 +48,7 @@ def rebuilt_scores(
     groups, rows, head_dim = query_GMD.shape
     total = sum(piece.length for piece in pieces)
     query_GMD, decoder_RC, turn = rotation.prepare(query_GMD, decoder_RC)
-    query_GMD = precise(query_GMD)  # keys are rebuilt in the model's dtype, scores are not rounded to it
+    query_GMD = at_least_fp32(query_GMD)  # keys are rebuilt in the model's dtype, scores are not rounded to it
     score_GMT = query_GMD.new_empty(groups, rows, total)
     is_joint = groups * rows <= MAX_JOINT_ROWS and query_GMD.device.type == "cpu"
     query_CP = _block_diagonal(query_GMD) if is_joint else None
@@ -72,8 +72,8 @@ def rebuilt_scores(
     return score_GMT
 
 
-def precise(states: Tensor) -> Tensor:
-    """The same in fp32, unless it is in fp64: products are summed, and softmax taken, of these."""
+def at_least_fp32(states: Tensor) -> Tensor:
+    """States in fp32, or in fp64 where they are already: the precision of scores and of the softmax."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""The plain end of every reference: one softmax, in fp64.
+"""Attention with one softmax in fp64, with which every reference ends.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T compressed tokens, F full-rank tokens, D head dim; X leading
 dims, (H) or (B, H).
@@ -10,7 +10,7 @@ from torch import Tensor
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 
 
-def plain_attention(
+def fp64_attention(
     query_XQD: Tensor,
     key_XTD: Tensor,
     value_XTD: Tensor,
@@ -19,11 +19,13 @@ def plain_attention(
     softcap: float | None,
     mask_XQT: Tensor | None,
 ) -> Tensor:
-    """softmax(q Kᵀ · scaling) V in the dtype of `query_XQD`, each query head with keys and values of its own; 0 for a query
-    that may see nothing.
+    """softmax(q Kᵀ · scaling) V, each query head with keys and values of its own.
 
     Args:
-        mask_XQT: True where a query may see a token, of as many leading dims as is convenient; None when it may see all.
+        mask_XQT: True where a query may see a token, broadcast over its leading dims; None when it may see all.
+
+    Returns:
+        in the dtype of `query_XQD`; 0 for a query that may see nothing.
     """
     score_XQT = query_XQD.double() @ key_XTD.double().mT * scaling
     if softcap is not None:
@@ -32,12 +34,12 @@ def plain_attention(
         score_XQT = score_XQT.masked_fill(~mask_XQT, -torch.inf)
     weight_XQT = score_XQT.softmax(dim=-1)
     if mask_XQT is not None:
-        # Not nan_to_num: what is no number among the tokens seen must show.
+        # Not nan_to_num: a NaN among the tokens that are seen must show.
         weight_XQT = weight_XQT.masked_fill(~mask_XQT, 0.0)
     return (weight_XQT @ value_XTD.double()).to(query_XQD.dtype)
 
 
-def joined_attention(
+def fp64_batch_attention(
     query_BHQD: Tensor,
     key_BGTD: Tensor,
     value_BGTD: Tensor,
@@ -48,7 +50,7 @@ def joined_attention(
     mask_BQT: Tensor | None,
     full: FullTokens | None = None,
 ) -> Tensor:
-    """:func:`plain_attention` of a batch over what was rebuilt and what is at full rank."""
+    """:func:`fp64_attention` of a batch over rebuilt tokens and over tokens at full rank."""
     queries = query_BHQD.shape[2]
     parts = [(key_BGTD, value_BGTD, length_B, mask_BQT)]
     if full is not None:
@@ -60,7 +62,7 @@ def joined_attention(
         values.append(value.double().repeat_interleave(repeats, dim=1))
         present = (torch.arange(key.shape[2], device=key.device) < length[:, None])[:, None].expand(-1, queries, -1)
         seen.append(present if mask is None else present & mask[:, :, : key.shape[2]])
-    return plain_attention(
+    return fp64_attention(
         query_BHQD,
         torch.cat(keys, dim=2),
         torch.cat(values, dim=2),

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.rebuild_scores import precise, rebuilt_scores
+from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
 from lowrank_kv.ops.rotation import Places, Rotation, of_part
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.coefficients import Coefficients
@@ -72,7 +72,7 @@ def lowrank_attention(
     heads, queries, head_dim = query_HQD.shape
     groups, low = keys.full_GFD.shape[0], keys.coef.length
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
-    exact_GMD = precise(query_GMD)
+    exact_GMD = at_least_fp32(query_GMD)
     score_GMT = torch.cat(
         [_scores(query_GMD, keys, rotation, places), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
     )
@@ -92,11 +92,11 @@ def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places
     groups, rows, _ = query_GMD.shape
     parts, _, rank = keys.basis_PWR.shape
     if rotation is None:
-        exact_GMD = precise(query_GMD)
+        exact_GMD = at_least_fp32(query_GMD)
         latent_GMR = exact_GMD @ keys.head_basis().to(exact_GMD.dtype)
         return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
-        rebuilt_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))
+        rebuild_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))
         for part, (part_GMD, basis_WR) in enumerate(zip(query_GMD.chunk(parts), keys.basis_PWR, strict=True))
     ]
     return torch.cat(scores) if parts > 1 else scores[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.eager import Operands
-from lowrank_kv.ops.native.library import plain
+from lowrank_kv.ops.native.library import contiguous_fp32
 from lowrank_kv.ops.rotation import Places, Rotation, rotates_in_pairs
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -41,11 +41,11 @@ def lowrank_attention(
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     groups, _, head_dim = keys.full.buffer.shape
     low, full = keys.coef.length, keys.full.length
-    query_1HQD = plain(query_HQD)[None]
+    query_1HQD = contiguous_fp32(query_HQD)[None]
     mask_of_low, mask_of_full = (None, None) if mask_QT is None else (mask_QT[:, :low], mask_QT[:, low:])
     if rotation is None:
         query_1GMD = query_1HQD.reshape(1, groups, -1, head_dim)
-        low_query_BMX = plain(query_1GMD @ keys.head_basis().float())
+        low_query_BMX = contiguous_fp32(query_1GMD @ keys.head_basis().float())
         key_decoder_PRW, turns, places = None, None, None
     else:
         low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.packed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.rotation import Rotation, of_part
-from lowrank_kv.ops.softmax_reference import plain_attention
+from lowrank_kv.ops.softmax_reference import fp64_attention
 
 
 def lowrank_attention(
@@ -40,4 +40,4 @@ def lowrank_attention(
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
-    return plain_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)
+    return fp64_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)

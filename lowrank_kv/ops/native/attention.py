@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
+from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.ops.rotary_table import RotaryTable
 
@@ -47,7 +47,7 @@ class PackedDecoders:
 
     def __init__(self, key_PRW: Tensor | None, value_PRW: Tensor):
         key = None if key_PRW is None else _padded(key_PRW)
-        value = plain(value_PRW)
+        value = contiguous_fp32(value_PRW)
         self._held = key, value  # kept alive: addresses in them follow
         self.is_copy = key is not key_PRW or value is not value_PRW
         self.packed = _DECODERS.pack(
@@ -70,7 +70,8 @@ class PackedRopeTable:
     """
 
     def __init__(self, table: RotaryTable):
-        cos, sin = self._held = plain(table.cos_BTF), plain(table.sin_BTF)  # kept alive: addresses in them follow
+        cos, sin = contiguous_fp32(table.cos_BTF), contiguous_fp32(table.sin_BTF)
+        self._held = cos, sin  # kept alive: their addresses follow
         self.packed = _TURNS.pack(cos.data_ptr(), sin.data_ptr(), cos.shape[2])
 
     def __reduce__(self) -> tuple:
@@ -81,8 +82,8 @@ class Tokens(NamedTuple):
     """Tokens of one softmax that are held in one way.
 
     Attributes:
-        query_BMX: rotated queries (X = D), or what stands for them over the coefficients (X = R) where no decoder rebuilds
-            keys; of all sequences, M = H·Q rows of each, over as many dims as is convenient; as :func:`plain` has them.
+        query_BMX: rotated queries (X = D), or queries projected onto the coefficients (X = R) where no decoder rebuilds
+            keys; M = H·Q rows of each sequence, in as many dims as is convenient; as :func:`contiguous_fp32` gives them.
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
         slots: T.
         decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
@@ -163,4 +164,4 @@ def attend(
 def _padded(states: Tensor) -> Tensor:
     """The same with zeros up to a whole number of vector registers in every row."""
     missing = -states.shape[-1] % lanes()
-    return plain(F.pad(states, (0, missing)) if missing else states)
+    return contiguous_fp32(F.pad(states, (0, missing)) if missing else states)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.codec import TokenGate
-from lowrank_kv.ops.native.library import ABSENT, CPU, lanes, library, plain
+from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.utils.dispatch_log import log_choice
 
@@ -36,7 +36,10 @@ class PackedRope:
     """
 
     def __init__(self, cos_BTE: Tensor, sin_BTE: Tensor):
-        cos, sin = self._held = plain(cos_BTE), plain(sin_BTE)  # kept alive: addresses in them follow
+        cos, sin = self._held = (
+            contiguous_fp32(cos_BTE),
+            contiguous_fp32(sin_BTE),
+        )  # kept alive: addresses in them follow
         self.packed = _TURNED.pack(
             cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
         )
@@ -192,4 +195,4 @@ def _weights(gate: TokenGate, dtype: torch.dtype) -> list[Tensor | None]:
         weight_CC = (scale_C[:, None] * weight_CC).to(dtype)
         scale_C = torch.ones_like(scale_C)
     tensors = basis_CC, scale_C, weight_CC, bias_C, gate.coef_scale_C
-    return [None if tensor is None else plain(tensor.detach().to(dtype)) for tensor in tensors]
+    return [None if tensor is None else contiguous_fp32(tensor.detach().to(dtype)) for tensor in tensors]

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, F pairs of a rotation.
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import CPU, library, plain
+from lowrank_kv.ops.native.library import CPU, contiguous_fp32, library
 from lowrank_kv.ops.rotary_table import RotaryTable
 
 
@@ -22,7 +22,7 @@ def angles(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> RotaryTa
         position_BT: int32, on the CPU.
         frequency_F: radians a token, at most a quarter turn.
     """
-    position_BT, frequency_F = position_BT.contiguous(), plain(frequency_F)
+    position_BT, frequency_F = position_BT.contiguous(), contiguous_fp32(frequency_F)
     shape = *position_BT.shape, len(frequency_F)
     cos_BTF, sin_BTF = (torch.empty(shape, dtype=torch.float32, device=CPU) for _ in range(2))
     library().angles(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.softmax_reference import joined_attention
+from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 from lowrank_kv.stores.paged import PagedStore
 
 
@@ -36,7 +36,7 @@ def paged_attention(
     if rotation is not None:
         place_T = torch.arange(key_BGTD.shape[2], device=query_BHQD.device)
         key_BGTD = rotation.rotate(key_BGTD, place_T.expand(batch, -1))
-    return joined_attention(
+    return fp64_batch_attention(
         query_BHQD,
         key_BGTD,
         value_BGTD,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens, one_by_one
-from lowrank_kv.ops.rebuild_scores import precise, rebuilt_scores
+from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
 from lowrank_kv.ops.rotation import Rotation
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.ragged import RaggedStore
@@ -64,7 +64,7 @@ def _scores_rebuilt(
 ) -> Tensor:
     order_T = keys.order()
     places = order_T if place_T is None else place_T[order_T]
-    in_order_GMT = rebuilt_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
+    in_order_GMT = rebuild_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
     score_GMT = torch.empty_like(in_order_GMT)
     score_GMT[:, :, order_T] = in_order_GMT
     return score_GMT
@@ -73,7 +73,7 @@ def _scores_rebuilt(
 def _scores_absorbed(query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor) -> Tensor:
     groups, rows, head_dim = query_GMD.shape
     decoder_GDC = decoder_CC.view(-1, groups, head_dim).permute(1, 2, 0)
-    exact_GMD = precise(query_GMD)
+    exact_GMD = at_least_fp32(query_GMD)
     latent_PC = (exact_GMD @ decoder_GDC.to(exact_GMD.dtype)).view(groups * rows, -1)
     score_PT = latent_PC.new_empty(groups * rows, keys.length)
     in_order_PT = [coef.dot(latent_PC[:, : coef.rank]) for coef in keys.buckets()]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.native.library import plain
+from lowrank_kv.ops.native.library import contiguous_fp32
 from lowrank_kv.ops.native.ragged_table import table_of
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.ops.rotation import rotates_in_pairs
@@ -42,9 +42,12 @@ def ragged_attention(
     if sequences[0].rotation is None:
         query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
         head_decoder_GDC = decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
-        queries, read_by = plain(query_BGMD @ head_decoder_GDC), native.PackedDecoders(None, decoders.value_CC)
+        queries, read_by = (
+            contiguous_fp32(query_BGMD @ head_decoder_GDC),
+            native.PackedDecoders(None, decoders.value_CC),
+        )
     else:
-        queries, read_by = plain(query_BHQD), decoders.compiled()
+        queries, read_by = contiguous_fp32(query_BHQD), decoders.compiled()
     softmaxes = []
     for keys, values, rotation, place_T, mask_QT in sequences:
         turns = None if rotation is None else rotation.packed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens, one_by_one
-from lowrank_kv.ops.softmax_reference import plain_attention
+from lowrank_kv.ops.softmax_reference import fp64_attention
 from lowrank_kv.stores.ragged import RaggedStore
 
 
@@ -46,4 +46,4 @@ def _attention_of_one(
         key_GTD = rotation.rotate(key_GTD, place_T).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
-    return plain_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)
+    return fp64_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)

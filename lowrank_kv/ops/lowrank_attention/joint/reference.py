@@ -9,7 +9,7 @@ from torch import Tensor
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.softmax_reference import joined_attention
+from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 
 
 def joint_attention(
@@ -38,7 +38,7 @@ def joint_attention(
     if rotation is not None:
         row_BN = torch.arange(room, device=query_BHQD.device) if place_BN is None else place_BN[:, :room]
         key_BGND = rotation.rotate(key_BGND, row_BN.expand(batch, -1))
-    return joined_attention(
+    return fp64_batch_attention(
         query_BHQD,
         key_BGND,
         heads(values),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.ops.softmax_reference import joined_attention
+from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 
 
 def latent_attention(
@@ -25,7 +25,7 @@ def latent_attention(
 
     Arguments and result as in :func:`lowrank_kv.ops.lowrank_attention.per_head.triton.latent_attention`.
     """
-    return joined_attention(
+    return fp64_batch_attention(
         query_BHQD,
         keys.rebuilt(),
         values.rebuilt(),
