@@ -20,8 +20,7 @@ from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention
 from lowrank_kv.ops.paged_attention.reference import paged_attention as paged_reference
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.ops.ragged_attention.reference import ragged_attention as ragged_reference
-from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.page_pool import PagePool
@@ -219,7 +218,7 @@ def _turns(shape: Shape) -> tuple[RotaryTable, Rotation]:
     places = torch.arange(shape.context, device=shape.device)
     frequency_F = 10000.0 ** -torch.linspace(0, 1, shape.head_dim // 2, device=shape.device)
     angle_TF = torch.polar(torch.ones(()).to(shape.device), places[:, None] * frequency_F)
-    table = RotaryTable.of(angle_TF[None])
+    table = RotaryTable.from_complex(angle_TF[None])
 
     def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
         return table.rotate(key_GND[None], places[where][None])[0]

@@ -27,7 +27,7 @@ class PagedDynaKVCache(DynaKVCache):
         self.pages = pages
         super().__init__(model, {index: PagedLayer(codec, pages) for index, codec in codecs.items()})
         if self.history is not None:
-            self.history.check_turns_halves()
+            self.history.check_rotates_halves()
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, *, max_length: int, rate: float = 0.4) -> "PagedDynaKVCache":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank_kv.eviction import Eviction, fixed_by, top_scores
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.ops.rotation import Places, Rotate, Rotation
+from lowrank_kv.ops.rotation import Positions, Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import BUFFERS, POSITIONS
 from ojakv.basis_plan import InitialBasis
@@ -256,7 +256,7 @@ class OnlineSequence:
         is_low[self.absent_position.long()] = False
         return torch.nonzero(is_low).flatten()
 
-    def low_places(self) -> Places:
+    def low_places(self) -> Positions:
         """The same, as a slice where they follow one another."""
         return self._low_run or self.low_position()
 

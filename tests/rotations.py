@@ -2,18 +2,17 @@
 
 import torch
 
-from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
 
 
 def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: int | None = None, pairs: bool = True):
-    """Random angles for `tokens` places; without `pairs` the operations must use the plain function."""
+    """Random angles for `tokens` positions; without `pairs` the operations must use the function, as there is no table."""
     rotary = rotary or head_dim
     half = rotary // 2
     angle = torch.rand(tokens, half, generator=generator) * 6
 
-    def rotate(key_GND, places):
-        cos, sin = angle.cos()[places].to(key_GND), angle.sin()[places].to(key_GND)
+    def rotate(key_GND, positions):
+        cos, sin = angle.cos()[positions].to(key_GND), angle.sin()[positions].to(key_GND)
         first, second = key_GND[..., :half], key_GND[..., half:rotary]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., rotary:]], dim=-1)
 

@@ -21,8 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank_kv.hf.backends import Backend, backend, check_backend, default_backend
 from lowrank_kv.hf.compiled_ops import GraphHandle, attend_in_graph, is_number
-from lowrank_kv.hf.geometry import attention_modules, geometry_of, rotary_function
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.hf.unsupported_generation import allow_other_caches, refuse_other_caches
 from lowrank_kv.utils.errors import UserError
 

@@ -1,13 +1,11 @@
 """The shape of a model's key–value cache, and the modules that fill it."""
 
 import dataclasses
-import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
@@ -146,43 +144,3 @@ def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, child in module.named_children()
         if isinstance(child, nn.Linear | Conv1D)
     }
-
-
-def rotary_function(module: nn.Module) -> Callable | None:
-    """The family's own ``apply_rotary_pos_emb(q, k, cos, sin)``, or None for a family without rotary embeddings."""
-    return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-
-
-@dataclasses.dataclass(frozen=True)
-class TypedRotary:
-    """The rotation of one layer type, of a rotary module that holds frequencies for each."""
-
-    module: nn.Module
-    layer_type: str
-
-    @property
-    def rope_type(self) -> str:
-        return self.module.rope_type[self.layer_type]
-
-    def __call__(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        return self.module(like, position_BT, self.layer_type)
-
-
-def rotary_module(model: PreTrainedModel) -> Callable | None:
-    """What rotates the compressed layers: (tensor, position ids) → cos, sin; None for a family without rotary embeddings.
-
-    It has the `rope_type` of these layers. Raises :class:`UserError` unless they all rotate alike.
-    """
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    if len(found) > 1:
-        raise UserError(f"{type(model).__name__} has {len(found)} rotary modules; models with one are supported")
-    if not found or not isinstance(getattr(found[0], "rope_type", None), dict):
-        return found[0] if found else None
-    layer_types = model.config.get_text_config(decoder=True).layer_types
-    types = sorted({layer_types[index] for index in geometry_of(model).layers})
-    if len(types) > 1:
-        raise UserError(
-            f"the compressed layers of {type(model).__name__} rotate differently ({', '.join(types)}), but a cache "
-            f"remembers one rotation of each token; models whose full-attention layers rotate alike are supported"
-        )
-    return TypedRotary(found[0], types[0])

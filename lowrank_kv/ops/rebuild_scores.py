@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.rotation import Places, Rotation, between
+from lowrank_kv.ops.rotation import Positions, Rotation, slice_positions
 
 # Rebuilt keys of one tile stay within the cores' caches: 2,048 tokens × 192 × 4 bytes is 1.5 MiB.
 TILE_TOKENS = 2048
@@ -31,7 +31,7 @@ class Rows(Protocol):
 
 
 def rebuild_scores(
-    query_GMD: Tensor, pieces: list[Rows], decoder_RC: Tensor, rotation: Rotation, places: Places
+    query_GMD: Tensor, pieces: list[Rows], decoder_RC: Tensor, rotation: Rotation, positions: Positions
 ) -> Tensor:
     """Scores of all tokens of `pieces`, in the order they lie in.
 
@@ -40,28 +40,28 @@ def rebuild_scores(
         pieces: coefficients, each piece with a rank of its own.
         decoder_RC: rebuilds a key from coefficients; a piece of lower rank uses its first rows.
         rotation: of the keys.
-        places: of the pieces' tokens in their sequence, one after another.
+        positions: of the pieces' tokens in their sequence, piece after piece.
 
     Returns:
         (G, M, T) in fp32 at least, not yet scaled.
     """
     groups, rows, head_dim = query_GMD.shape
     total = sum(piece.length for piece in pieces)
-    query_GMD, decoder_RC, turn = rotation.prepare(query_GMD, decoder_RC)
+    query_GMD, decoder_RC, rotate = rotation.prepare(query_GMD, decoder_RC)
     query_GMD = at_least_fp32(query_GMD)  # keys are rebuilt in the model's dtype, scores are not rounded to it
     score_GMT = query_GMD.new_empty(groups, rows, total)
     is_joint = groups * rows <= MAX_JOINT_ROWS and query_GMD.device.type == "cpu"
     query_CP = _block_diagonal(query_GMD) if is_joint else None
-    rebuilt_NC = decoder_RC.new_empty(min(TILE_TOKENS, total), decoder_RC.shape[1])
+    key_NC = decoder_RC.new_empty(min(TILE_TOKENS, total), decoder_RC.shape[1])
     start = 0
     for tile in _tiles(pieces, TILE_TOKENS):
         # Pieces are rebuilt side by side and rotated together: an operation for each piece, not a dozen.
         count = 0
         for coef_NR in tile:
             end = count + len(coef_NR)
-            torch.mm(coef_NR, decoder_RC[: coef_NR.shape[1]], out=rebuilt_NC[count:end])
+            torch.mm(coef_NR, decoder_RC[: coef_NR.shape[1]], out=key_NC[count:end])
             count = end
-        key_GND = turn(rebuilt_NC[:count].view(-1, groups, head_dim), between(places, start, start + count))
+        key_GND = rotate(key_NC[:count].view(-1, groups, head_dim), slice_positions(positions, start, start + count))
         key_GND = key_GND.to(query_GMD.dtype)
         tile_GMN = score_GMT[:, :, start : start + count]
         if is_joint:

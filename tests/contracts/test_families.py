@@ -12,7 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dynakv
 from lowrank_kv.hf.attention import prepare
-from lowrank_kv.hf.geometry import geometry_of, rotary_module
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.utils.errors import UserError
 
 PICKED = [method for method in METHODS if method.name in ("dynakv", "ojakv-joint", "ojakv-pf")]
@@ -150,7 +151,7 @@ def test_rows_of_a_length_dependent_rotation_of_one_layer_type_are_kept(method):
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
     }
     model = BY_NAME["gemma3"].model(rope_parameters=rope, max_position_embeddings=40)
-    assert rotary_module(model).rope_type == "dynamic"
+    assert Rotary.from_model(model).rope_type == "dynamic"
     dense = generate(model, ids)
     assert torch.equal(generate(model, ids, method.build(model, 1.0)()), dense)
 
@@ -159,9 +160,9 @@ def test_compressed_layers_that_rotate_differently_are_refused(monkeypatch):
     """No stock family is so; its geometry would name layers of two types."""
     model = BY_NAME["gemma3"].model()
     geometry = dataclasses.replace(geometry_of(model), layers=(0, 1, 2))
-    monkeypatch.setattr("lowrank_kv.hf.geometry.geometry_of", lambda _: geometry)
+    monkeypatch.setattr("lowrank_kv.hf.rotary.geometry_of", lambda _: geometry)
     with pytest.raises(UserError, match=r"rotate differently \(full_attention, sliding_attention\)"):
-        rotary_module(model)
+        Rotary.from_model(model)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------

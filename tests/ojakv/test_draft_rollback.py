@@ -13,8 +13,9 @@ from methods import METHODS, calibration_of, tiny_model
 
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.backends import backend
-from lowrank_kv.hf.geometry import attention_modules, rotary_function, rotary_module
+from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -51,7 +52,7 @@ class Reader:
 
     def __init__(self, model, cache):
         self.module, self.cache = attention_modules(model)[0], cache
-        self.apply, self.rotary = rotary_function(self.module), rotary_module(model)
+        self.rotary = Rotary.from_model(model)
         generator = torch.Generator().manual_seed(9)
         self.query_HTD, self.wrong_HTD = torch.randn(2, 4, TOKENS + 40, 16, generator=generator)
         self.key_GTD, self.value_GTD, *self.wrong = torch.randn(4, 2, TOKENS + 40, 16, generator=generator)
@@ -65,7 +66,8 @@ class Reader:
             return torch.cat([right[:, past:middle], wrong[:, middle:end]], dim=1)[None]
 
         position = torch.arange(past, end)[None]
-        layer.arm(Rope(self.apply, *self.rotary(self.key_GTD, position), position_BT=position))
+        cos_sin = self.rotary.cos_sin(position, self.key_GTD.dtype)
+        layer.arm(Rope(self.rotary.function, *cos_sin, position_BT=position))
         layer.update(joined(self.key_GTD, self.wrong[0]), joined(self.value_GTD, self.wrong[1]))
         mask = torch.arange(end) <= position[0, :, None]
         query = joined(self.query_HTD, self.wrong_HTD)

@@ -80,10 +80,10 @@ class CodecLayer(CompressedLayer):
         """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
         if self._encoder is None:
             return None
-        turned = None if rope is None else rope.packed
-        if rope is not None and turned is None:
+        rotary = None if rope is None else rope.packed
+        if rope is not None and rotary is None:
             return None
-        return self._encoder.encode(key_BGTD, value_BGTD, turned, entrances)
+        return self._encoder.encode(key_BGTD, value_BGTD, rotary, entrances)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""

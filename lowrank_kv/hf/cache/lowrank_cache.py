@@ -9,8 +9,9 @@ from transformers.cache_utils import DynamicLayer
 
 from lowrank_kv.hf.attention import prepare
 from lowrank_kv.hf.cache.layer import CompressedLayer
-from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of, rotary_function, rotary_module
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.rope import RopeHistory
+from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
 from lowrank_kv.utils.errors import UserError
 
@@ -129,6 +130,5 @@ class LowRankCache(Cache):
 
 
 def _history_of(model: PreTrainedModel) -> RopeHistory | None:
-    module = rotary_module(model)
-    apply = rotary_function(next(iter(attention_modules(model).values())))
-    return None if module is None or apply is None else RopeHistory(module, apply)
+    rotary = Rotary.from_model(model)
+    return None if rotary is None else RopeHistory(rotary)

@@ -194,7 +194,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             if key is not None:
                 key_GTD = key[b, :, places]
             else:
-                rope = None if self.history is None else self.history.picked(b, places)
+                rope = None if self.history is None else self.history.rope_at(b, places)
                 [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
             tokens, present_T = key_GTD.shape[1], None
             if mask is not None:
@@ -236,7 +236,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         sequence, rope = self.sequences[b], None
         if self.history is not None:
             place_N = sequence.places()
-            rope = self.history.picked(b, slice(0, sequence.length) if place_N is None else place_N)
+            rope = self.history.rope_at(b, slice(0, sequence.length) if place_N is None else place_N)
         return self._states(sequence.key.dense()[None], sequence.value.dense()[None], rope)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention import eager, native, triton
 from lowrank_kv.ops.lowrank_attention.eager import Operands
-from lowrank_kv.ops.rotation import Places, Rotation
+from lowrank_kv.ops.rotation import Positions, Rotation
 from lowrank_kv.utils.dispatch_log import log_choice
 
 __all__ = ["Operands", "lowrank_attention"]
@@ -20,7 +20,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    places: Places | None = None,
+    places: Positions | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
-from lowrank_kv.ops.rotation import Places, Rotation, of_part
+from lowrank_kv.ops.rotation import Positions, Rotation, positions_of_part
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -64,7 +64,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    places: Places | None = None,
+    places: Positions | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -87,7 +87,7 @@ def lowrank_attention(
     return output_GMD.view(heads, queries, head_dim)
 
 
-def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Places | None) -> Tensor:
+def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Positions | None) -> Tensor:
     """Scores of the low-rank tokens, (G, M, N), in fp32 at least."""
     groups, rows, _ = query_GMD.shape
     parts, _, rank = keys.basis_PWR.shape
@@ -96,7 +96,7 @@ def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places
         latent_GMR = exact_GMD @ keys.head_basis().to(exact_GMD.dtype)
         return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
-        rebuild_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, of_part(places, part))
+        rebuild_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, positions_of_part(places, part))
         for part, (part_GMD, basis_WR) in enumerate(zip(query_GMD.chunk(parts), keys.basis_PWR, strict=True))
     ]
     return torch.cat(scores) if parts > 1 else scores[0]

@@ -8,13 +8,13 @@ from torch import Tensor
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.native.library import contiguous_fp32
-from lowrank_kv.ops.rotation import Places, Rotation, rotates_in_pairs
+from lowrank_kv.ops.rotation import Positions, Rotation, rotates_in_pairs
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 
 def unsupported_reason(
-    keys: Operands, values: Operands, rotation: Rotation | None, places: Places | None, mask_QT: Tensor | None
+    keys: Operands, values: Operands, rotation: Rotation | None, places: Positions | None, mask_QT: Tensor | None
 ) -> str | None:
     """What keeps :func:`lowrank_attention` from attending over these tokens; None where all parts hold the same ones, and
     keys have as many parts as values."""
@@ -34,7 +34,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    places: Places | None = None,
+    places: Positions | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -48,7 +48,7 @@ def lowrank_attention(
         low_query_BMX = contiguous_fp32(query_1GMD @ keys.head_basis().float())
         key_decoder_PRW, turns, places = None, None, None
     else:
-        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.packed
+        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.table.packed
     held = _table(keys.coef), _table(values.coef), low
     decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
     tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.eager import Operands
-from lowrank_kv.ops.rotation import Rotation, of_part
+from lowrank_kv.ops.rotation import Rotation, positions_of_part
 from lowrank_kv.ops.softmax_reference import fp64_attention
 
 
@@ -35,7 +35,7 @@ def lowrank_attention(
 
     low_key = rebuild(keys)
     if rotation is not None:
-        parts = [rotation.rotate(key_ND[None], of_part(places, part)) for part, key_ND in enumerate(low_key)]
+        parts = [rotation.rotate(key_ND[None], positions_of_part(places, part)) for part, key_ND in enumerate(low_key)]
         low_key = torch.cat(parts).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

@@ -12,8 +12,7 @@ from torch import Tensor
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.rotation import Places, Rotation
+from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,7 +26,7 @@ def unsupported_reason(
     keys: Operands,
     values: Operands,
     rotation: Rotation | None,
-    places: Places | None,
+    places: Positions | None,
     mask_QT: Tensor | None,
 ) -> str | None:
     """What keeps :func:`lowrank_attention` from attending over these tokens; None where keys and values are compressed head
@@ -62,7 +61,7 @@ def lowrank_attention(
     *,
     scaling: float,
     rotation: Rotation | None = None,
-    places: Places | None = None,
+    places: Positions | None = None,
     softcap: float | None = None,
     mask_QT: Tensor | None = None,
 ) -> Tensor:
@@ -108,7 +107,7 @@ def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bo
     return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
 
 
-def _turned(rotation: Rotation, places: Places) -> dict[str, Any]:
+def _turned(rotation: Rotation, places: Positions) -> dict[str, Any]:
     """The kernels' arguments for keys at some places."""
     table = rotation.table
     if isinstance(places, slice):

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.rotary import ATTEND_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
-from lowrank_kv.ops.rotary_table import RotaryTable
 
-# The members of `struct task` in attend.c, in their order: tokens and queries, turns, decoders, what tasks have in common.
-_TOKENS, _TURNS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "3q", "5q", "6q2f"))
-_UNTURNED = _TURNS.pack(0, 0, 0)
+# The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
+_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "5q", "6q2f"))
+_NO_ROTATION = bytes(ATTEND_ROTARY.size)
 
 
 def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
@@ -62,22 +62,6 @@ class PackedDecoders:
         return NOTHING
 
 
-class PackedRopeTable:
-    """The rotations of rebuilt keys, as compiled code reads them.
-
-    Args:
-        table: of a batch of one, by which the pairs (j, j + F) of keys are turned.
-    """
-
-    def __init__(self, table: RotaryTable):
-        cos, sin = contiguous_fp32(table.cos_BTF), contiguous_fp32(table.sin_BTF)
-        self._held = cos, sin  # kept alive: their addresses follow
-        self.packed = _TURNS.pack(cos.data_ptr(), sin.data_ptr(), cos.shape[2])
-
-    def __reduce__(self) -> tuple:
-        return NOTHING
-
-
 class Tokens(NamedTuple):
     """Tokens of one softmax that are held in one way.
 
@@ -87,8 +71,8 @@ class Tokens(NamedTuple):
         keys, values: the same tokens, at least one, each cut into pieces in its own way.
         slots: T.
         decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
-        turns: of rebuilt keys; None to leave them.
-        place_T: the place of each slot in `turns`; None where they are the same.
+        rotary: the rotation of rebuilt keys, for a batch of one and each pair (j, j + F); None to leave them as they are.
+        position_T: each slot's position in `rotary`; None where slot t is at position t.
         mask_QT: bool, True where a query may see a token; None when it may see all.
     """
 
@@ -97,8 +81,8 @@ class Tokens(NamedTuple):
     values: StoreView
     slots: int
     decoders: PackedDecoders | None = None
-    turns: PackedRopeTable | None = None
-    place_T: Tensor | slice | None = None
+    rotary: PackedRotary | None = None
+    position_T: Tensor | slice | None = None
     mask_QT: Tensor | None = None
 
 
@@ -132,13 +116,13 @@ def attend(
     for b, tokens in enumerate(softmaxes):
         copies: list[Tensor] = []  # kept alive: addresses in them follow
         packed = b""
-        for query_BMX, keys, values, slots, decoders, turns, place_T, mask_QT in tokens:
-            place, first_place, mask, mask_stride = 0, 0, 0, 0
-            if isinstance(place_T, slice):
-                first_place = place_T.start
-            elif place_T is not None:
-                copies.append(place_T.long().contiguous())
-                place = copies[-1].data_ptr()
+        for query_BMX, keys, values, slots, decoders, rotary, position_T, mask_QT in tokens:
+            positions, first_position, mask, mask_stride = 0, 0, 0, 0
+            if isinstance(position_T, slice):
+                first_position = position_T.start
+            elif position_T is not None:
+                copies.append(position_T.long().contiguous())
+                positions = copies[-1].data_ptr()
             if mask_QT is not None:
                 copies.append(mask_QT if mask_QT.stride(1) == 1 else mask_QT.contiguous())
                 mask, mask_stride = copies[-1].data_ptr(), copies[-1].stride(0)
@@ -148,13 +132,13 @@ def attend(
                 slots,
                 query_BMX.shape[-1],
                 query_BMX.data_ptr() + b * query_BMX.stride(0) * 4,
-                place,
-                first_place,
+                positions,
+                first_position,
                 mask,
                 mask_stride,
                 output + b * output_bytes,
             )
-            packed += _UNTURNED if turns is None else turns.packed
+            packed += _NO_ROTATION if rotary is None else rotary.for_attend
             packed += (_DECODERS.pack(0, 0, 0, 0, groups) if decoders is None else decoders.packed) + common
         if library().attend(packed, len(tokens)):
             raise MemoryError("no memory for the scratch space of compiled decode attention")

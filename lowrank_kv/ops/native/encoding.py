@@ -1,6 +1,6 @@
 """Calling the compiled way of a few new tokens into a cache.
 
-Shapes: S sides (keys, values), B batch, G KV heads, T tokens, D head dim, C = G·D joint width, E rotary dims.
+Shapes: S sides (keys, values), B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
 import ctypes
@@ -13,39 +13,20 @@ from torch import Tensor
 
 from lowrank_kv.codec import TokenGate
 from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
-from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
+from lowrank_kv.ops.native.rotary import ENCODE_ROTARY, PackedRotary
+from lowrank_kv.ops.native.store_view import KINDS, StoreView
 from lowrank_kv.utils.dispatch_log import log_choice
 
 # More tokens than this are a prompt, which torch's own products serve better.
 MAX_TOKENS = 16
 
-# The members of `struct encoding` in encode.c, in their order: a side's gate, the keys' rotation, and what a call adds.
-_GATE, _TURNED, _CALL = struct.Struct("6qfxxxx"), struct.Struct("4q"), struct.Struct("19q")
-_UNTURNED = _TURNED.pack(0, 0, 0, 0)
+# The members of `struct encoding` in encode.c, in their order: each side's gate, (the keys' rotation,) and a call's.
+_GATE, _CALL = struct.Struct("6qfxxxx"), struct.Struct("19q")
+_NO_ROTATION = bytes(ENCODE_ROTARY.size)
 _ENTRANCE = 5  # members of `struct entrance`
 
 # The stores of a sequence's keys and of its values, and the slot of its first new token.
 AppendTarget = tuple[StoreView, StoreView, int]
-
-
-class PackedRope:
-    """The rotation of new keys, as compiled code reads it.
-
-    Args:
-        cos_BTE, sin_BTE: by which halves of the keys' first E dims were rotated; of all sequences, or of each (B or 1).
-    """
-
-    def __init__(self, cos_BTE: Tensor, sin_BTE: Tensor):
-        cos, sin = self._held = (
-            contiguous_fp32(cos_BTE),
-            contiguous_fp32(sin_BTE),
-        )  # kept alive: addresses in them follow
-        self.packed = _TURNED.pack(
-            cos.data_ptr(), sin.data_ptr(), 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
-        )
-
-    def __reduce__(self) -> tuple:
-        return NOTHING
 
 
 class NewTokens:
@@ -109,7 +90,7 @@ class Encoder:
         self,
         key_BGTD: Tensor,
         value_BGTD: Tensor,
-        turned: PackedRope | None,
+        rotary: PackedRotary | None,
         entrances: Sequence[AppendTarget] = (),
     ) -> NewTokens | None:
         """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
@@ -117,7 +98,7 @@ class Encoder:
         Args:
             key_BGTD: rotated keys.
             value_BGTD: values.
-            turned: the rotation, which is undone; None where keys are not rotated.
+            rotary: the rotation of halves that is undone; None where keys are not rotated.
             entrances: where each sequence's tokens are appended; empty: nowhere.
 
         Returns:
@@ -147,7 +128,9 @@ class Encoder:
             torch.get_num_threads(),
             KINDS[self._dtype],
         )
-        new.num_unstored = library().encode(self._packed + (_UNTURNED if turned is None else turned.packed) + call)
+        new.num_unstored = library().encode(
+            self._packed + (_NO_ROTATION if rotary is None else rotary.for_encode) + call
+        )
         if new.num_unstored < 0:
             raise MemoryError("no memory for the scratch space of compiled encoding")
         return new

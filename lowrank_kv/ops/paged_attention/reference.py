@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 from lowrank_kv.stores.paged import PagedStore
 

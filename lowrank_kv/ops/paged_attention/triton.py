@@ -13,7 +13,7 @@ from torch import Tensor
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.paged_attention.triton_scores import paged_scores
 from lowrank_kv.ops.paged_attention.triton_values import weighted_latents
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import splits_of
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax
 from lowrank_kv.stores.paged import PagedStore

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes, load_page_numbers, page_number
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 from lowrank_kv.stores.paged import PagedStore

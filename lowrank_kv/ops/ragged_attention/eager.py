@@ -37,14 +37,14 @@ def ragged_attention(
 def _attention_of_one(
     query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
 ) -> Tensor:
-    keys, values, rotation, place_T, mask_QT = tokens
+    keys, values, rotation, position_T, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
     groups = decoders.key_CC.shape[1] // head_dim
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     if rotation is None:
         score_GMT = _scores_absorbed(query_GMD, keys, decoders.key_CC)
     else:
-        score_GMT = _scores_rebuilt(query_GMD, keys, decoders.key_CC, rotation, place_T)
+        score_GMT = _scores_rebuilt(query_GMD, keys, decoders.key_CC, rotation, position_T)
     score_HQT = score_GMT.view(heads, queries, -1)
     weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
@@ -60,11 +60,11 @@ def _attention_of_one(
 
 
 def _scores_rebuilt(
-    query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation, place_T: Tensor | None
+    query_GMD: Tensor, keys: RaggedStore, decoder_CC: Tensor, rotation: Rotation, position_T: Tensor | None
 ) -> Tensor:
     order_T = keys.order()
-    places = order_T if place_T is None else place_T[order_T]
-    in_order_GMT = rebuild_scores(query_GMD, keys.buckets(), decoder_CC, rotation, places)
+    positions = order_T if position_T is None else position_T[order_T]
+    in_order_GMT = rebuild_scores(query_GMD, keys.buckets(), decoder_CC, rotation, positions)
     score_GMT = torch.empty_like(in_order_GMT)
     score_GMT[:, :, order_T] = in_order_GMT
     return score_GMT

@@ -49,9 +49,9 @@ def ragged_attention(
     else:
         queries, read_by = contiguous_fp32(query_BHQD), decoders.compiled()
     softmaxes = []
-    for keys, values, rotation, place_T, mask_QT in sequences:
-        turns = None if rotation is None else rotation.packed
+    for keys, values, rotation, position_T, mask_QT in sequences:
+        rotary = None if rotation is None else rotation.table.packed
         held = table_of(keys), table_of(values), keys.length
-        softmaxes.append([native.Tokens(queries, *held, read_by, turns, place_T, mask_QT)])
+        softmaxes.append([native.Tokens(queries, *held, read_by, rotary, position_T, mask_QT)])
     output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
     return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

@@ -1,4 +1,4 @@
-"""Plain form of decode attention over a ragged cache: rebuild everything, then attend.
+"""Reference of decode attention over a ragged cache: rebuild everything, then attend.
 
 Shapes: B batch, H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, T cached tokens.
 """
@@ -32,7 +32,7 @@ def ragged_attention(
 def _attention_of_one(
     query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
 ) -> Tensor:
-    keys, values, rotation, place_T, mask_QT = tokens
+    keys, values, rotation, position_T, mask_QT = tokens
     heads, _, head_dim = query_HQD.shape
     width = decoders.key_CC.shape[1]
     groups = width // head_dim
@@ -42,8 +42,8 @@ def _attention_of_one(
 
     key_GTD, value_GTD = rebuild(keys, decoders.key_CC), rebuild(values, decoders.value_CC)
     if rotation is not None:
-        place_T = torch.arange(keys.length, device=query_HQD.device) if place_T is None else place_T
-        key_GTD = rotation.rotate(key_GTD, place_T).double()
+        position_T = torch.arange(keys.length, device=query_HQD.device) if position_T is None else position_T
+        key_GTD = rotation.rotate(key_GTD, position_T).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
     return fp64_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)

@@ -1,4 +1,4 @@
-"""What ragged attention is told of one sequence, and attending to one after another.
+"""One sequence's tokens, as ragged attention takes them, and attention to one sequence after another.
 
 Shapes: B batch, H query heads, D head dim, Q new queries, T cached tokens.
 """
@@ -19,15 +19,15 @@ class RaggedTokens(NamedTuple):
 
     Attributes:
         keys, values: coefficient stores, T rows each; their ranks need not agree.
-        rotation: of rebuilt keys, given their places in the sequence; None for a family without one.
-        place_T: int64 places of the stores' rows in the sequence, which `rotation` is told; None where row t is token t.
+        rotation: of rebuilt keys; None for a family without one.
+        position_T: int64 positions of the stores' rows in the sequence, for `rotation`; None where row t is token t.
         mask_QT: True where a query may see a row's token; None when it may see all.
     """
 
     keys: RaggedStore
     values: RaggedStore
     rotation: Rotation | None = None
-    place_T: Tensor | None = None
+    position_T: Tensor | None = None
     mask_QT: Tensor | None = None
 
 

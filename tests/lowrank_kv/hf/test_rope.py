@@ -9,9 +9,8 @@ import torch
 from methods import METHODS, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from lowrank_kv.hf.frequencies import angles, turns_by_frequencies
-from lowrank_kv.hf.geometry import attention_modules, rotary_function, rotary_module
-from lowrank_kv.hf.rope import LENGTH_DEPENDENT_ROPE, Rope, RopeHistory, _rotates_halves
+from lowrank_kv.hf.rope import Rope, RopeHistory
+from lowrank_kv.hf.rotary import LENGTH_DEPENDENT_ROPE, Rotary, rotates_halves
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.growable_tensor import GROWTH
 
@@ -46,12 +45,12 @@ def model_of(kind: str):
 
 
 def rope_of(model, positions: torch.Tensor) -> Rope:
-    apply = rotary_function(next(iter(attention_modules(model).values())))
-    return Rope(apply, *rotary_module(model)(torch.empty(0), positions), position_BT=positions)
+    rotary = Rotary.from_model(model)
+    return Rope(rotary.function, *rotary.cos_sin(positions, torch.float32), position_BT=positions)
 
 
 def history_of(model) -> RopeHistory:
-    return RopeHistory(rotary_module(model), rotary_function(next(iter(attention_modules(model).values()))))
+    return RopeHistory(Rotary.from_model(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,34 +63,34 @@ def test_unrotate_inverts_rotate(kind):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "cohere"])
 def test_the_fast_rotation_is_the_familys(family):
-    apply = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    function = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
     # Cohere rotates neighbouring pairs, so the fast form must not be taken for it.
-    assert _rotates_halves(apply) == (family != "cohere")
+    assert rotates_halves(function) == (family != "cohere")
     angle = torch.rand(1, 30, 8 if family != "cohere" else 4) * 6
     angle = torch.cat([angle, angle], dim=-1) if family != "cohere" else angle.repeat_interleave(2, dim=-1)
-    rope = Rope(apply, angle.cos(), angle.sin())
+    rope = Rope(function, angle.cos(), angle.sin())
     key = torch.randn(1, 2, 30, angle.shape[-1])
-    expected = apply(key, key, rope.cos_BTE, rope.sin_BTE)[1]
+    expected = function(key, key, rope.cos_BTE, rope.sin_BTE)[1]
     torch.testing.assert_close(rope.rotate(key), expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(rope.unrotate(expected), key, atol=2e-6, rtol=0)
 
 
-def test_rows_are_picked_at_any_places():
+def test_keys_are_rotated_at_any_positions():
     model = tiny_model()
     history = history_of(model)
     history.extend(rope_of(model, torch.arange(50)[None]), 50)
     key = torch.randn(2, 50, 16)
-    whole = history.rope().rotate(key[None])[0]
-    for places in (
+    full = history.rope().rotate(key[None])[0]
+    for positions in (
         torch.arange(7, 30),
         torch.tensor([3, 4, 9]),
         torch.tensor([5, 9, 3, 8]),
         torch.tensor([49]),
         torch.arange(0),
     ):
-        rotated = history.rotation(0, key.device).rotate(key[:, places], places)
-        torch.testing.assert_close(rotated, whole[:, places], atol=1e-6, rtol=0)
-        torch.testing.assert_close(history.unrotate_rows(0)(rotated, places), key[:, places], atol=2e-6, rtol=0)
+        rotated = history.rotation(0, key.device).rotate(key[:, positions], positions)
+        torch.testing.assert_close(rotated, full[:, positions], atol=1e-6, rtol=0)
+        torch.testing.assert_close(history.unrotate_rows(0)(rotated, positions), key[:, positions], atol=2e-6, rtol=0)
 
 
 def test_partial_rotary_leaves_the_rest_alone():
@@ -124,8 +123,8 @@ def test_a_token_is_written_into_room_to_grow(kind):
     history = history_of(model)
     history.extend(rope_of(model, torch.arange(100)[None]), 100)
     addresses = []
-    for place in range(100, 200):
-        history.extend(rope_of(model, torch.tensor([[place]])), place + 1)
+    for position in range(100, 200):
+        history.extend(rope_of(model, torch.tensor([[position]])), position + 1)
         addresses.append([tensor.data_ptr() for tensor in history.tensors()])
     moves = sum(before != after for before, after in itertools.pairwise(addresses))
     assert moves <= 100 / (100 * GROWTH)
@@ -142,9 +141,9 @@ def test_history_is_that_of_what_generate_left_of_the_tokens(kind):
     def extend(history: RopeHistory, first: list[int], count: int) -> None:
         history.extend(rope_of(model, torch.tensor(first)[:, None] + torch.arange(count)), history.length + count)
 
-    def check(history: RopeHistory, places: list[list[int]]) -> None:
-        expected = rope_of(model, torch.tensor(places))
-        assert history.length == len(places[0])
+    def check(history: RopeHistory, positions: list[list[int]]) -> None:
+        expected = rope_of(model, torch.tensor(positions))
+        assert history.length == len(positions[0])
         for found, rows in ((history.rope().cos_BTE, expected.cos_BTE), (history.rope().sin_BTE, expected.sin_BTE)):
             assert torch.equal(found.contiguous(), rows)
 
@@ -202,23 +201,22 @@ def test_full_rank_equals_the_dense_model_past_the_original_length(kind, method)
 
 @pytest.mark.skipif(library() is None, reason="there is no C compiler")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LENGTH_DEPENDENT_ROPE])
-def test_compiled_code_turns_by_the_modules_angles(kind):
-    module = rotary_module(model_of(kind))
-    place = torch.tensor([[0, 5, 700, 1_000_003], [9, 8, 7, 6]], dtype=torch.int32)
-    cos, sin = module(torch.empty(0), place.long())
-    assert turns_by_frequencies(module)
-    found = angles(module, place)
+def test_compiled_code_rotates_by_the_modules_angles(kind):
+    rotary = Rotary.from_model(model_of(kind))
+    position = torch.tensor([[0, 5, 700, 1_000_003], [9, 8, 7, 6]], dtype=torch.int32)
+    cos, sin = rotary.cos_sin(position, torch.float32)
+    found = rotary.compiled_table(position)
     for ours, theirs in ((found.cos_BTF, cos), (found.sin_BTF, sin)):
         torch.testing.assert_close(ours, theirs[..., : cos.shape[-1] // 2], atol=3e-7, rtol=0)
 
 
 def test_a_module_that_does_more_than_its_frequencies_say_is_left_to_itself():
-    module = rotary_module(model_of("default"))
-    module.register_forward_hook(lambda _, __, tables: tuple(2 * table for table in tables))
-    assert not turns_by_frequencies(module)
-    history = RopeHistory(module, rotary_function(next(iter(attention_modules(model_of("default")).values()))))
+    rotary = Rotary.from_model(model_of("default"))
+    rotary.module.register_forward_hook(lambda _, __, tables: tuple(2 * table for table in tables))
+    assert not rotary.follows_frequencies
+    history = RopeHistory(rotary)
     history.extend(rope_of(model_of("default"), torch.arange(7)[None]), 7)
     assert torch.equal(
         history.rotation(0, torch.device("cpu")).table.cos_BTF[0],
-        module(torch.empty(0), torch.arange(7)[None])[0][0, :, :8],
+        rotary.cos_sin(torch.arange(7)[None], torch.float32)[0][0, :, :8],
     )

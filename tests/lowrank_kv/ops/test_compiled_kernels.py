@@ -26,7 +26,7 @@ from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention  # noq
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  # noqa: E402
 from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
-from lowrank_kv.ops.rotary_table import RotaryTable  # noqa: E402
+from lowrank_kv.ops.rotation import RotaryTable  # noqa: E402
 from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402

@@ -1,4 +1,4 @@
-"""Decode attention over ragged stores against the plain fp64 form."""
+"""Decode attention over ragged stores against the fp64 reference."""
 
 import pytest
 import torch
@@ -103,8 +103,8 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
     options = {"scaling": 0.25, "mask_QT": mask, "softcap": softcap}
     if rotated:
         rotary = 8 if rotated == "partial" else None
-        turned = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
-        options["rotation"] = turned
+        keys_rotation = rotation(tokens, HEAD_DIM, generator, rotary=rotary, pairs=rotated != "function")
+        options["rotation"] = keys_rotation
     if operation is native and rotated == "function":
         assert native.unsupported_reason([RaggedTokens(keys, values, options["rotation"])])
         return
@@ -165,14 +165,14 @@ def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_places_move_the_rotation(operation):
+def test_positions_move_the_rotation(operation):
     """Rows that stand for other tokens than their number says are rotated as those."""
     generator = torch.Generator().manual_seed(3)
     keys, values = filled_store(200, generator), filled_store(200, generator)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator))
     place = torch.randperm(900, generator=generator)[:200].sort().values
-    options = {"scaling": 0.25, "rotation": rotation(900, HEAD_DIM, generator), "place_T": place}
+    options = {"scaling": 0.25, "rotation": rotation(900, HEAD_DIM, generator), "position_T": place}
     actual = attend(operation, query, keys, values, decoders, **options)
     expected = attend(reference, query, keys, values, decoders, **options)
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
@@ -208,7 +208,7 @@ def test_each_sequence_of_a_batch_is_attended_alone(operation, dtype, bits, allo
         if rotated:
             options["rotation"] = rotation(2 * tokens, HEAD_DIM, generator)
         if b == 2:
-            options["place_T"] = torch.arange(tokens) * 2
+            options["position_T"] = torch.arange(tokens) * 2
             options["mask_QT"] = torch.rand(queries, tokens, generator=generator) < 0.7
         pair = [RaggedStore(WIDTH, dtype=dtype, device=query.device, quantization=quantization) for _ in range(2)]
         for store in pair:

@@ -14,7 +14,7 @@ from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.joint.triton_scores import joint_scores
 from lowrank_kv.ops.lowrank_attention.joint.triton_values import block_of, weighted_rows
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax, token_splits
 from lowrank_kv.utils.config import require

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned, tuning_class
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 

@@ -7,7 +7,7 @@ from errors import check_near
 
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as reference
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 
 CASES = {
     "plain": {},
@@ -56,7 +56,7 @@ def check(device, generator, dtype, case):
     query = torch.randn(2, case["heads"], case["queries"], head_dim, generator=generator).to(dtype)
     options = beside(case, room, case["groups"], query, generator)
     if case["rotary"]:
-        options["rotation"] = RotaryTable.of(angles(case["tables"], 2 * room, case["rotary"], generator))
+        options["rotation"] = RotaryTable.from_complex(angles(case["tables"], 2 * room, case["rotary"], generator))
     if case["places"]:
         options["place_BN"] = torch.randint(0, 2 * room, (2, room), generator=generator, dtype=torch.int32)
     check_equal(joint_attention, reference, (query, keys, values, length), device=device, **options)
@@ -67,7 +67,7 @@ def test_odd_sizes(device, generator, length, rank, head_dim):
     length_B = torch.tensor([length], dtype=torch.int32)
     shape = {"room": length, "dtype": torch.float16, "generator": generator}
     keys, values = (latent_rows(1, 1, length_B, rank, head_dim, **shape) for _ in range(2))
-    rotation = RotaryTable.of(angles(1, length, head_dim, generator))
+    rotation = RotaryTable.from_complex(angles(1, length, head_dim, generator))
     query = torch.randn(1, 2, 1, head_dim, generator=generator).half()
     operands = (moved(keys, device), moved(values, device), length_B.to(device))
     actual = joint_attention(query.to(device), *operands, scaling=0.1, rotation=moved(rotation, device))

@@ -10,8 +10,7 @@ from methods import calibration_of, tiny_model
 
 from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention, triton
 from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
-from lowrank_kv.ops.rotary_table import RotaryTable
-from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -102,7 +101,8 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
 
     def rotation(there: torch.device | str) -> Rotation:
         return Rotation(
-            lambda key_GND, at: turned(key_GND.double(), angle_TF[at]), RotaryTable.of(angle_TF[None].to(there))
+            lambda key_GND, at: turned(key_GND.double(), angle_TF[at]),
+            RotaryTable.from_complex(angle_TF[None].to(there)),
         )
 
     at = places.to(device) if isinstance(places, torch.Tensor) else places

@@ -8,7 +8,7 @@ from errors import check_near
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.paged_attention.reference import paged_attention as reference
 from lowrank_kv.ops.paged_attention.triton import paged_attention
-from lowrank_kv.ops.rotary_table import RotaryTable
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.stores.quantization import Quantization
@@ -44,7 +44,7 @@ def paged_store(width, lengths, *, dtype, device, generator, granule=32, tokens=
 
 def rotary_table(batch, places, half, generator, scale=1.0):
     angle = torch.rand(batch, places, half, generator=generator) * 6
-    return RotaryTable.of(torch.polar(torch.full_like(angle, scale), angle))
+    return RotaryTable.from_complex(torch.polar(torch.full_like(angle, scale), angle))
 
 
 def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1, lengths=LENGTHS, **case):
