@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as joint_reference
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention as latent_reference
 from lowrank_kv.ops.paged_attention.reference import paged_attention as paged_reference
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.ops.ragged_attention.reference import ragged_attention as ragged_reference
-from lowrank_kv.ops.rotation import RotaryTable, Rotation
+from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.page_pool import PagePool
@@ -131,7 +131,7 @@ def _uncompressed(shape: Shape, held: Callable[[Tensor], Tensor]) -> Step:
 
 def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool) -> Step:
     """OjaKV's layouts, all tokens at one rank: coefficients of each KV head after rotation, or joint ones before it."""
-    query, (table, rotation) = shape.query(), _turns(shape)
+    query, (table, rotation) = shape.query(), _rotation(shape)
     parts, width = (1, shape.width) if is_joint else (shape.groups, shape.head_dim)
     step = shape.rank_step
     ranks = [max(step, round(rate * width / step) * step) for rate in (key_rate, value_rate)]
@@ -156,11 +156,12 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
             [Operands(Coefficients.of(coef[b]), basis[b], nothing) for coef, basis in zip(coefs, bases, strict=True)]
             for b in range(shape.batch)
         ]
-        turned = {"rotation": rotation, "places": slice(0, shape.context)} if is_joint else {}
+        rotated = (rotation, slice(0, shape.context)) if is_joint else ()
 
         def attend() -> Tensor:
             steps = [
-                lowrank_attention(query[b], *sides[b], scaling=shape.scaling, **turned) for b in range(shape.batch)
+                lowrank_attention(query[b], LowRankTokens(*sides[b], *rotated), scaling=shape.scaling)
+                for b in range(shape.batch)
             ]
             return torch.stack(steps)
 
@@ -172,7 +173,7 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
 
 def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
     """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean."""
-    query, (table, rotation) = shape.query(), _turns(shape)
+    query, (table, rotation) = shape.query(), _rotation(shape)
     decoders = Decoders(*[shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)])
     coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
     ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
@@ -213,15 +214,15 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
     return Step(attend, reference, sum(numbers) * shape.dtype.itemsize + positions, _joint_flops(shape, *numbers))
 
 
-def _turns(shape: Shape) -> tuple[RotaryTable, Rotation]:
-    """A rotation of all places, for kernels and for other operations."""
-    places = torch.arange(shape.context, device=shape.device)
+def _rotation(shape: Shape) -> tuple[RotaryTable, Rotation]:
+    """A rotation of all positions, for kernels and for other operations."""
+    position_T = torch.arange(shape.context, device=shape.device)
     frequency_F = 10000.0 ** -torch.linspace(0, 1, shape.head_dim // 2, device=shape.device)
-    angle_TF = torch.polar(torch.ones(()).to(shape.device), places[:, None] * frequency_F)
+    angle_TF = torch.polar(torch.ones(()).to(shape.device), position_T[:, None] * frequency_F)
     table = RotaryTable.from_complex(angle_TF[None])
 
-    def rotate(key_GND: Tensor, where: slice | Tensor) -> Tensor:
-        return table.rotate(key_GND[None], places[where][None])[0]
+    def rotate(key_GND: Tensor, positions: Positions) -> Tensor:
+        return table.rotate(key_GND[None], position_T[positions][None])[0]
 
     return table, Rotation(rotate, table)
 

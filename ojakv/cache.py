@@ -17,7 +17,7 @@ from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.rope import Rope
-from lowrank_kv.ops.lowrank_attention import lowrank_attention
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
@@ -140,18 +140,14 @@ class OjaKVLayer(SequenceLayer):
             mask_QT = None
             if mask is not None:
                 mask_QT = columns_of(mask_of_row(mask, b), sequence.places(), query.shape[1])
-            outputs.append(
-                lowrank_attention(
-                    query[b],
-                    sequence.key.operands(),
-                    sequence.value.operands(),
-                    scaling=scaling,
-                    rotation=self._rotation(b),
-                    places=sequence.low_places() if self.rotates else None,
-                    softcap=softcap,
-                    mask_QT=mask_QT,
-                )
+            tokens = LowRankTokens(
+                sequence.key.operands(),
+                sequence.value.operands(),
+                self._rotation(b),
+                sequence.low_places() if self.rotates else None,
+                mask_QT,
             )
+            outputs.append(lowrank_attention(query[b], tokens, scaling=scaling, softcap=softcap))
         return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:

@@ -272,7 +272,7 @@ class OnlineSequence:
 
     def rebuilt(self, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens held, low-rank ones first, (G, N + F, D) each."""
-        value_GND = self.value.operands().rebuilt()
+        value_GND = self.value.operands().rebuild()
         return self._rebuilt_keys(rotation), torch.cat([value_GND, self.value.full.rows], 1)
 
     def keys_at(self, places: slice, rotation: Rotation | None) -> Tensor:
@@ -285,7 +285,7 @@ class OnlineSequence:
         return key_GTD
 
     def _rebuilt_keys(self, rotation: Rotation | None) -> Tensor:
-        key_GND = self.key.operands().rebuilt()
+        key_GND = self.key.operands().rebuild()
         if self.config.rotates and rotation is not None:
             low = self.low_places()
             if isinstance(low, Tensor) and low.dim() == 2:

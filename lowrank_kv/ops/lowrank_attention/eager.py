@@ -8,73 +8,28 @@ width C = G·D), W width of a part, N low-rank tokens, F full-rank tokens, R ran
 """
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
 
+from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
 from lowrank_kv.ops.rotation import Positions, Rotation, positions_of_part
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.coefficients import Coefficients
-from lowrank_kv.stores.growable_tensor import GrowingTensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """One sequence's keys, or values, of one layer.
-
-    Attributes:
-        coef: of the low-rank tokens, (P, N, R).
-        basis_PWR: token n of part p is ``basis[p] @ coef[p, n]``.
-        full: tokens at full rank, (G, F, D); keys are rotated.
-    """
-
-    coef: Coefficients
-    basis_PWR: Tensor
-    full: GrowingTensor
-
-    @property
-    def full_GFD(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
-        return self.full.rows
-
-    @functools.cached_property
-    def decoder_PRW(self) -> Tensor:  # noqa: N802
-        """What rebuilds rows from coefficients; a view."""
-        return self.basis_PWR.mT
-
-    def head_basis(self) -> Tensor:
-        """The basis as one block of rows for each KV head, (G, D, R)."""
-        groups, _, head_dim = self.full.buffer.shape
-        return self.basis_PWR.reshape(groups, head_dim, -1)
-
-    def rebuilt(self) -> Tensor:
-        """Low-rank tokens at full width, (G, N, D)."""
-        groups, _, head_dim = self.full.buffer.shape
-        rows_PNW = self.coef.rows() @ self.decoder_PRW
-        if rows_PNW.shape[0] == groups:
-            return rows_PNW
-        return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)
 
 
 def lowrank_attention(
-    query_HQD: Tensor,
-    keys: Operands,
-    values: Operands,
-    *,
-    scaling: float,
-    rotation: Rotation | None = None,
-    places: Positions | None = None,
-    softcap: float | None = None,
-    mask_QT: Tensor | None = None,
+    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
+    keys, values, rotation, positions, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
     groups, low = keys.full_GFD.shape[0], keys.coef.length
     query_GMD = query_HQD.reshape(groups, -1, head_dim)  # M = J·Q rows share a KV head
     exact_GMD = at_least_fp32(query_GMD)
     score_GMT = torch.cat(
-        [_scores(query_GMD, keys, rotation, places), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
+        [_scores(query_GMD, keys, rotation, positions), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
     )
     score_HQT = score_GMT.view(heads, queries, -1)
     weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
@@ -87,7 +42,7 @@ def lowrank_attention(
     return output_GMD.view(heads, queries, head_dim)
 
 
-def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places: Positions | None) -> Tensor:
+def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, positions: Positions | None) -> Tensor:
     """Scores of the low-rank tokens, (G, M, N), in fp32 at least."""
     groups, rows, _ = query_GMD.shape
     parts, _, rank = keys.basis_PWR.shape
@@ -96,7 +51,7 @@ def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places
         latent_GMR = exact_GMD @ keys.head_basis().to(exact_GMD.dtype)
         return keys.coef.dot(latent_GMR.view(parts, -1, rank)).view(groups, rows, -1)
     scores = [
-        rebuild_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, positions_of_part(places, part))
+        rebuild_scores(part_GMD, [_Part(keys.coef, part)], basis_WR.T, rotation, positions_of_part(positions, part))
         for part, (part_GMD, basis_WR) in enumerate(zip(query_GMD.chunk(parts), keys.basis_PWR, strict=True))
     ]
     return torch.cat(scores) if parts > 1 else scores[0]
@@ -104,7 +59,7 @@ def _scores(query_GMD: Tensor, keys: Operands, rotation: Rotation | None, places
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One part's rows of coefficients that hold several."""
+    """The rows of one part of coefficients."""
 
     coef: Coefficients
     part: int

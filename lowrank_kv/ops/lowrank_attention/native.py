@@ -6,39 +6,31 @@ Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
 from torch import Tensor
 
 from lowrank_kv.ops import native
-from lowrank_kv.ops.lowrank_attention.eager import Operands
+from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
 from lowrank_kv.ops.native.library import contiguous_fp32
-from lowrank_kv.ops.rotation import Positions, Rotation, rotates_in_pairs
+from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 
-def unsupported_reason(
-    keys: Operands, values: Operands, rotation: Rotation | None, places: Positions | None, mask_QT: Tensor | None
-) -> str | None:
-    """What keeps :func:`lowrank_attention` from attending over these tokens; None where all parts hold the same ones, and
+def unsupported_reason(tokens: LowRankTokens) -> str | None:
+    """Why :func:`lowrank_attention` cannot attend over these tokens; None where it can: all parts hold the same tokens, and
     keys have as many parts as values."""
-    if keys.basis_PWR.shape[0] != values.basis_PWR.shape[0]:
+    keys = tokens.keys
+    if keys.basis_PWR.shape[0] != tokens.values.basis_PWR.shape[0]:
         return "keys are not cut into as many parts as values"
-    if any(isinstance(each, Tensor) and each.dim() != dims for each, dims in ((places, 1), (mask_QT, 2))):
+    if tokens.parts_differ:
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(rotation))
+    return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(tokens.rotation))
 
 
 def lowrank_attention(
-    query_HQD: Tensor,
-    keys: Operands,
-    values: Operands,
-    *,
-    scaling: float,
-    rotation: Rotation | None = None,
-    places: Positions | None = None,
-    softcap: float | None = None,
-    mask_QT: Tensor | None = None,
+    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
+    keys, values, rotation, positions, mask_QT = tokens
     groups, _, head_dim = keys.full.buffer.shape
     low, full = keys.coef.length, keys.full.length
     query_1HQD = contiguous_fp32(query_HQD)[None]
@@ -46,17 +38,17 @@ def lowrank_attention(
     if rotation is None:
         query_1GMD = query_1HQD.reshape(1, groups, -1, head_dim)
         low_query_BMX = contiguous_fp32(query_1GMD @ keys.head_basis().float())
-        key_decoder_PRW, turns, places = None, None, None
+        key_decoder_PRW, rotary, positions = None, None, None
     else:
-        low_query_BMX, key_decoder_PRW, turns = query_1HQD, keys.decoder_PRW, rotation.table.packed
+        low_query_BMX, key_decoder_PRW, rotary = query_1HQD, keys.decoder_PRW, rotation.table.packed
     held = _table(keys.coef), _table(values.coef), low
     decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
-    tokens = [native.Tokens(low_query_BMX, *held, decoders, turns, places, mask_of_low)]
+    softmax = [native.Tokens(low_query_BMX, *held, decoders, rotary, positions, mask_of_low)]
     if full:
         held = _whole_table(keys.full), _whole_table(values.full), full
-        tokens.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
+        softmax.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *query_HQD.shape
-    [output_QHD] = native.attend([tokens], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
     output_HQD = output_QHD.transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 
@@ -68,7 +60,7 @@ def _table(coef: Coefficients) -> native.StoreView:
 
 
 def _whole_table(full: GrowingTensor) -> native.StoreView:
-    """Of tokens at full rank, whose number alone changes until they are moved."""
+    """Of tokens at full rank, of which only the number changes until they are moved."""
     if full.memo is None:
         full.memo = native.StoreView([native.RankBucketView.whole(full.buffer)], full.buffer.shape[2])
     full.memo.count_whole(full.length)

@@ -1,4 +1,4 @@
-"""Plain form of decode attention over low-rank and full-rank tokens: rebuild everything, then attend, in fp64.
+"""Reference of decode attention over low-rank and full-rank tokens: rebuild everything, then attend, in fp64.
 
 Shapes: H query heads, D head dim, N low-rank tokens, T all tokens.
 """
@@ -6,26 +6,19 @@ Shapes: H query heads, D head dim, N low-rank tokens, T all tokens.
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.lowrank_attention.eager import Operands
-from lowrank_kv.ops.rotation import Rotation, positions_of_part
+from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
+from lowrank_kv.ops.rotation import positions_of_part
 from lowrank_kv.ops.softmax_reference import fp64_attention
 
 
 def lowrank_attention(
-    query_HQD: Tensor,
-    keys: Operands,
-    values: Operands,
-    *,
-    scaling: float,
-    rotation: Rotation | None = None,
-    places: Tensor | None = None,
-    softcap: float | None = None,
-    mask_QT: Tensor | None = None,
+    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
 
     Arguments and result as in :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`.
     """
+    keys, values, rotation, positions, mask_QT = tokens
 
     def rebuild(operands: Operands) -> Tensor:
         groups, _, head_dim = operands.full_GFD.shape
@@ -35,7 +28,9 @@ def lowrank_attention(
 
     low_key = rebuild(keys)
     if rotation is not None:
-        parts = [rotation.rotate(key_ND[None], positions_of_part(places, part)) for part, key_ND in enumerate(low_key)]
+        parts = [
+            rotation.rotate(key_ND[None], positions_of_part(positions, part)) for part, key_ND in enumerate(low_key)
+        ]
         low_key = torch.cat(parts).double()
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)

@@ -10,38 +10,34 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.eager import Operands
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of a KV head: each has a sum in a program's registers.
+# Numbers of all queries of a KV head: each has a sum in a program's registers.
 _MAX_QUERY_NUMBERS = 64 * 256
 _NO_KERNELS = f"there are no kernels for the device (an NVIDIA GPU before Ampere, no Triton, or {SWITCH}=0)"
 
 
-def unsupported_reason(
-    query_HQD: Tensor,
-    keys: Operands,
-    values: Operands,
-    rotation: Rotation | None,
-    places: Positions | None,
-    mask_QT: Tensor | None,
-) -> str | None:
-    """What keeps :func:`lowrank_attention` from attending over these tokens; None where keys and values are compressed head
-    by head and keys after rotation, or both jointly and keys before a rotation of pairs, no two heads hold different tokens,
-    integers of a row share one scale, and the rows of queries that share a KV head are few enough for a program's
-    registers."""
-    if not has_kernels(query_HQD.device):  # first: on a CPU nothing else need be asked, at every token of every layer
+def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
+    """Why :func:`lowrank_attention` cannot attend over these tokens; None where it can.
+
+    Keys and values must be compressed head by head and keys after rotation, or both jointly and keys before a rotation of
+    pairs. All heads must hold the same tokens, integers of a row share one scale, and the rows of queries that share a KV
+    head must be few enough for a program's registers.
+    """
+    if not has_kernels(query_HQD.device):  # first: on a CPU this is all that is checked for every token of every layer
         return _NO_KERNELS
+    keys, values, rotation, _, _ = tokens
     groups, dtype = keys.full.buffer.shape[0], query_HQD.dtype
     quantization = keys.coef.quantization
     if not (_is_per_head(keys, values, rotation) or _is_joint(keys, values, rotation)):
         return "kernels take heads compressed apart after rotation, or jointly before a rotation of pairs"
     if min(keys.coef.length, keys.coef.rank, values.coef.rank) == 0:
         return "there are no low-rank tokens"
-    if (isinstance(places, Tensor) and places.dim() == 2) or (mask_QT is not None and mask_QT.dim() != 2):
+    if tokens.parts_differ:
         return "each part holds tokens of its own"
     if quantization is not None and quantization.group is not None:
         return "kernels take integers of which all of a row share one scale"
@@ -55,17 +51,10 @@ def unsupported_reason(
 
 
 def lowrank_attention(
-    query_HQD: Tensor,
-    keys: Operands,
-    values: Operands,
-    *,
-    scaling: float,
-    rotation: Rotation | None = None,
-    places: Positions | None = None,
-    softcap: float | None = None,
-    mask_QT: Tensor | None = None,
+    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
+    keys, values, rotation, positions, mask_QT = tokens
     # Only here: without a GPU there need be no Triton.
     from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
     from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention
@@ -81,7 +70,7 @@ def lowrank_attention(
     operation, options = latent_attention, {}
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention
-        options = _turned(rotation, places)
+        options = _rotation_options(rotation.table, positions)
     with launching_on(device):
         return operation(
             query_HQD[None],
@@ -102,17 +91,16 @@ def _is_per_head(keys: Operands, values: Operands, rotation: Rotation | None) ->
 
 def _is_joint(keys: Operands, values: Operands, rotation: Rotation | None) -> bool:
     """Keys that nothing rotates are not rebuilt: plain products on their coefficients do less."""
-    turns_pairs = rotation is not None and rotation.table is not None
+    rotates_pairs = rotation is not None and rotation.table is not None
     halves_heads = keys.full_GFD.shape[2] % 2 == 0
-    return turns_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
+    return rotates_pairs and halves_heads and keys.basis_PWR.shape[0] == values.basis_PWR.shape[0] == 1
 
 
-def _turned(rotation: Rotation, places: Positions) -> dict[str, Any]:
-    """The kernels' arguments for keys at some places."""
-    table = rotation.table
-    if isinstance(places, slice):
-        return {"rotation": RotaryTable(table.cos_BTF[:, places], table.sin_BTF[:, places])}
-    return {"rotation": table, "place_BN": places.to(torch.int32)[None]}
+def _rotation_options(table: RotaryTable, positions: Positions) -> dict[str, Any]:
+    """The kernels' arguments for keys at some positions."""
+    if isinstance(positions, slice):
+        return {"rotation": RotaryTable(table.cos_BTF[:, positions], table.sin_BTF[:, positions])}
+    return {"rotation": table, "place_BN": positions.to(torch.int32)[None]}
 
 
 def _latent_rows(operands: Operands) -> LatentRows:

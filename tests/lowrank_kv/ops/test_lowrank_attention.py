@@ -1,13 +1,12 @@
-"""Decode attention over low-rank and full-rank tokens against the plain fp64 form."""
+"""Decode attention over low-rank and full-rank tokens against the fp64 reference."""
 
 import pytest
 import torch
 from rotations import rotation
 from threads import threads_of
 
-from lowrank_kv.ops.lowrank_attention import Operands, eager, lowrank_attention, native
-from lowrank_kv.ops.lowrank_attention import reference as plain_form
-from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank_kv.ops import lowrank_attention as whichever
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, native, reference
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -22,6 +21,10 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
         torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
         GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator), dim=1),
     )
+
+
+def attend(way, query_HQD, keys, values, *, scaling, softcap=None, **options) -> torch.Tensor:
+    return way.lowrank_attention(query_HQD, LowRankTokens(keys, values, **options), scaling=scaling, softcap=softcap)
 
 
 @pytest.fixture(params=["eager", "native"])
@@ -44,21 +47,20 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
     options = {"scaling": 0.25, "softcap": softcap}
     if rotated:
-        places = torch.randperm(low + full, generator=generator)[:low].sort().values
-        turned = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
-        options |= {"rotation": turned, "places": places}
+        positions = torch.randperm(low + full, generator=generator)[:low].sort().values
+        keys_rotation = rotation(low + full, HEAD_DIM, generator, pairs=rotated == "pairs")
+        options |= {"rotation": keys_rotation, "positions": positions}
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[1] = False
         options["mask_QT"] = mask
     if operation is native and (not low or rotated == "function"):
-        assert native.unsupported_reason(
-            keys, values, options.get("rotation"), options.get("places"), options.get("mask_QT")
-        )
+        tokens = {name: value for name, value in options.items() if name not in ("scaling", "softcap")}
+        assert native.unsupported_reason(LowRankTokens(keys, values, **tokens))
         return
-    actual = operation.lowrank_attention(query, keys, values, **options)
+    actual = attend(operation, query, keys, values, **options)
     assert actual.shape == query.shape
-    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(actual, attend(reference, query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 
 def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
@@ -68,7 +70,7 @@ def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
-@pytest.mark.parametrize("way", [eager, native, plain_form], ids=["eager", "native", "reference"])
+@pytest.mark.parametrize("way", [eager, native, reference], ids=["eager", "native", "reference"])
 def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
     if way is native and library() is None:
         pytest.skip("there is no C compiler")
@@ -77,19 +79,24 @@ def test_a_query_that_may_see_nothing_gets_zero(way, joint, dtype):
     query = torch.randn(HEADS, 3, HEAD_DIM, generator=generator).to(dtype)
     mask = torch.rand(3, 63, generator=generator) < 0.7
     mask[1] = False
-    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60), "mask_QT": mask}
-    actual = way.lowrank_attention(query, keys, values, **options)
+    options = {
+        "scaling": 0.25,
+        "rotation": rotation(63, HEAD_DIM, generator),
+        "positions": slice(0, 60),
+        "mask_QT": mask,
+    }
+    actual = attend(way, query, keys, values, **options)
     assert not actual[:, 1].any()
-    expected = reference(query.double(), keys, values, **options)
+    expected = attend(reference, query.double(), keys, values, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
     # A query that is no number is not passed over where it sees something.
-    actual = way.lowrank_attention(query * torch.nan, keys, values, **options)
+    actual = attend(way, query * torch.nan, keys, values, **options)
     assert not actual[:, 1].any()
     assert actual[:, ::2].isnan().all()
 
 
-@pytest.mark.parametrize("way", [eager, plain_form], ids=["eager", "reference"])
+@pytest.mark.parametrize("way", [eager, reference], ids=["eager", "reference"])
 def test_a_head_that_may_see_nothing_gets_zero(way):
     """Where every head holds tokens of its own, so that they have masks of their own."""
     generator = torch.Generator().manual_seed(8)
@@ -97,7 +104,7 @@ def test_a_head_that_may_see_nothing_gets_zero(way):
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask = torch.rand(HEADS, 1, 63, generator=generator) < 0.7
     mask[4] = False
-    actual = way.lowrank_attention(query, keys, values, scaling=0.25, mask_QT=mask)
+    actual = attend(way, query, keys, values, scaling=0.25, mask_QT=mask)
     assert actual.flatten(1).any(dim=1).tolist() == [True] * 4 + [False, True]
 
 
@@ -112,19 +119,19 @@ def test_threads_share_low_rank_and_whole_tokens(joint):
     mask[1] = False
     options = {"scaling": 0.25, "mask_QT": mask}
     with threads_of(5):
-        actual = native.lowrank_attention(query, keys, values, **options)
-    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+        actual = attend(native, query, keys, values, **options)
+    torch.testing.assert_close(actual, attend(reference, query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 
 def test_joint_keys_and_values_of_each_head():
-    """Keys and values that are cut into parts differently take the plain form."""
+    """Keys and values that are cut into parts differently are attended eagerly."""
     generator = torch.Generator().manual_seed(5)
     keys = operands(60, 3, 5, joint=True, generator=generator)
     values = operands(60, 3, 9, joint=False, generator=generator)
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
-    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "places": slice(0, 60)}
-    actual = lowrank_attention(query, keys, values, **options)
-    torch.testing.assert_close(actual, reference(query, keys, values, **options), atol=2e-4, rtol=2e-4)
+    options = {"scaling": 0.25, "rotation": rotation(63, HEAD_DIM, generator), "positions": slice(0, 60)}
+    actual = attend(whichever, query, keys, values, **options)
+    torch.testing.assert_close(actual, attend(reference, query, keys, values, **options), atol=2e-4, rtol=2e-4)
 
 
 def test_the_cap_bounds_scores_before_the_mask():
@@ -136,10 +143,10 @@ def test_the_cap_bounds_scores_before_the_mask():
         Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, GrowingTensor(torch.ones(GROUPS, 10, HEAD_DIM), dim=1)
     )
     query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
-    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4)
+    share = attend(whichever, query, keys, ones, scaling=1.0, softcap=1e-4)
     torch.testing.assert_close(share, torch.full_like(share, 10 / 40), atol=1e-4, rtol=0)
     mask = torch.arange(40)[None] < 35
-    share = lowrank_attention(query, keys, ones, scaling=1.0, softcap=1e-4, mask_QT=mask)
+    share = attend(whichever, query, keys, ones, scaling=1.0, softcap=1e-4, mask_QT=mask)
     torch.testing.assert_close(share, torch.full_like(share, 5 / 35), atol=1e-4, rtol=0)
 
 
@@ -152,10 +159,10 @@ def test_half_precision_is_near_the_reference(dtype, rotated):
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
     options = {"scaling": 0.25}
     if rotated:
-        options |= {"rotation": rotation(720, HEAD_DIM, generator), "places": slice(5, 705)}
-    actual = lowrank_attention(query, keys, values, **options)
+        options |= {"rotation": rotation(720, HEAD_DIM, generator), "positions": slice(5, 705)}
+    actual = attend(whichever, query, keys, values, **options)
     assert actual.dtype == dtype
-    expected = reference(query.double(), keys, values, **options)
+    expected = attend(reference, query.double(), keys, values, **options)
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
@@ -168,8 +175,8 @@ def test_autocast_changes_nothing_but_precision(operation, rotated):
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     options = {"scaling": 0.25}
     if rotated:
-        options |= {"rotation": rotation(63, HEAD_DIM, generator), "places": torch.arange(60)}
+        options |= {"rotation": rotation(63, HEAD_DIM, generator), "positions": torch.arange(60)}
     with torch.autocast("cpu", torch.bfloat16):
-        actual = operation.lowrank_attention(query, keys, values, **options)
-    expected = reference(query, keys, values, **options)
+        actual = attend(operation, query, keys, values, **options)
+    expected = attend(reference, query, keys, values, **options)
     assert (actual - expected).norm() / expected.norm() < 1e-2

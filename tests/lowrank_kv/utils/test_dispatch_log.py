@@ -9,7 +9,7 @@ from rotations import rotation
 from lowrank_kv.codec import TokenGate
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.coefficients import Coefficients
@@ -55,7 +55,7 @@ def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> Non
         GrowingTensor(torch.randn(2, 3, 16).to(dtype), dim=1),
     )
     for _ in range(3):
-        lowrank_attention(torch.randn(4, 1, 16).to(dtype), held, held, scaling=0.25, mask_QT=mask)
+        lowrank_attention(torch.randn(4, 1, 16).to(dtype), LowRankTokens(held, held, mask_QT=mask), scaling=0.25)
 
 
 @needs_compiler

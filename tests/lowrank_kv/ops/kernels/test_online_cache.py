@@ -8,8 +8,7 @@ import torch
 from errors import check_near
 from methods import calibration_of, tiny_model
 
-from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention, triton
-from lowrank_kv.ops.lowrank_attention.reference import lowrank_attention as reference
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention, reference, triton
 from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
@@ -74,21 +73,16 @@ def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low,
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[:, -1] = True
-    expected = reference(query.double(), keys, values, mask_QT=mask, **options)
-    found = lowrank_attention(
-        query.to(device),
-        on(device, keys),
-        on(device, values),
-        mask_QT=None if mask is None else mask.to(device),
-        **options,
-    )
+    expected = reference.lowrank_attention(query.double(), LowRankTokens(keys, values, mask_QT=mask), **options)
+    tokens = LowRankTokens(on(device, keys), on(device, values), mask_QT=None if mask is None else mask.to(device))
+    found = lowrank_attention(query.to(device), tokens, **options)
     assert kernel_calls.call_count == 1
     check_near(found.cpu(), expected, dtype)
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("places", [slice(7, 97), torch.arange(90).flip(0) + 3], ids=["run", "spread"])
-def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls, places, bits):
+@pytest.mark.parametrize("positions", [slice(7, 97), torch.arange(90).flip(0) + 3], ids=["run", "spread"])
+def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls, positions, bits):
     dtype, queries, low, full = torch.float16, 3, 90, 7
     keys = operands(low, full, 13, dtype=dtype, generator=generator, bits=bits, joint=True)
     values = operands(low, full, 41, dtype=dtype, generator=generator, bits=bits, joint=True)
@@ -101,27 +95,21 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
 
     def rotation(there: torch.device | str) -> Rotation:
         return Rotation(
-            lambda key_GND, at: turned(key_GND.double(), angle_TF[at]),
+            lambda key_GND, at: rotated(key_GND.double(), angle_TF[at]),
             RotaryTable.from_complex(angle_TF[None].to(there)),
         )
 
-    at = places.to(device) if isinstance(places, torch.Tensor) else places
-    expected = reference(query.double(), keys, values, rotation=rotation("cpu"), places=places, mask_QT=mask, **options)
-    found = lowrank_attention(
-        query.to(device),
-        on(device, keys),
-        on(device, values),
-        rotation=rotation(device),
-        places=at,
-        mask_QT=mask.to(device),
-        **options,
-    )
+    tokens = LowRankTokens(keys, values, rotation("cpu"), positions, mask)
+    expected = reference.lowrank_attention(query.double(), tokens, **options)
+    there = positions.to(device) if isinstance(positions, torch.Tensor) else positions
+    tokens = LowRankTokens(on(device, keys), on(device, values), rotation(device), there, mask.to(device))
+    found = lowrank_attention(query.to(device), tokens, **options)
     assert kernel_calls.call_count == 1
     check_near(found.cpu(), expected, dtype)
 
 
-def turned(key_GND: torch.Tensor, angle_NF: torch.Tensor) -> torch.Tensor:
-    """Keys whose pairs (j, j + D/2) are turned by angles cos + i·sin."""
+def rotated(key_GND: torch.Tensor, angle_NF: torch.Tensor) -> torch.Tensor:
+    """Keys whose pairs (j, j + D/2) are rotated by angles cos + i·sin."""
     pairs = torch.complex(*key_GND.chunk(2, dim=-1)) * angle_NF
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
@@ -130,8 +118,8 @@ def test_as_many_kv_heads_as_queries_that_lie_as_models_leave_them(device, gener
     """Heads are then a transposed view whose rows do not follow one another."""
     keys, values = (operands(40, 9, 7, dtype=torch.float32, generator=generator, groups=HEADS) for _ in range(2))
     query = torch.randn(3, HEADS, HEAD_DIM, generator=generator).transpose(0, 1)
-    expected = reference(query, keys, values, scaling=0.25)
-    found = lowrank_attention(query.to(device), on(device, keys), on(device, values), scaling=0.25)
+    expected = reference.lowrank_attention(query, LowRankTokens(keys, values), scaling=0.25)
+    found = lowrank_attention(query.to(device), LowRankTokens(on(device, keys), on(device, values)), scaling=0.25)
     assert kernel_calls.call_count == 1
     torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
 
@@ -145,36 +133,35 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantization=Quantization(bits=8, group=4))
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
-    there = on(device, keys), on(device, values)
-    assert not triton.unsupported_reason(query.to(device), *there, None, None, None)
-    assert triton.unsupported_reason(query.to(device).double(), *there, None, None, None)
-    assert triton.unsupported_reason(query.to(device).expand(-1, 200, -1), *there, None, None, None)
+    there = LowRankTokens(on(device, keys), on(device, values))
+    assert not triton.unsupported_reason(query.to(device), there)
+    assert triton.unsupported_reason(query.to(device).double(), there)
+    assert triton.unsupported_reason(query.to(device).expand(-1, 200, -1), there)
     joint = on(device, operands(40, 3, 8, dtype=torch.float32, generator=generator, joint=True))
-    assert triton.unsupported_reason(query.to(device), joint, joint, None, None, None)
-    assert triton.unsupported_reason(query.to(device), joint, joint, Rotation(lambda key, at: key), slice(0, 40), None)
-    assert triton.unsupported_reason(query.to(device), *there, None, torch.zeros(GROUPS, 40, dtype=torch.long), None)
+    unrotated = LowRankTokens(joint, joint)
+    assert triton.unsupported_reason(query.to(device), unrotated)
+    by_function = unrotated._replace(rotation=Rotation(lambda key, at: key), positions=slice(0, 40))
+    assert triton.unsupported_reason(query.to(device), by_function)
+    positions = torch.zeros(GROUPS, 40, dtype=torch.long)
+    assert triton.unsupported_reason(query.to(device), there._replace(positions=positions))
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full), None)):
-        expected = reference(query, keys_now, values, scaling=0.25, mask_QT=mask)
-        found = lowrank_attention(
-            query.to(device),
-            on(device, keys_now),
-            on(device, values),
-            scaling=0.25,
-            mask_QT=None if mask is None else mask.to(device),
-        )
+        expected = reference.lowrank_attention(query, LowRankTokens(keys_now, values, mask_QT=mask), scaling=0.25)
+        mask = None if mask is None else mask.to(device)
+        tokens = LowRankTokens(on(device, keys_now), on(device, values), mask_QT=mask)
+        found = lowrank_attention(query.to(device), tokens, scaling=0.25)
         torch.testing.assert_close(found.cpu(), expected, atol=2e-4, rtol=2e-4)
     assert not kernel_calls.called
 
 
 def test_they_can_be_switched_off(device, generator, monkeypatch):
     held = operands(8, 1, 4, dtype=torch.float32, generator=generator)
-    there = on(device, held)
+    there = LowRankTokens(on(device, held), on(device, held))
     query = torch.randn(HEADS, 1, HEAD_DIM).to(device)
-    assert not triton.unsupported_reason(query, there, there, None, None, None)
+    assert not triton.unsupported_reason(query, there)
     monkeypatch.setenv(availability.SWITCH, "0")
     availability.has_kernels.cache_clear()
     try:
-        assert triton.unsupported_reason(query, there, there, None, None, None)
+        assert triton.unsupported_reason(query, there)
     finally:
         availability.has_kernels.cache_clear()
 
