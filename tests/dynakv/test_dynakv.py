@@ -293,12 +293,12 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
     encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
-    turned = None if rope is None else rope.packed
+    rotary = None if rope is None else rope.packed
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    assert encoder.encode(key, value.to(other), turned) is None, "it would read beyond the values or half of them"
-    assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), turned) is None, "more tokens than it serves"
+    assert encoder.encode(key, value.to(other), rotary) is None, "it would read beyond the values or half of them"
+    assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), rotary) is None, "more tokens than it serves"
     unrotated = key if rope is None else rope.unrotate(key)
-    new = encoder.encode(key, value, turned)
+    new = encoder.encode(key, value, rotary)
     assert new.num_unstored == 0, "they were to go nowhere"
     sides = (codec.key, codec.value), (unrotated, value)
     for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
@@ -309,7 +309,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         assert rank.unique().numel() > 3
     store = RaggedStore(64, dtype=torch.float32, device=key.device)
     with pytest.raises(ValueError, match="shorter"):
-        encoder.encode(key, value, turned, [(table_of(store), table_of(store), 0)])
+        encoder.encode(key, value, rotary, [(table_of(store), table_of(store), 0)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

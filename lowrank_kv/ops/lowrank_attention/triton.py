@@ -100,7 +100,7 @@ def _rotation_options(table: RotaryTable, positions: Positions) -> dict[str, Any
     """The kernels' arguments for keys at some positions."""
     if isinstance(positions, slice):
         return {"rotation": RotaryTable(table.cos_BTF[:, positions], table.sin_BTF[:, positions])}
-    return {"rotation": table, "place_BN": positions.to(torch.int32)[None]}
+    return {"rotation": table, "position_BN": positions.to(torch.int32)[None]}
 
 
 def _latent_rows(operands: Operands) -> LatentRows:

@@ -34,8 +34,8 @@ def paged_attention(
 
     key_BGTD, value_BGTD = rebuild(keys, decoders.key_CC), rebuild(values, decoders.value_CC)
     if rotation is not None:
-        place_T = torch.arange(key_BGTD.shape[2], device=query_BHQD.device)
-        key_BGTD = rotation.rotate(key_BGTD, place_T.expand(batch, -1))
+        position_T = torch.arange(key_BGTD.shape[2], device=query_BHQD.device)
+        key_BGTD = rotation.rotate(key_BGTD, position_T.expand(batch, -1))
     return fp64_batch_attention(
         query_BHQD,
         key_BGTD,

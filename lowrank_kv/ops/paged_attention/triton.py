@@ -1,7 +1,7 @@
 """Decode attention over paged stores whose tokens keep different numbers of joint coefficients, in Triton.
 
 Two passes, because a token's key and value have different ranks and so lie in tiles with different neighbours: the first
-writes scores by place (128 bytes a token with 32 heads, against 4,096 of a full cache of 8 KV heads of 128), the second
+writes scores by position (128 bytes a token with 32 heads, against 4,096 of a full cache of 8 KV heads of 128), the second
 multiplies values with their softmax. Values are never rebuilt, keys only within the first.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, M = H/G · Q rows that share a KV head, P = G·M, D head dim, C = G·D
@@ -55,7 +55,7 @@ def paged_attention(
     require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
     batch, _, queries, head_dim = query_BHQD.shape
     require(
-        head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim: keys are turned in two halves"
+        head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim: keys are rotated in two halves"
     )
     groups, granules = keys.width // head_dim, values.granules
     low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)

@@ -1,7 +1,7 @@
 """Scores of paged keys: rebuilt and rotated within the kernel, or on their coefficients where nothing rotates them.
 
 A program rebuilds one tile of keys, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`). Scores are
-written by place, with all heads of a token side by side: the tiles of the values, which have other tokens, find them
+written by position, with all heads of a token side by side: the tiles of the values, which have other tokens, find them
 there.
 
 Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, T capacity,
@@ -173,7 +173,7 @@ def paged_scores(
     softcap: float | None,
     mask_BQT: Tensor | None,
 ) -> Tensor:
-    """Scores times log2 e of all rows by their place, (B, T, P) fp32; -inf where masked, undefined where no row is.
+    """Scores times log2 e of all rows by their position, (B, T, P) fp32; -inf where masked, undefined where no row is.
 
     Arguments as in :func:`lowrank_kv.ops.paged_attention.triton.paged_attention`; `query_BGMD` and `decoder_CC` are
     contiguous.

@@ -125,7 +125,7 @@ def weighted_latents(
     """The sums of weighted coefficients of S splits, (B, P, S, C) fp32, each granule relative to its own maximum.
 
     Args:
-        score_BTP: fp32 scores times log2 e by place.
+        score_BTP: fp32 scores times log2 e by position.
         max_BPXK, sum_BPX: where maxima and sums of weights are written, fp32, to the first S of X parts.
         dtype: in which weights and coefficients are multiplied.
     """

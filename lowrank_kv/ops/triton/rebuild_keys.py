@@ -1,7 +1,7 @@
-"""What kernels share that rebuild keys: turning them by their places' angles, and writing scores.
+"""Shared by the kernels that rebuild keys: rotating the keys by the angles of their positions, and writing scores.
 
 A key is rebuilt in two halves, so that the dims of a rotated pair meet in one register: with the pair (a, b) of a key and
-the angle of its place, (a cos − b sin, b cos + a sin). No rebuilt key leaves the program.
+the angle of its position, (a cos − b sin, b cos + a sin). No rebuilt key leaves the program.
 
 Shapes: B batch, M rows of queries that share a KV head, P rows of queries in all, Q queries, N tokens of a tile, D head dim,
 F = D/2 (room for them), E rotary dims.
@@ -30,17 +30,17 @@ def scores_of_halves(
     first_NF, second_NF, query_ptr, cos_ptr, sin_ptr, table_row_N, row_M, is_row_N, is_row_M, f, HALF: tl.constexpr,
     ROTARY_HALF: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Products of queries with keys that are turned first, (N, M) fp32.
+    """Products of queries with keys that are rotated first, (N, M) fp32.
 
-    `query_ptr` is of rows (M, D) at `row_M`, `table_row_N` where each token's cos and sin begin; without `cos_ptr` nothing
-    is turned.
+    `query_ptr` points to rows (M, D), of which `row_M` are read; each token's cos and sin begin at `table_row_N`. Without
+    `cos_ptr` keys are not rotated.
     """
     if cos_ptr is not None:
         # Read anew for every KV head: kept, they would take as many registers as the key itself.
         table_NF = table_row_N[:, None] + f[None, :]
-        is_turned_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
-        cos_NF = tl.load(cos_ptr + table_NF, mask=is_turned_NF, other=1.0).to(tl.float32)
-        sin_NF = tl.load(sin_ptr + table_NF, mask=is_turned_NF, other=0.0).to(tl.float32)
+        is_rotated_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
+        cos_NF = tl.load(cos_ptr + table_NF, mask=is_rotated_NF, other=1.0).to(tl.float32)
+        sin_NF = tl.load(sin_ptr + table_NF, mask=is_rotated_NF, other=0.0).to(tl.float32)
         first_NF, second_NF = first_NF * cos_NF - second_NF * sin_NF, second_NF * cos_NF + first_NF * sin_NF
     first_F, second_F = pairs(f, HALF, ROTARY_HALF)
     is_query_FM = (f < HALF)[:, None] & is_row_M[None, :]
@@ -56,7 +56,7 @@ def store_scores(
     score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b, mask_stride_q,
     scaling, softcap, QUERIES: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Scale, cap and mask scores, and write them to their tokens' places in (B, capacity, P)."""
+    """Scale, cap and mask scores, and write them at their tokens' positions in (B, capacity, P)."""
     score_NM *= scaling
     if softcap is not None:
         score_NM = capped(score_NM, softcap)

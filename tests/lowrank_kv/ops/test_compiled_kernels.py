@@ -204,7 +204,7 @@ def joint_launches(
     options = {}
     if padded:
         options["mask_BQN"] = torch.empty(1, queries, room, dtype=torch.bool, device=META)
-        options["place_BN"] = torch.empty(1, room, dtype=torch.int32, device=META)
+        options["position_BN"] = torch.empty(1, room, dtype=torch.int32, device=META)
         options["softcap"] = 50.0
     query = torch.empty(1, 4 * groups, queries, head_dim, dtype=dtype, device=META)
     with Launches().recorded() as launches:

@@ -20,7 +20,7 @@ def joint_attention(
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
-    place_BN: Tensor | None = None,
+    position_BN: Tensor | None = None,
     softcap: float | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
@@ -36,7 +36,7 @@ def joint_attention(
 
     key_BGND, room = heads(keys), keys.row_BGNY.shape[2]
     if rotation is not None:
-        row_BN = torch.arange(room, device=query_BHQD.device) if place_BN is None else place_BN[:, :room]
+        row_BN = torch.arange(room, device=query_BHQD.device) if position_BN is None else position_BN[:, :room]
         key_BGND = rotation.rotate(key_BGND, row_BN.expand(batch, -1))
     return fp64_batch_attention(
         query_BHQD,

@@ -1,6 +1,6 @@
 """Decode attention on joint coefficients taken before rotation, all tokens of a sequence at one rank, in Triton.
 
-Two passes, since the sums of values over all dims do not fit beside a rebuilt key: the first rebuilds keys, turns them and
+Two passes, since the sums of values over all dims do not fit beside a rebuilt key: the first rebuilds keys, rotates them and
 writes scores, the second multiplies values' coefficients with their softmax. Values are never rebuilt, keys only within the
 first.
 
@@ -28,7 +28,7 @@ def joint_attention(
     *,
     scaling: float,
     rotation: RotaryTable | None = None,
-    place_BN: Tensor | None = None,
+    position_BN: Tensor | None = None,
     softcap: float | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
@@ -44,7 +44,7 @@ def joint_attention(
         length_B: low-rank tokens of each sequence, int32, at most the room N.
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys; None for a family without one.
-        place_BN: int32 rows of the rotary table for the tokens; None for row n. 1 may stand for B.
+        position_BN: int32 rows of the rotary table for the tokens; None for row n. 1 may stand for B.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
         mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
@@ -69,7 +69,7 @@ def joint_attention(
         queries=queries,
         scaling=scaling,
         rotation=rotation,
-        place_BN=place_BN,
+        position_BN=position_BN,
         softcap=softcap,
         mask_BQN=mask_BQN,
     )

@@ -36,7 +36,7 @@ def _joint_scores(
     length_ptr,
     cos_ptr,
     sin_ptr,
-    place_ptr,
+    position_ptr,
     mask_ptr,
     score_ptr,
     tuning_class,
@@ -50,7 +50,7 @@ def _joint_scores(
     scale_stride_n,
     table_stride_b,
     table_stride_t,
-    place_stride_b,
+    position_stride_b,
     mask_stride_b,
     mask_stride_q,
     scaling,
@@ -76,10 +76,10 @@ def _joint_scores(
         is_row_N, is_dim_F, is_row_M = n < length, f < HALF, m < ROWS
         table_row_N = n
         if cos_ptr is not None:
-            place_N = n
-            if place_ptr is not None:
-                place_N = tl.load(place_ptr + b * place_stride_b + n, mask=is_row_N, other=0)
-            table_row_N = b * table_stride_b + place_N * table_stride_t
+            position_N = n
+            if position_ptr is not None:
+                position_N = tl.load(position_ptr + b * position_stride_b + n, mask=is_row_N, other=0)
+            table_row_N = b * table_stride_b + position_N * table_stride_t
         if BITS < 16:
             scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
             step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def joint_scores(
     queries: int,
     scaling: float,
     rotation: RotaryTable | None,
-    place_BN: Tensor | None,
+    position_BN: Tensor | None,
     softcap: float | None,
     mask_BQN: Tensor | None,
 ) -> Tensor:
@@ -157,7 +157,7 @@ def joint_scores(
         length_B,
         cos,
         sin,
-        place_BN,
+        position_BN,
         mask_BQN,
         score_BNP,
         tuning_class(room, keys.rank, row_BNY.stride(1), basis_BCR.stride(2)),
@@ -169,7 +169,7 @@ def joint_scores(
         row_BNY.stride(1),
         *((0, 0) if scale_BN2 is None else (sequence_stride(scale_BN2), scale_BN2.stride(1))),
         *((0, 0) if cos is None else (sequence_stride(cos), cos.stride(1))),
-        0 if place_BN is None else sequence_stride(place_BN),
+        0 if position_BN is None else sequence_stride(position_BN),
         *((0, 0) if mask_BQN is None else (sequence_stride(mask_BQN), mask_BQN.stride(1))),
         scaling,
         softcap,

@@ -14,7 +14,7 @@ CASES = {
     "int8": {"bits": 8},
     "int4": {"bits": 4},
     "without rotation": {"rotary": 0},
-    "half of a head rotated, at places": {"rotary": 16, "places": True},
+    "half of a head rotated, at positions": {"rotary": 16, "positions": True},
     "a rotation for each sequence": {"tables": 2},
     "capped, masked": {"softcap": 2.0, "masked": True, "queries": 3},
     "with full tokens": {"full": 37, "masked": True},
@@ -36,15 +36,15 @@ def test_other_types(device, generator, dtype, name):
     check(device, generator, dtype, CASES[name])
 
 
-def angles(tables, places, rotary, generator):
-    angle = torch.rand(tables, places, rotary // 2, generator=generator) * 6
+def angles(tables, positions, rotary, generator):
+    angle = torch.rand(tables, positions, rotary // 2, generator=generator) * 6
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def check(device, generator, dtype, case):
     case = {
         "heads": 6, "groups": 2, "head_dim": 32, "queries": 1, "bits": None, "shared": False, "full": 0, "splits": 2,
-        "rotary": 32, "tables": 1, "places": False,
+        "rotary": 32, "tables": 1, "positions": False,
     } | case  # fmt: skip
     room, head_dim = 150, case["head_dim"]
     width = case["groups"] * head_dim
@@ -57,8 +57,8 @@ def check(device, generator, dtype, case):
     options = beside(case, room, case["groups"], query, generator)
     if case["rotary"]:
         options["rotation"] = RotaryTable.from_complex(angles(case["tables"], 2 * room, case["rotary"], generator))
-    if case["places"]:
-        options["place_BN"] = torch.randint(0, 2 * room, (2, room), generator=generator, dtype=torch.int32)
+    if case["positions"]:
+        options["position_BN"] = torch.randint(0, 2 * room, (2, room), generator=generator, dtype=torch.int32)
     check_equal(joint_attention, reference, (query, keys, values, length), device=device, **options)
 
 

@@ -42,8 +42,8 @@ def paged_store(width, lengths, *, dtype, device, generator, granule=32, tokens=
     return store
 
 
-def rotary_table(batch, places, half, generator, scale=1.0):
-    angle = torch.rand(batch, places, half, generator=generator) * 6
+def rotary_table(batch, positions, half, generator, scale=1.0):
+    angle = torch.rand(batch, positions, half, generator=generator) * 6
     return RotaryTable.from_complex(torch.polar(torch.full_like(angle, scale), angle))
 
 
