@@ -153,7 +153,10 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
     else:
         nothing = GrowingTensor(shape.random(shape.groups, 0, shape.head_dim), dim=1)
         sides = [
-            [Operands(Coefficients.of(coef[b]), basis[b], nothing) for coef, basis in zip(coefs, bases, strict=True)]
+            [
+                Operands(Coefficients.from_rows(coef[b]), basis[b], nothing)
+                for coef, basis in zip(coefs, bases, strict=True)
+            ]
             for b in range(shape.batch)
         ]
         rotated = (rotation, slice(0, shape.context)) if is_joint else ()

@@ -32,7 +32,7 @@ def change_basis(
         rows_PNR = coef.rows()
         room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
         torch.matmul(rows_PNR, change_PRR, out=room_PNR[:, : coef.length])
-        moved = Coefficients.of(room_PNR)
+        moved = Coefficients.from_rows(room_PNR)
         moved.crop(coef.length)
         return moved
     moved = coef.empty_like(capacity)

@@ -94,7 +94,7 @@ class OnlineStore:
         """Rows (G, N, D), fp32, from their coefficients."""
         whole = self.full.buffer
         nothing = GrowingTensor(whole[:, :0].float(), dim=1)
-        return Operands(Coefficients.of(coef_PNR), self.tracker.vectors_PWR, nothing).rebuild()
+        return Operands(Coefficients.from_rows(coef_PNR), self.tracker.vectors_PWR, nothing).rebuild()
 
     def forget_operands(self) -> None:
         """What they are of is about to be replaced, and they would keep it alive."""

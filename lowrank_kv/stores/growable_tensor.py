@@ -1,115 +1,154 @@
-"""A tensor that grows along one dimension with bounded room to spare."""
+"""Tensors that grow along one dimension with bounded room to spare."""
+
+import copy
+import ctypes
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-# A full tensor grows by this share of its length, a long one by less, so that there is little room in all where there are
-# many rows: appends stay amortized O(1) and slack stays bounded.
+# A full tensor grows by this share of its length, a long one by less, which bounds the spare room of long tensors: appends
+# stay amortized O(1).
 GROWTH = 1 / 8
 _LONG_GROWTH, _LONG_ROWS = 1 / 64, 32
 
 
-class GrowingTensor:
-    """Rows appended along `dim` of an otherwise fixed shape.
+class GrowingRows:
+    """Rows appended along `dim` of one or more tensors of otherwise fixed shapes, which have equally many rows.
 
     Args:
-        start: the first rows; the tensor is taken over, not copied.
+        start: the first rows of each tensor; the tensors are taken over, not copied.
         dim: the dimension that grows.
 
     Attributes:
-        length: rows in use.
-        buffer: the rows and the room to grow.
-        memo: whatever a reader has worked out about the buffer; forgotten when another takes its place.
+        row_count: how many rows are in use. Compiled code reads this number where it lies, and may append rows by itself.
+        native_view: what compiled code has worked out about the buffers; dropped when others take their place.
     """
 
-    def __init__(self, start: Tensor, dim: int = 0):
-        self.dim, self.length = dim, start.shape[dim]
-        self.buffer = start
+    def __init__(self, *start: Tensor, dim: int = 0):
+        self.dim = dim
+        self.row_count = ctypes.c_int64(start[0].shape[dim])
+        self.buffers = start
 
     @property
-    def buffer(self) -> Tensor:
-        return self._buffer
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The rows of each tensor and the room to grow."""
+        return self._buffers
 
-    @buffer.setter
-    def buffer(self, buffer: Tensor) -> None:
-        self._buffer, self.memo = buffer, None
+    @buffers.setter
+    def buffers(self, buffers: tuple[Tensor, ...]) -> None:
+        self._buffers = buffers
+        self.native_view: Any = None
 
     @property
-    def rows(self) -> Tensor:
-        """What has been appended, without the room to grow; a view."""
-        return self.buffer.narrow(self.dim, 0, self.length)
+    def length(self) -> int:
+        """Rows in use."""
+        return self.row_count.value
 
     @property
     def capacity(self) -> int:
-        return self.buffer.shape[self.dim]
+        return self._buffers[0].shape[self.dim]
+
+    def room_for(self, count: int, *, exact: bool = False) -> list[Tensor]:
+        """The next `count` rows of each tensor, to be written and then counted by :meth:`count_written`.
+
+        Args:
+            exact: allocate exactly as many rows as are then in use, without room to grow.
+        """
+        start = self.length
+        end = start + count
+        if end > self.capacity or (exact and end < self.capacity):
+            self.reserve(end if exact else grown(self.capacity, end))
+        if not torch.is_inference_mode_enabled() and any(buffer.is_inference() for buffer in self._buffers):
+            self.buffers = tuple(writable(buffer) for buffer in self._buffers)
+        return [buffer.narrow(self.dim, start, count) for buffer in self._buffers]
+
+    def count_written(self, count: int) -> None:
+        """Add the rows that have been written to the room for them."""
+        self.row_count.value += count
+
+    def reserve(self, capacity: int) -> None:
+        """Move to buffers of exactly `capacity` rows, at least those in use."""
+        length = self.length
+        capacity = max(capacity, length)
+        if capacity == self.capacity:
+            return
+        moved = []
+        for buffer in self._buffers:
+            shape = list(buffer.shape)
+            shape[self.dim] = capacity
+            moved.append(buffer.new_empty(shape))
+            moved[-1].narrow(self.dim, 0, length).copy_(buffer.narrow(self.dim, 0, length))
+        self.buffers = tuple(moved)
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` rows; the buffers stay, so that a rolled-back draft costs no copy."""
+        self.row_count.value = min(self.length, length)
+
+    def keep(self, index_N: Tensor) -> None:
+        """Keep the rows at `index_N`, in that order; no room to grow is left. (P, N) is an index for each leading part."""
+        rows = [buffer.narrow(self.dim, 0, self.length) for buffer in self._buffers]
+        if index_N.dim() == 1:
+            self.buffers = tuple(each.index_select(self.dim, index_N) for each in rows)
+        else:
+            self.buffers = tuple(
+                each.take_along_dim(index_N.view(*index_N.shape, *[1] * (each.dim() - 2)), dim=1) for each in rows
+            )
+        self.row_count.value = index_N.shape[-1]
+
+    def clone(self, rows: int | None = None) -> Self:
+        """An independent copy of the first `rows` rows, or all, without room to grow."""
+        rows = self.length if rows is None else rows
+        twin = copy.copy(self)
+        twin.row_count = ctypes.c_int64(rows)
+        twin.buffers = tuple(
+            buffer.narrow(self.dim, 0, rows).clone(memory_format=torch.contiguous_format) for buffer in self._buffers
+        )
+        return twin
+
+
+class GrowingTensor(GrowingRows):
+    """Rows of one tensor."""
+
+    def __init__(self, start: Tensor, dim: int = 0):
+        super().__init__(start, dim=dim)
+
+    @property
+    def buffer(self) -> Tensor:
+        """The rows and the room to grow."""
+        return self._buffers[0]
+
+    @buffer.setter
+    def buffer(self, buffer: Tensor) -> None:
+        self.buffers = (buffer,)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows in use, without the room to grow; a view."""
+        return self._buffers[0].narrow(self.dim, 0, self.length)
 
     def append(self, rows: Tensor, *, exact: bool = False) -> None:
         """Add rows at the end, converted to the tensor's dtype.
 
         Args:
             rows: any number along `dim`.
-            exact: allocate exactly what is used, not room to grow.
+            exact: allocate exactly as many rows as are then in use, without room to grow.
         """
         count = rows.shape[self.dim]
-        end = self.length + count
-        if end > self.capacity or (exact and end < self.capacity):
-            self.reserve(end if exact else grown(self.capacity, end))
-        self._make_writable()
-        self.buffer.narrow(self.dim, self.length, count).copy_(rows)
-        self.length = end
+        [room] = self.room_for(count, exact=exact)
+        room.copy_(rows)
+        self.count_written(count)
 
     def append_number(self, number: int) -> None:
         """Add one number at the end of a tensor of one dimension."""
-        if self.length == self.capacity:
-            self.reserve(grown(self.capacity, self.length + 1))
-        self._make_writable()
-        self.buffer[self.length] = number
-        self.length += 1
-
-    def count(self, length: int) -> None:
-        """There are so many rows, the last of which have been written into the room to grow."""
-        self.length = length
-
-    def _make_writable(self) -> None:
-        buffer = writable(self.buffer)
-        if buffer is not self.buffer:  # the memo is of the buffer
-            self.buffer = buffer
-
-    def reserve(self, capacity: int) -> None:
-        """Move to a buffer of exactly `capacity` rows, at least those in use."""
-        capacity = max(capacity, self.length)
-        if capacity != self.capacity:
-            shape = list(self.buffer.shape)
-            shape[self.dim] = capacity
-            buffer = self.buffer.new_empty(shape)
-            buffer.narrow(self.dim, 0, self.length).copy_(self.rows)
-            self.buffer = buffer
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows; the buffer stays, so that a rolled-back draft costs no copy."""
-        self.length = min(self.length, length)
-
-    def keep(self, index_N: Tensor) -> None:
-        """Keep the rows at `index_N`, in that order; no room to grow is left. (P, N) is an index for each leading part."""
-        if index_N.dim() == 1:
-            self.buffer = self.rows.index_select(self.dim, index_N)
-        else:
-            self.buffer = self.rows.take_along_dim(index_N.view(*index_N.shape, *[1] * (self.rows.dim() - 2)), dim=1)
-        self.length = index_N.shape[-1]
-
-    def to(self, dtype: torch.dtype) -> None:
-        """Convert what is held."""
-        self.buffer = self.buffer.to(dtype)
-
-    def clone(self, rows: int | None = None) -> "GrowingTensor":
-        """An independent copy of the first `rows` rows, or all, without room to grow."""
-        taken = self.rows if rows is None else self.rows.narrow(self.dim, 0, rows)
-        return GrowingTensor(taken.clone(memory_format=torch.contiguous_format), self.dim)
+        [room_1] = self.room_for(1)
+        room_1.fill_(number)
+        self.count_written(1)
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it was made in inference mode, which torch lets nobody write to outside: a prompt may be
-    read in that mode, and what follows without."""
+    """The tensor, or a copy if it was made in inference mode and that mode is off: torch then forbids writing to it. A
+    prompt may be read in that mode and the tokens after it without."""
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 

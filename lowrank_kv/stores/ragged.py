@@ -3,72 +3,77 @@
 Shapes: N rows of one bucket, T rows of the sequence, C width, R rank of a bucket.
 """
 
-import dataclasses
+import copy
+import ctypes
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lowrank_kv.stores.coefficients import Coefficients
-from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.growable_tensor import GrowingRows
 from lowrank_kv.stores.memory_report import POSITIONS
 from lowrank_kv.stores.quantization import Quantization
 
 _INT16_MAX = torch.iinfo(torch.int16).max
-# A long prompt's buckets have room for one row more in so many: the first tokens after it would else move one bucket each.
+# After a long prompt each bucket has one spare row for every 64 in use: otherwise each of the first tokens after it would
+# move a bucket.
 _PROMPT_ROWS_PER_SPARE = 64
 
 
-@dataclasses.dataclass
-class Bucket:
-    """All rows of one rank, in order of position; changed by its own methods alone. The memo of `coef` is of both."""
+class Bucket(Coefficients):
+    """All rows of one rank, and their positions in the sequence, which rise.
 
-    coef: Coefficients
-    position_N: GrowingTensor
+    Args:
+        rank: R.
+        dtype, device, quantization: as :class:`RaggedStore` has them.
+        index_dtype: of the positions.
+    """
 
-    def append(self, coef_NR: Tensor, position_N: Tensor) -> None:
-        self.coef.append(coef_NR)
-        self.position_N.append(position_N)
+    def __init__(
+        self,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None,
+        index_dtype: torch.dtype,
+    ):
+        super().__init__((rank,), dtype=dtype, device=device, quantization=quantization)
+        self.stored = GrowingRows(*self.stored.buffers, torch.empty(0, dtype=index_dtype, device=device))
 
-    def append_one(self, coef_1R: Tensor, position: int) -> None:
-        self.coef.append(coef_1R)
-        self.position_N.append_number(position)
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the rows, (N,); a view."""
+        return self.position_buffer[: self.length]
 
-    def count(self, length: int) -> None:
-        """There are so many rows, the last of which have been written into the room to grow."""
-        if length != self.coef.length:  # else what is known of them stays
-            self.coef.count(length)
-            self.position_N.count(length)
+    @property
+    def position_buffer(self) -> Tensor:
+        """The positions and the room to grow."""
+        return self.stored.buffers[-1]
 
-    def crop(self, count: int) -> None:
-        """Keep the first `count` rows."""
-        self.coef.crop(count)
-        self.position_N.crop(count)
+    def append_at(self, coef_NR: Tensor, position_N: Tensor) -> None:
+        """Add rows at the end, which are at these positions."""
+        *coef_room, position_room = self.stored.room_for(len(coef_NR))
+        self._write(coef_NR, coef_room)
+        position_room.copy_(position_N)
+        self.stored.count_written(len(coef_NR))
 
-    def keep(self, row_N: Tensor, position_N: Tensor) -> None:
-        """Keep the rows at `row_N`, which are then at `position_N`."""
-        self.coef.keep(row_N)
-        self.position_N = GrowingTensor(position_N)
+    def append_one_at(self, coef_1R: Tensor, position: int) -> None:
+        """Add one row at the end, which is at this position."""
+        *coef_room, position_room = self.stored.room_for(1)
+        self._write(coef_1R, coef_room)
+        position_room.fill_(position)
+        self.stored.count_written(1)
 
-    def reserve(self, capacity: int) -> None:
-        """Have room for exactly so many rows, at least those in use."""
-        self.coef.reserve(capacity)
-        self.position_N.reserve(capacity)
+    def replace_positions(self, position_N: Tensor) -> None:
+        """Give the rows other positions, without room to grow, or store them in another dtype."""
+        self.stored.buffers = (*self.stored.buffers[:-1], position_N)
 
-    def widen_index(self, dtype: torch.dtype) -> None:
-        self.coef.memo = None
-        self.position_N.to(dtype)
-
-    def clone(self) -> "Bucket":
-        return Bucket(self.coef.clone(), self.position_N.clone())
-
-
-class Reader(Protocol):
-    """What has been worked out about all rows, by one who may write more into the room to grow."""
-
-    def counts(self) -> list[int]:
-        """The rows of each of :meth:`RaggedStore.filled`, those that have been written included."""
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors_by_kind()
+        yield POSITIONS, self.position_buffer
 
 
 class RaggedStore:
@@ -78,16 +83,19 @@ class RaggedStore:
     is padded to the longest. A row's place in the sequence is stored beside it as int16, or int32 once the sequence is
     longer than int16 can count.
 
+    Compiled code may append rows to buckets that have room. It raises the bucket's and the store's `row_count`, so that the
+    store is complete as soon as compiled code returns.
+
     Args:
         width: C, the most coefficients a row can have.
         dtype: of the coefficients.
         device: where they live.
-        quantization: how they are held as integers; None to hold them in `dtype`.
+        quantization: how they are stored as integers; None to store them in `dtype`.
 
     Attributes:
-        length: T.
-        memo: what a reader has worked out about all rows; forgotten when they change otherwise than by its writing. Those of
-            the buckets outlive it: a new token changes one of many.
+        row_count: T, an int64 that compiled code reads and raises.
+        native_view: what compiled code has worked out about all buckets; dropped when anybody else changes the store. Those
+            of the buckets outlive it until their buffers move: a new token changes one of many.
     """
 
     def __init__(
@@ -95,10 +103,14 @@ class RaggedStore:
     ):
         self.width, self.dtype, self.device, self.quantization = width, dtype, device, quantization
         self.index_dtype = torch.int16
-        self.length = 0
-        self.memo: Reader | None = None
+        self.row_count = ctypes.c_int64(0)
+        self.native_view: Any = None
         self._buckets: dict[int, Bucket] = {}
-        self._counted = 0  # rows that the buckets know of
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.row_count.value
 
     def append(self, coef_TC: Tensor, rank_T: Tensor, *, is_prompt: bool = False) -> None:
         """Add T rows at the end; only the first ``rank_T[t]`` entries of row t are read and kept.
@@ -106,134 +118,106 @@ class RaggedStore:
         Args:
             coef_TC: coefficients, any floating dtype, converted to the store's.
             rank_T: integer ranks in 0..C.
-            is_prompt: many rows, to which few will be added: they get less room to grow.
+            is_prompt: whether these are many rows, to which few will be added: they get less room to grow.
         """
         coef_TC = coef_TC.detach()
-        count = coef_TC.shape[0]
-        self._about_to_change(self.length + count)
-        ranks, group_T = torch.unique(rank_T, return_inverse=True)
-        for group, rank in enumerate(ranks.tolist()):
-            row_N = torch.nonzero(group_T == group).squeeze(1)
-            position_N = (row_N + self.length).to(self.index_dtype)
+        start, count = self.length, coef_TC.shape[0]
+        self._prepare_append(count)
+        ranks, bucket_T = torch.unique(rank_T, return_inverse=True)
+        for i, rank in enumerate(ranks.tolist()):
+            row_N = torch.nonzero(bucket_T == i).squeeze(1)
+            position_N = (row_N + start).to(self.index_dtype)
             bucket = self._bucket(rank)
             if is_prompt:
-                used = bucket.coef.length + len(row_N)
+                used = bucket.length + len(row_N)
                 bucket.reserve(used + used // _PROMPT_ROWS_PER_SPARE)
-            bucket.append(coef_TC[row_N, :rank], position_N)
-        self.length = self._counted = self.length + count
+            bucket.append_at(coef_TC[row_N, :rank], position_N)
+        self.row_count.value = start + count
 
     def append_one(self, coef_1R: Tensor) -> None:
         """Add one row at the end, all of whose entries are kept."""
-        self._about_to_change(self.length + 1)
-        self._bucket(coef_1R.shape[1]).append_one(coef_1R.detach(), self.length)
-        self.length = self._counted = self.length + 1
+        self._prepare_append(1)
+        self._bucket(coef_1R.shape[1]).append_one_at(coef_1R.detach(), self.length)
+        self.row_count.value += 1
 
-    def count(self, rows: int) -> None:
-        """The reader has written so many rows, and their places, behind those of their ranks. Called for every decoded token
-        in every layer: buckets are told when they are next asked."""
-        self.length += rows
-
-    def filled(self) -> list["Bucket"]:
+    def buckets(self) -> list[Bucket]:
         """The buckets that hold rows, in order of rank."""
-        self._settle()
-        return self._filled()
-
-    def buckets(self) -> list[Coefficients]:
-        """The coefficients of :meth:`filled`, (N, R) each."""
-        return [bucket.coef for bucket in self.filled()]
+        return [self._buckets[rank] for rank in sorted(self._buckets) if self._buckets[rank].length]
 
     def order(self) -> Tensor:
-        """The places in the sequence of all rows of :meth:`filled`, one bucket after another, (T,) int64."""
-        positions = [bucket.position_N.rows for bucket in self.filled()]
+        """The positions in the sequence of all rows of :meth:`buckets`, one bucket after another, (T,) int64."""
+        positions = [bucket.positions for bucket in self.buckets()]
         return torch.cat(positions).long() if positions else torch.empty(0, dtype=torch.long, device=self.device)
 
     def dense(self) -> Tensor:
         """All rows as (T, C), zero beyond each row's rank."""
         coef_TC = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.device)
-        buckets = self.buckets()
-        for coef, position_N in zip(buckets, self.order().split([c.length for c in buckets]), strict=True):
-            coef_TC[position_N, : coef.rank] = coef.rows()
+        for bucket in self.buckets():
+            coef_TC[bucket.positions.long(), : bucket.rank] = bucket.rows()
         return coef_TC
 
     def ranks(self) -> Tensor:
         """The rank of every row, (T,) int64."""
         rank_T = torch.zeros(self.length, dtype=torch.long, device=self.device)
-        sizes = torch.tensor(
-            [(coef.length, coef.rank) for coef in self.buckets()], dtype=torch.long, device=self.device
-        )
-        count_K, rank_K = sizes.view(-1, 2).T
-        rank_T[self.order()] = rank_K.repeat_interleave(count_K)
+        for bucket in self.buckets():
+            rank_T[bucket.positions.long()] = bucket.rank
         return rank_T
 
     def crop(self, length: int) -> None:
         """Keep the first `length` rows. Buckets keep their buffers, so that a rolled-back draft costs no copy."""
         if not 0 <= length <= self.length:
             raise ValueError(f"`length` must be in 0..{self.length}, got {length}")
-        self._settle()
-        self.memo = None
+        self.native_view = None
         for bucket in self._buckets.values():
-            # Positions rise within a bucket, so what goes is a suffix.
-            bucket.crop(int((bucket.position_N.rows < length).sum()))
-        self.length = self._counted = length
+            # Positions rise within a bucket, so the dropped rows are its last.
+            bucket.crop(int((bucket.positions < length).sum()))
+        self.row_count.value = length
 
     def keep(self, row_N: Tensor) -> None:
         """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
-        self._settle()
-        self.memo = None
+        self.native_view = None
         new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
         new_T[row_N] = torch.arange(len(row_N), device=self.device)
         for bucket in self._buckets.values():
-            new_N = new_T[bucket.position_N.rows.long()]
-            stays_N = torch.nonzero(new_N >= 0).flatten()
-            bucket.keep(stays_N, new_N[stays_N].to(self.index_dtype))
-        self.length = self._counted = len(row_N)
+            new_N = new_T[bucket.positions.long()]
+            kept_N = torch.nonzero(new_N >= 0).flatten()
+            bucket.keep(kept_N)
+            bucket.replace_positions(new_N[kept_N].to(self.index_dtype))
+        self.row_count.value = len(row_N)
 
-    def clone(self) -> "RaggedStore":
+    def clone(self) -> Self:
         """An independent copy without room to grow."""
-        copy = RaggedStore(self.width, dtype=self.dtype, device=self.device, quantization=self.quantization)
-        self._settle()
-        copy.index_dtype, copy.length, copy._counted = self.index_dtype, self.length, self.length
-        for rank, bucket in self._buckets.items():
-            copy._buckets[rank] = bucket.clone()
-        return copy
+        twin = copy.copy(self)
+        twin.row_count = ctypes.c_int64(self.length)
+        twin.native_view = None
+        twin._buckets = {rank: bucket.clone() for rank, bucket in self._buckets.items()}
+        return twin
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of everything held, whole, room to grow included."""
+        """(kind, tensor) of all buffers, room to grow included."""
         for bucket in self._buckets.values():
-            yield from bucket.coef.tensors_by_kind()
-            yield POSITIONS, bucket.position_N.buffer
+            yield from bucket.tensors_by_kind()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held, room to grow included."""
+        """Bytes of all buffers, room to grow included."""
         return sum(tensor.nbytes for _, tensor in self.tensors_by_kind())
 
     def _bucket(self, rank: int) -> Bucket:
         if rank not in self._buckets:
-            coef = Coefficients((rank,), dtype=self.dtype, device=self.device, quantization=self.quantization)
-            position_N = torch.empty(0, dtype=self.index_dtype, device=self.device)
-            self._buckets[rank] = Bucket(coef, GrowingTensor(position_N))
+            self._buckets[rank] = Bucket(
+                rank,
+                dtype=self.dtype,
+                device=self.device,
+                quantization=self.quantization,
+                index_dtype=self.index_dtype,
+            )
         return self._buckets[rank]
 
-    def _filled(self) -> list["Bucket"]:
-        return [self._buckets[rank] for rank in sorted(self._buckets) if self._buckets[rank].coef.length]
-
-    def _settle(self) -> None:
-        """Tell the buckets of what the reader has written to them."""
-        if self._counted != self.length:
-            for bucket, count in zip(self._filled(), self.memo.counts(), strict=True):
-                bucket.count(count)
-            self._counted = self.length
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._settle()  # a copy, or who loads it, makes a reader of its own
-        return self.__dict__
-
-    def _about_to_change(self, length: int) -> None:
-        """There will be so many rows."""
-        self._settle()
-        self.memo = None
-        if self.index_dtype == torch.int16 and length > _INT16_MAX:
+    def _prepare_append(self, count: int) -> None:
+        """Drop the view and make positions wide enough for `count` more rows."""
+        self.native_view = None
+        if self.index_dtype == torch.int16 and self.length + count > _INT16_MAX:
             self.index_dtype = torch.int32
             for bucket in self._buckets.values():
-                bucket.widen_index(torch.int32)
+                bucket.replace_positions(bucket.position_buffer.to(torch.int32))

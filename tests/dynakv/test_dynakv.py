@@ -299,7 +299,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
     assert encoder.encode(*torch.zeros(2, 3, 4, 6, 16), rotary) is None, "more tokens than it serves"
     unrotated = key if rope is None else rope.unrotate(key)
     new = encoder.encode(key, value, rotary)
-    assert new.num_unstored == 0, "they were to go nowhere"
+    assert not new.are_stored, "they were to go nowhere"
     sides = (codec.key, codec.value), (unrotated, value)
     for coef, rank, side, states in zip(new.coef_SBTC, new.rank_SBT, *sides, strict=True):
         plain_coef, plain_rank = side.encode(join_heads(states))
@@ -309,7 +309,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         assert rank.unique().numel() > 3
     store = RaggedStore(64, dtype=torch.float32, device=key.device)
     with pytest.raises(ValueError, match="shorter"):
-        encoder.encode(key, value, rotary, [(table_of(store), table_of(store), 0)])
+        encoder.encode(key, value, rotary, [(table_of(store), table_of(store))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -329,10 +329,10 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
             rows = torch.randn(512, 64, generator=generator)
             store.append(rows, torch.arange(8, 72, 8).repeat(64), is_prompt=True)
         states = torch.randn(2, 1, 4, 1, 16, generator=generator).to(dtype)
-        new = encoder.encode(*states, None, [(table_of(stores[0]), table_of(stores[1]), 512)])
-        assert new.num_unstored == 0
+        new = encoder.encode(*states, None, [(table_of(stores[0]), table_of(stores[1]))])
+        assert new.are_stored
         for store, coef_C, rank in zip(stores, new.coef_SBTC[:, 0, 0], new.rank_SBT.flatten().tolist(), strict=True):
-            store.count(1)
+            assert store.length == 513
             expected_C = coef_C.to(dtype)
             expected_C[rank:] = 0
             assert store.ranks()[-1] == rank
@@ -340,7 +340,7 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
 
 
 @torch.no_grad()
-def test_a_call_that_ends_before_its_tokens_are_counted_leaves_no_place_beyond_them(monkeypatch):
+def test_a_call_that_ends_when_compiled_code_has_appended_leaves_no_place_beyond_the_tokens(monkeypatch):
     """Ctrl-C comes when compiled code has appended; a place beyond the last token's would be written to out of bounds."""
     if library() is None:
         pytest.skip("there is no C compiler")
@@ -355,15 +355,19 @@ def test_a_call_that_ends_before_its_tokens_are_counted_leaves_no_place_beyond_t
         raise KeyboardInterrupt
 
     encode = native.Encoder.encode
-    ahead = 0
+    appended = 0
     for token in ids[0, :3]:
+        before = sum(store.length for store in stores)
         monkeypatch.setattr(native.Encoder, "encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(token.view(1, 1), past_key_values=cache)
         monkeypatch.undo()
-        ahead += sum(store.memo is not None and sum(store.memo.counts()) > store.length for store in stores)
+        appended += sum(store.length for store in stores) - before
+        cache.crop(0)  # layers agree again on how many tokens there are
+        assert {layer.get_seq_length() for layer in cache.layers} == {stores[-1].length}
         model(token.view(1, 1), past_key_values=cache)
-    assert ahead, "compiled code has appended none"
+    assert appended, "compiled code has appended none"
+    assert all(store.length == 603 for store in stores)
     assert all(int(store.order().max()) < store.length for store in stores)
 
 

@@ -68,14 +68,14 @@ class CodecLayer(CompressedLayer):
         """New tokens' keys and their values as they are held."""
         new = self._encode_compiled(key_BGTD, value_BGTD, rope)
         if new is not None:
-            return tuple(zip(new.coef_SBTC.to(self.dtype), new.rank_SBT, strict=True))
+            return new.encoded(self.dtype)
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
         return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
     def _encode_compiled(
-        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, entrances: Sequence[native.AppendTarget] = ()
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, targets: Sequence[native.AppendTarget] = ()
     ) -> native.NewTokens | None:
         """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
         if self._encoder is None:
@@ -83,7 +83,7 @@ class CodecLayer(CompressedLayer):
         rotary = None if rope is None else rope.packed
         if rope is not None and rotary is None:
             return None
-        return self._encoder.encode(key_BGTD, value_BGTD, rotary, entrances)
+        return self._encoder.encode(key_BGTD, value_BGTD, rotary, targets)
 
     def _states(self, key_coef: Tensor, value_coef: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Rotated keys and values from coefficients (B, T, C), (B, G, T, D) each."""

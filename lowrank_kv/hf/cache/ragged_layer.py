@@ -17,7 +17,6 @@ from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
 from lowrank_kv.hf.rope import Rope
-from lowrank_kv.ops.native import NewTokens
 from lowrank_kv.ops.native.ragged_table import append_few, table_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -26,48 +25,51 @@ from lowrank_kv.stores.ragged import RaggedStore
 
 
 class RaggedSequence:
-    """One sequence's coefficients, and where its tokens were once some of them have been evicted."""
+    """One sequence's coefficients, and the places of its tokens once some of them have been evicted."""
 
     def __init__(self, key: RaggedStore, value: RaggedStore):
         self.key, self.value = key, value
-        self.length = 0  # tokens seen
+        self.num_evicted = 0
         self.fixed = 0
         self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
 
-    def note(self, count: int) -> None:
-        """So many tokens have been appended to both stores."""
+    @property
+    def length(self) -> int:
+        """Tokens seen. A value is stored after its key: a call that ends between them can be cropped away."""
+        return self.value.length + self.num_evicted
+
+    def note_appended(self) -> None:
+        """Note the places of the rows that both stores have been given since this was last called."""
         if self._place is not None:
-            new_N = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.key.device)
-            self._place.append(new_N)
-        self.length += count
+            start = self._place.length + self.num_evicted
+            self._place.append(torch.arange(start, self.length, dtype=torch.int32, device=self.key.device))
 
     def places(self) -> Tensor | None:
         """The place of each row of the stores, (N,) int64; None where row t is token t."""
         return None if self._place is None else self._place.rows.long()
 
     def rows_of(self, places: slice) -> slice:
-        """The rows of the tokens at `places`, of which, and of those after them, none is evicted yet."""
-        ahead = self.length - self.key.length  # of all rows that are meant
-        return slice(places.start - ahead, places.stop - ahead)
+        """The rows of the tokens at `places`, if neither these nor any after them have been evicted."""
+        return slice(places.start - self.num_evicted, places.stop - self.num_evicted)
 
     def evict(self, places: slice, kept_N: Tensor) -> None:
-        """Of the tokens at `places` keep those that `kept_N` counts, rising, from the first of them on."""
+        """Keep only the tokens ``places.start + kept_N``, rising, of those at `places`."""
         rows, device = self.rows_of(places), kept_N.device
         after_N = torch.arange(rows.stop, self.key.length, device=device)
         row_N = torch.cat([torch.arange(rows.start, device=device), rows.start + kept_N, after_N])
         place_N = torch.arange(self.length, device=device) if self._place is None else self._place.rows
         self._place = GrowingTensor(place_N[row_N].to(torch.int32))
+        self.num_evicted += self.key.length - len(row_N)
         self.key.keep(row_N)
         self.value.keep(row_N)
         self.fixed = fixed_by(places.start, kept_N[None], rows.stop - rows.start)
 
     def crop(self, length: int) -> None:
-        rows = length if self._place is None else self._place.length - (self.length - length)
+        rows = length - self.num_evicted
         self.key.crop(rows)
         self.value.crop(rows)
         if self._place is not None:
             self._place.crop(rows)
-        self.length = length
 
     def clone(self) -> "RaggedSequence":
         twin = copy.copy(self)
@@ -98,29 +100,16 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         new = None
         if self._encoder is not None and self.codec.quantization is None and self.get_seq_length():
-            # Every decoded token: into the stores in the call that encodes it.
-            entrances = [(table_of(each.key), table_of(each.value), each.key.length) for each in self.sequences]
-            new = self._encode_compiled(key_BGQD, value_BGQD, rope, entrances)
+            # Every decoded token is appended by the call that encodes it.
+            targets = [(table_of(each.key), table_of(each.value)) for each in self.sequences]
+            new = self._encode_compiled(key_BGQD, value_BGQD, rope, targets)
         if new is None:
             super().take(key_BGQD, value_BGQD, rope)
-            return
-        if new.num_unstored:
-            self._append_left(new)
-        else:
+        elif new.are_stored:
             for sequence in self.sequences:
-                sequence.key.count(key_BGQD.shape[2])
-                sequence.value.count(key_BGQD.shape[2])
-                sequence.note(key_BGQD.shape[2])
-
-    def _append_left(self, new: NewTokens) -> None:
-        """Into the stores what found no room in them."""
-        ranks_SBT = new.rank_SBT.tolist()
-        for b, sequence in enumerate(self.sequences):
-            for side, store in enumerate((sequence.key, sequence.value)):
-                done = new.appended(side, b)
-                store.count(done)
-                append_few(store, new.coef_SBTC[side, b, done:], ranks_SBT[side][b][done:])
-            sequence.note(new.rank_SBT.shape[2])
+                sequence.note_appended()
+        else:  # some store had no room: now they grow
+            self.store(*new.encoded(self.dtype))
 
     def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]
@@ -128,13 +117,13 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             for b, sequence in enumerate(self.sequences):
                 sequence.key.append(key[0][b], key[1][b], is_prompt=True)
                 sequence.value.append(value[0][b], value[1][b], is_prompt=True)
-                sequence.note(count)
+                sequence.note_appended()
             return
         key_ranks, value_ranks = torch.stack([key[1], value[1]]).tolist()  # one copy for which the host waits, not two
         for b, sequence in enumerate(self.sequences):
             append_few(sequence.key, key[0][b], key_ranks[b])
             append_few(sequence.value, value[0][b], value_ranks[b])
-            sequence.note(count)
+            sequence.note_appended()
 
     def dense(self) -> tuple[Tensor, Tensor]:
         return (

@@ -45,7 +45,7 @@ def lowrank_attention(
     decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
     softmax = [native.Tokens(low_query_BMX, *held, decoders, rotary, positions, mask_of_low)]
     if full:
-        held = _whole_table(keys.full), _whole_table(values.full), full
+        held = _full_rank_table(keys.full), _full_rank_table(values.full), full
         softmax.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *query_HQD.shape
     [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
@@ -54,14 +54,12 @@ def lowrank_attention(
 
 
 def _table(coef: Coefficients) -> native.StoreView:
-    if coef.memo is None:
-        coef.memo = native.StoreView([native.RankBucketView.of(coef)], coef.rank)
-    return coef.memo
+    if coef.stored.native_view is None:
+        coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
+    return coef.stored.native_view
 
 
-def _whole_table(full: GrowingTensor) -> native.StoreView:
-    """Of tokens at full rank, of which only the number changes until they are moved."""
-    if full.memo is None:
-        full.memo = native.StoreView([native.RankBucketView.whole(full.buffer)], full.buffer.shape[2])
-    full.memo.count_whole(full.length)
-    return full.memo
+def _full_rank_table(full: GrowingTensor) -> native.StoreView:
+    if full.native_view is None:
+        full.native_view = native.StoreView([native.RankBucketView.from_full_rank(full)], full.buffer.shape[2])
+    return full.native_view

@@ -197,7 +197,7 @@ static void rescale(const struct task *tasks, int count, struct scratch *scratch
 static int64_t stretch_of(const struct task *task) {
     int64_t bytes = 0;
     for (const struct piece *piece = task->values->pieces; piece < task->values->pieces + task->values->count; piece++)
-        bytes += piece->count * piece->row_bytes * task->parts;
+        bytes += *piece->length * piece->row_bytes * task->parts;
     const int64_t fit = task->slots * STRETCH_BYTES / (bytes + 1);
     return fit < 4 * BLOCK ? 4 * BLOCK : fit < STRETCH ? fit : STRETCH;
 }

@@ -1,6 +1,6 @@
-/* A few new tokens of a layer on their way into a cache: keys are turned back to before their rotation, then keys and values
- * are projected, gated, told how many coefficients they keep and written behind those of their ranks, each on a thread of
- * its own. */
+/* A few new tokens of a layer on their way into a cache. Keys are turned back to before their rotation; then keys and values,
+ * each on a thread of its own, are projected and gated, which gives their ranks. If the stores have room for all of them, they
+ * are written behind those of their ranks. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,22 +23,15 @@ struct states {
     int64_t batch_stride, head_stride, token_stride, dim_stride;
 };
 
-/* Where a sequence's tokens go. */
-struct entrance {
-    struct store *stores[2]; /* keys, values */
-    int64_t slot;            /* of its first token, as its owner counts: a call may have ended before it was counted */
-    int64_t appended[2];     /* tokens, out: those before the first for whose rank there was no room */
-};
-
 struct encoding {
     struct gate gates[2];   /* keys, values */
     const float *cos, *sin; /* (batch or 1, tokens, rotary): rotated the keys; NULL where they are not rotated */
     int64_t rope_stride;    /* from one sequence to the next; 0 where all share one rotation */
     int64_t rotary;
     struct states states[2];
-    float *coef;                /* (2, batch, tokens, width), out */
-    int64_t *rank;              /* (2, batch, tokens), out */
-    struct entrance *entrances; /* (batch); NULL: the tokens go nowhere */
+    float *coef;          /* (2, batch, tokens, width), out */
+    int64_t *rank;        /* (2, batch, tokens), out */
+    struct store **stores; /* (2, batch): keys' and values' of each sequence; NULL: the tokens go nowhere */
     int64_t batch, tokens, heads, head_dim, threads;
     int64_t kind; /* of the states, FLOAT32 or BFLOAT16, and what every step rounds to, as torch does: ranks hang on it */
 };
@@ -100,12 +93,11 @@ static void multiply(int64_t tokens, int64_t width, const float *states, const f
                 *(vector *)(out + t * width + i) += states[t * width + k] * *(const vector *)(matrix + i);
 }
 
-/* Returns how many tokens found no room. */
-static int64_t encode_side(const struct encoding *task, int which, float *scratch) {
+static void encode_side(const struct encoding *task, int which, float *scratch) {
     const struct gate *gate = task->gates + which;
     const int64_t tokens = task->batch * task->tokens, width = task->heads * task->head_dim;
     const int64_t granularity = gate->granularity, least = granularity < width ? granularity : width;
-    int64_t *ranks = task->rank + which * tokens, left = 0;
+    int64_t *ranks = task->rank + which * tokens;
     float *coef = task->coef + which * tokens * width, *logit = scratch, *state = logit + tokens * width, *scaled = state;
     gather(task, which, state);
     round_all(task, tokens * width, state);
@@ -126,24 +118,25 @@ static int64_t encode_side(const struct encoding *task, int which, float *scratc
         ranks[t] = rank < least ? least : rank > width ? width : rank;
         for (int64_t i = 0; gate->spread && i < width; i++) coef[t * width + i] /= gate->spread[i];
     }
-    for (int64_t b = 0; task->entrances && b < task->batch; b++, ranks += task->tokens, coef += task->tokens * width) {
-        struct entrance *entrance = task->entrances + b;
-        int64_t t = 0;
-        while (t < task->tokens && append(entrance->stores[which], coef + t * width, ranks[t], entrance->slot + t)) t++;
-        entrance->appended[which] = t;
-        left += task->tokens - t;
-    }
-    return left;
 }
 
-/* Returns how many keys and values found no room where they were to go, or -1 when there is no memory. */
+/* Writes all tokens into the stores, or none where one has no room for its tokens. Returns whether it has. */
+static int append_all(const struct encoding *task) {
+    const int64_t width = task->heads * task->head_dim;
+    for (int64_t i = 0; i < 2 * task->batch; i++)
+        if (!has_room(task->stores[i], task->rank + i * task->tokens, task->tokens)) return 0;
+    for (int64_t i = 0; i < 2 * task->batch * task->tokens; i++)
+        append(task->stores[i / task->tokens], task->coef + i * width, task->rank[i]);
+    return 1;
+}
+
+/* Returns 1 if the tokens are in the stores, 0 if they are in none, and -1 when there is no memory. */
 int64_t encode(const struct encoding *task) {
     const int64_t size = 2 * task->batch * task->tokens * task->heads * task->head_dim;
     float *scratch = aligned_alloc(64, (2 * size * sizeof(float) + 63) / 64 * 64);
     if (!scratch) return -1;
-    int64_t left = 0;
-#pragma omp parallel for num_threads(task->threads) schedule(static, 1) reduction(+ : left)
-    for (int which = 0; which < 2; which++) left += encode_side(task, which, scratch + which * size);
+#pragma omp parallel for num_threads(task->threads) schedule(static, 1)
+    for (int which = 0; which < 2; which++) encode_side(task, which, scratch + which * size);
     free(scratch);
-    return left;
+    return task->stores && append_all(task);
 }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowrank_kv.codec import TokenGate
+from lowrank_kv.codec import Encoded, TokenGate
 from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.rotary import ENCODE_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, StoreView
@@ -23,19 +23,18 @@ MAX_TOKENS = 16
 # The members of `struct encoding` in encode.c, in their order: each side's gate, (the keys' rotation,) and a call's.
 _GATE, _CALL = struct.Struct("6qfxxxx"), struct.Struct("19q")
 _NO_ROTATION = bytes(ENCODE_ROTARY.size)
-_ENTRANCE = 5  # members of `struct entrance`
 
-# The stores of a sequence's keys and of its values, and the slot of its first new token.
-AppendTarget = tuple[StoreView, StoreView, int]
+# The stores of a sequence's keys and of its values.
+AppendTarget = tuple[StoreView, StoreView]
 
 
 class NewTokens:
-    """What an encoder has made of new tokens.
+    """Encoded tokens.
 
     Attributes:
         coef_SBTC: coefficients, fp32.
         rank_SBT: their ranks, int64.
-        num_unstored: how many keys and values are not in the store where they were to go.
+        are_stored: whether all keys and values are in their stores; otherwise none are.
     """
 
     def __init__(self, batch: int, tokens: int, width: int):
@@ -43,15 +42,14 @@ class NewTokens:
         with torch.inference_mode(False):  # else none but that mode could go on with it
             self.coef_SBTC = torch.empty(2, batch, tokens, width, dtype=torch.float32, device=CPU)
             self.rank_SBT = torch.empty(2, batch, tokens, dtype=torch.int64, device=CPU)
-        self.num_unstored = 0
-        self.entrances = (ctypes.c_int64 * (_ENTRANCE * batch))()
+        self.are_stored = False
+        self.stores = (ctypes.c_int64 * (2 * batch))()  # addresses of the stores of keys, then of values
         self.members = self.coef_SBTC.data_ptr(), self.rank_SBT.data_ptr()
-        self.entrance = ctypes.addressof(self.entrances)
 
-    def appended(self, side: int, sequence: int) -> int:
-        """How many of one sequence's keys (`side` 0) or values (1) are in their store: those before the first that found no
-        room."""
-        return self.entrances[sequence * _ENTRANCE + 3 + side]
+    def encoded(self, dtype: torch.dtype) -> tuple[Encoded, Encoded]:
+        """Keys and values as a codec gives them, coefficients in `dtype`."""
+        key, value = zip(self.coef_SBTC.to(dtype), self.rank_SBT, strict=True)
+        return key, value
 
 
 class _Last(threading.local):
@@ -91,19 +89,22 @@ class Encoder:
         key_BGTD: Tensor,
         value_BGTD: Tensor,
         rotary: PackedRotary | None,
-        entrances: Sequence[AppendTarget] = (),
+        targets: Sequence[AppendTarget] = (),
     ) -> NewTokens | None:
-        """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), and their way into stores.
+        """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), appended to stores that have room for all.
 
         Args:
             key_BGTD: rotated keys.
             value_BGTD: values.
             rotary: the rotation of halves that is undone; None where keys are not rotated.
-            entrances: where each sequence's tokens are appended; empty: nowhere.
+            targets: the stores of each sequence; empty: the tokens are appended nowhere.
 
         Returns:
-            what the tokens have become, which the thread's next call, of whatever layer, writes over; None, and nothing is
-            done, unless these are few tokens, in the encoder's dtype and on a CPU.
+            the encoded tokens, which the thread's next call, of whatever layer, writes over; None, and nothing is done,
+            unless these are few tokens, in the encoder's dtype and on a CPU.
+
+        Raises:
+            MemoryError: there is no memory for the call.
         """
         batch, groups, tokens, head_dim = key_BGTD.shape
         if batch * tokens > MAX_TOKENS or not (self._reads(key_BGTD) and self._reads(value_BGTD)):
@@ -111,16 +112,16 @@ class Encoder:
         new = _last.new
         if new is None or new.shape != (batch, tokens, self._width):
             new = _last.new = NewTokens(batch, tokens, self._width)
-        if entrances:
-            for place, (key, value, slot) in zip(range(0, batch * _ENTRANCE, _ENTRANCE), entrances, strict=True):
-                new.entrances[place : place + 3] = key.address, value.address, slot
+        if targets:
+            for b, (key, value) in zip(range(batch), targets, strict=True):
+                new.stores[b], new.stores[batch + b] = key.address, value.address
         call = _CALL.pack(
             key_BGTD.data_ptr(),
             *key_BGTD.stride(),
             value_BGTD.data_ptr(),
             *value_BGTD.stride(),
             *new.members,
-            new.entrance if entrances else 0,
+            ctypes.addressof(new.stores) if targets else 0,
             batch,
             tokens,
             groups,
@@ -128,11 +129,10 @@ class Encoder:
             torch.get_num_threads(),
             KINDS[self._dtype],
         )
-        new.num_unstored = library().encode(
-            self._packed + (_NO_ROTATION if rotary is None else rotary.for_encode) + call
-        )
-        if new.num_unstored < 0:
+        result = library().encode(self._packed + (_NO_ROTATION if rotary is None else rotary.for_encode) + call)
+        if result < 0:
             raise MemoryError("no memory for the scratch space of compiled encoding")
+        new.are_stored = result == 1
         return new
 
     def _reads(self, states: Tensor) -> bool:

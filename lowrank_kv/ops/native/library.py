@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | None:
     except OSError as error:
         return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $LOWRANK_KV_HOME")
     address, number = ctypes.c_void_p, ctypes.c_int64
-    kernels.append.argtypes = [address, address, number, number]
+    kernels.append.argtypes = [address, address, number]
     kernels.encode.restype = number
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
     kernels.angles.restype = None

@@ -1,4 +1,4 @@
-"""A ragged store as compiled code reads it, and the way of a few new rows into it.
+"""A ragged store as compiled code reads it, and how a few new rows are appended to it.
 
 Shapes: C width, T rows.
 """
@@ -10,21 +10,20 @@ from lowrank_kv.stores.ragged import RaggedStore
 
 
 def table_of(store: RaggedStore) -> native.StoreView:
-    """The store's rows; kept with the store until it changes otherwise than by compiled code's appending, which is to be
-    counted by :meth:`RaggedStore.count`."""
-    if store.memo is None:
-        buckets = store.filled()
+    """The store's rows; kept with the store until anything but compiled code changes it."""
+    if store.native_view is None:
+        buckets = store.buckets()
         for bucket in buckets:
-            if bucket.coef.memo is None:
-                bucket.coef.memo = native.RankBucketView.of(bucket.coef, bucket.position_N.buffer)
-        rank = buckets[-1].coef.rank if buckets else 0
-        store.memo = native.StoreView([bucket.coef.memo for bucket in buckets], rank)
-    return store.memo
+            if bucket.stored.native_view is None:
+                bucket.stored.native_view = native.RankBucketView.from_coefficients(bucket, bucket.position_buffer)
+        views = [bucket.stored.native_view for bucket in buckets]
+        store.native_view = native.StoreView(views, buckets[-1].rank if buckets else 0, store.row_count)
+    return store.native_view
 
 
 def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
-    """Add T rows at the end, of which only the first ``ranks[t]`` entries are read and kept; a call of compiled code for
-    each, where there is some for them and their bucket has room.
+    """Add T rows at the end; only the first ``ranks[t]`` entries of row t are read and kept. Compiled code appends each row,
+    if there is any for the store and the row's bucket has room.
 
     Args:
         coef_TC: in the store's dtype and on its device; C contiguous.
@@ -32,7 +31,5 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
     is_open = store.quantization is None and native.appends(store.dtype, store.device)
     for t, rank in enumerate(ranks):
-        if is_open and table_of(store).append(address + t * row_bytes, rank, store.length):
-            store.count(1)
-        else:
+        if not (is_open and table_of(store).append(address + t * row_bytes, rank)):
             store.append_one(coef_TC[t : t + 1, :rank])

@@ -12,12 +12,14 @@ struct piece {
     uint8_t *rows;         /* (parts, capacity, row_bytes) */
     const uint8_t *scales; /* integers: (parts, capacity, 2K) bfloat16, K steps and then K least values */
     void *slot;            /* each token's row in the scores, rising; NULL: 0, 1, … */
-    int64_t count, capacity, rank, row_bytes, part_bytes, scale_part_bytes;
+    int64_t *length;       /* tokens; Python reads the same number */
+    int64_t capacity, rank, row_bytes, part_bytes, scale_part_bytes;
 };
 
 struct store {
     struct piece *pieces;
     int64_t count;      /* of pieces */
+    int64_t *length;    /* tokens of all pieces, and the next one's slot; NULL where nothing is appended */
     int64_t rank;       /* the largest; with several parts as many as the decoder of each has rows */
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
@@ -45,9 +47,12 @@ static inline int64_t slot_of(const struct store *store, const struct piece *pie
     }
 }
 
-/* Writes one row behind those of its rank and its slot beside it; returns 1, or 0 where no piece of that rank has room or the
- * slot is more than can be written. The pieces are in order of rank, have slots and one part and hold floats or bfloat16. */
-int append(struct store *store, const float *coef, int64_t rank, int64_t slot);
+/* Whether pieces have room for tokens of these ranks, and their slots can be written. Pieces are in order of rank. */
+int has_room(const struct store *store, const int64_t *ranks, int64_t tokens);
+
+/* Writes one row behind those of its rank and its slot beside it; returns 1, or 0 where it does not have room. The pieces are
+ * in order of rank, have slots and one part and hold floats or bfloat16. */
+int append(struct store *store, const float *coef, int64_t rank);
 
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
 
@@ -107,8 +112,8 @@ struct share { int64_t first, end; };
 
 /* The first token of a piece, none before `first`, that is in this slot or one after it. */
 static int64_t token_from(const struct store *store, const struct piece *piece, int64_t slot, int64_t first) {
-    if (!piece->slot) return slot < piece->count ? slot : piece->count;
-    int64_t end = piece->count;
+    if (!piece->slot) return slot < *piece->length ? slot : *piece->length;
+    int64_t end = *piece->length;
     while (first < end) {
         const int64_t middle = (first + end) / 2;
         if (slot_of(store, piece, middle) < slot)

@@ -1,6 +1,6 @@
-"""What a store holds, as compiled code reads it and appends to it.
+"""A store as compiled code reads it and appends to it.
 
-Shapes: P parts (1, or one for each KV head where heads are compressed apart), N tokens of a piece, Y numbers or bytes of a
+Shapes: P parts (1, or one for each KV head where heads are compressed apart), N tokens of a bucket, Y numbers or bytes of a
 row.
 """
 
@@ -12,28 +12,28 @@ from torch import Tensor
 
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_QUANTISED = {8: 2, 4: 3}
+_QUANTIZED = {8: 2, 4: 3}
 # The members of `struct piece` and `struct store` in store.h, in their order.
-_PIECE, _STORE = struct.Struct("9q"), struct.Struct("3q2iq")
-_COUNT = struct.calcsize("3q")  # where a piece's count is in it
+_PIECE, _STORE = struct.Struct("9q"), struct.Struct("4q2iq")
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
 
 class RankBucketView:
-    """Tokens of one rank; what is passed must not move while this is in use.
+    """Tokens of one rank; the tensors must not move while this is in use.
 
     Args:
         rows_PNY: their coefficients, (N, Y) or (P, N, Y), contiguous, with room to grow after each part's rows.
         rank: R, which is Y unless the rows are integers.
+        row_count: N, an int64 that compiled code reads when it is called.
         scale_PNS: of integers.
-        count: N, where there is room to grow.
         slot_N: where each is in the order that the mask's columns and places have, rising; contiguous, with room to grow.
             None where token n is at n.
         kind: of the rows, as in `store.h`.
-        group: of integers: coefficients that share a scale; 0 when all of a row do.
+        group_size: of integers: coefficients that share a scale; 0 when all of a row do.
     """
 
     def __init__(
@@ -41,22 +41,21 @@ class RankBucketView:
         rows_PNY: Tensor,
         *,
         rank: int,
+        row_count: ctypes.c_int64,
         scale_PNS: Tensor | None = None,
-        count: int | None = None,
         slot_N: Tensor | None = None,
         kind: int,
-        group: int = 0,
+        group_size: int = 0,
     ):
-        self.rank, self.kind, self.group = rank, kind, group
+        self.rank, self.kind, self.group_size = rank, kind, group_size
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
-        self._held = rows_PNY, scale_PNS, slot_N  # kept alive: addresses in them follow
-        room = rows_PNY.shape[-2]
+        self._keepalive = rows_PNY, scale_PNS, slot_N, row_count  # addresses in them follow
         self.members = _PIECE.pack(
             rows_PNY.data_ptr(),
             0 if scale_PNS is None else scale_PNS.data_ptr(),
             0 if slot_N is None else slot_N.data_ptr(),
-            room if count is None else count,
-            room if slot_N is None else min(room, slot_N.shape[0]),
+            ctypes.addressof(row_count),
+            rows_PNY.shape[-2],
             rank,
             rows_PNY.shape[-1] * rows_PNY.itemsize,
             rows_PNY.stride(0) * rows_PNY.itemsize,
@@ -67,24 +66,25 @@ class RankBucketView:
         return NOTHING
 
     @classmethod
-    def of(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "RankBucketView":
-        """Coefficients as a cache holds them."""
+    def from_coefficients(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "RankBucketView":
+        """Coefficients of one rank; `slot_N` as above."""
         rows_PNY, scale_PNS = coef.buffers()
         quantization = coef.quantization
         return cls(
             rows_PNY,
             rank=coef.rank,
+            row_count=coef.stored.row_count,
             scale_PNS=scale_PNS,
-            count=coef.length,
             slot_N=slot_N,
-            kind=KINDS[coef.dtype] if quantization is None else _QUANTISED[quantization.bits],
-            group=0 if quantization is None else quantization.group or 0,
+            kind=KINDS[coef.dtype] if quantization is None else _QUANTIZED[quantization.bits],
+            group_size=0 if quantization is None else quantization.group or 0,
         )
 
     @classmethod
-    def whole(cls, states_GTD: Tensor) -> "RankBucketView":
+    def from_full_rank(cls, states_GTD: GrowingTensor) -> "RankBucketView":
         """Keys, or values, at full rank, (G, N, D), contiguous."""
-        return cls(states_GTD, rank=states_GTD.shape[2], kind=KINDS[states_GTD.dtype])
+        buffer = states_GTD.buffer
+        return cls(buffer, rank=buffer.shape[2], row_count=states_GTD.row_count, kind=KINDS[buffer.dtype])
 
 
 def appends(dtype: torch.dtype, device: torch.device) -> bool:
@@ -93,34 +93,27 @@ def appends(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class StoreView:
-    """The pieces of one store, held in one way and in order of rank.
+    """The buckets of one store, all in one form and in order of rank.
 
     Args:
-        pieces: what the store holds; none to which nothing is appended and which are not attended over.
-        rank: the largest of the pieces, or more; with several parts as many as the decoder of each has rows.
+        buckets: those that have rows; none where nothing is appended and attended over.
+        rank: the largest of the buckets, or more; with several parts as many as the decoder of each has rows.
+        row_count: rows of all buckets, an int64 that compiled code raises when it appends; None where it never does.
     """
 
-    def __init__(self, pieces: list[RankBucketView], rank: int):
-        kind, slot_bytes, group = (pieces[0].kind, pieces[0].slot_bytes, pieces[0].group) if pieces else (0, 0, 0)
-        self._pieces = pieces  # kept alive: addresses in them follow
-        self._memory = ctypes.create_string_buffer(_STORE.size + len(pieces) * _PIECE.size)
+    def __init__(self, buckets: list[RankBucketView], rank: int, row_count: ctypes.c_int64 | None = None):
+        first = (buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size) if buckets else (0, 0, 0)
+        self._keepalive = buckets, row_count  # addresses in them follow
+        self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _PIECE.size)
         self.address = ctypes.addressof(self._memory)
-        store = _STORE.pack(self.address + _STORE.size, len(pieces), rank, kind, slot_bytes, group)
-        self._memory.raw = b"".join([store, *(piece.members for piece in pieces)])
+        count_address = 0 if row_count is None else ctypes.addressof(row_count)
+        store = _STORE.pack(self.address + _STORE.size, len(buckets), count_address, rank, *first)
+        self._memory.raw = b"".join([store, *(bucket.members for bucket in buckets)])
 
     def __reduce__(self) -> tuple:
         return NOTHING
 
-    def counts(self) -> list[int]:
-        """The tokens of each piece."""
-        places = range(_STORE.size + _COUNT, len(self._memory), _PIECE.size)
-        return [struct.unpack_from("q", self._memory, place)[0] for place in places]
-
-    def count_whole(self, count: int) -> None:
-        """There are so many tokens in the only piece, :meth:`RankBucketView.whole`."""
-        struct.pack_into("q", self._memory, _STORE.size + _COUNT, count)
-
-    def append(self, coef_address: int, rank: int, slot: int) -> bool:
-        """Write a row of `rank` coefficients and its slot behind those of its rank; False, and nothing is written, where
-        there is no room. Only where :func:`appends`, and pieces have one part and slots."""
-        return bool(library().append(self.address, coef_address, rank, slot))
+    def append(self, coef_address: int, rank: int) -> bool:
+        """Write a row of `rank` coefficients behind those of its rank; False, and nothing is written, if there is no room.
+        Only where :func:`appends`, and buckets have one part and slots."""
+        return bool(library().append(self.address, coef_address, rank))

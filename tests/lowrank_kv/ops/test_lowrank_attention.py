@@ -17,7 +17,7 @@ HEADS, GROUPS, HEAD_DIM = 6, 2, 16
 def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Generator) -> Operands:
     parts, width = (1, GROUPS * HEAD_DIM) if joint else (GROUPS, HEAD_DIM)
     return Operands(
-        Coefficients.of(torch.randn(parts, low, rank, generator=generator)),
+        Coefficients.from_rows(torch.randn(parts, low, rank, generator=generator)),
         torch.linalg.qr(torch.randn(parts, width, width, generator=generator)).Q[:, :, :rank],
         GrowingTensor(torch.randn(GROUPS, full, HEAD_DIM, generator=generator), dim=1),
     )
@@ -65,7 +65,7 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
 
 def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:
     full = GrowingTensor(held.full_GFD.to(dtype), dim=1)
-    return Operands(Coefficients.of(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
+    return Operands(Coefficients.from_rows(held.coef.rows().to(dtype)), held.basis_PWR.to(dtype), full)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -140,7 +140,9 @@ def test_the_cap_bounds_scores_before_the_mask():
     keys = operands(30, 10, 5, joint=True, generator=generator)
     # Values that tell the tokens apart: the output is the sum of the weights of low-rank and of full-rank tokens.
     ones = Operands(
-        Coefficients.of(torch.zeros(1, 30, 5)), keys.basis_PWR, GrowingTensor(torch.ones(GROUPS, 10, HEAD_DIM), dim=1)
+        Coefficients.from_rows(torch.zeros(1, 30, 5)),
+        keys.basis_PWR,
+        GrowingTensor(torch.ones(GROUPS, 10, HEAD_DIM), dim=1),
     )
     query = 100 * torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     share = attend(whichever, query, keys, ones, scaling=1.0, softcap=1e-4)

@@ -60,8 +60,8 @@ def operands(generator: torch.Generator, dtype: torch.dtype, quantization: Quant
 def test_a_key_that_is_no_number_is_not_passed_over(operation):
     generator = torch.Generator().manual_seed(0)
     keys, values = filled_store(100, generator, rank=WIDTH), filled_store(100, generator, rank=WIDTH)
-    [bucket] = keys.filled()
-    bucket.coef.rows()[40, 3] = torch.nan
+    [bucket] = keys.buckets()
+    bucket.rows()[40, 3] = torch.nan
     query, decoders = (
         torch.randn(HEADS, 1, HEAD_DIM, generator=generator),
         Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator)),

@@ -50,7 +50,7 @@ def attend_ragged(dtype: torch.dtype, *, pairs: bool = True) -> None:
 
 def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> None:
     held = Operands(
-        Coefficients.of(torch.randn(2, 20, 4).to(dtype)),
+        Coefficients.from_rows(torch.randn(2, 20, 4).to(dtype)),
         torch.randn(2, 16, 4).to(dtype),
         GrowingTensor(torch.randn(2, 3, 16).to(dtype), dim=1),
     )
