@@ -10,14 +10,14 @@ from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.paged_layer import PagedLayer
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.ops.triton.availability import has_kernels
-from lowrank_kv.stores.shared_page_pool import PagedMemory
+from lowrank_kv.stores.shared_page_pool import SharedPagePool
 from lowrank_kv.utils.errors import UserError
 
 
 class PagedDynaKVCache(DynaKVCache):
     """As :class:`DynaKVCache`, in memory that is taken once: `generate(past_key_values=PagedDynaKVCache.from_model(…))`."""
 
-    def __init__(self, model: PreTrainedModel, codecs: dict[int, LayerCodec], pages: PagedMemory):
+    def __init__(self, model: PreTrainedModel, codecs: dict[int, LayerCodec], pages: SharedPagePool):
         """
         Args:
             model: attached.
@@ -25,7 +25,9 @@ class PagedDynaKVCache(DynaKVCache):
             pages: of all of them.
         """
         self.pages = pages
-        super().__init__(model, {index: PagedLayer(codec, pages) for index, codec in codecs.items()})
+        first = min(codecs)
+        layers = {index: PagedLayer(codec, pages, is_first=index == first) for index, codec in codecs.items()}
+        super().__init__(model, layers)
         if self.history is not None:
             self.history.check_rotates_halves()
 
@@ -60,7 +62,7 @@ class PagedDynaKVCache(DynaKVCache):
         for is_wrong, what in refused:
             if is_wrong:
                 raise UserError(f"a paged cache does not serve {what}; use DynaKVCache.from_model(model)")
-        pages = PagedMemory(
+        pages = SharedPagePool(
             max_length=max_length,
             rate=rate,
             stores=2 * len(codecs),

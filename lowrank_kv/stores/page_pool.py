@@ -60,8 +60,8 @@ class PagePool:
         self.page_PNY = torch.zeros(pages, tokens, row[0], dtype=row[1], device=device)
         self.free_P = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device)
         self.free_count = torch.full((1,), pages, dtype=torch.int32, device=device)
-        # At least so many are free. The device alone knows how many are; asking it would make the host wait.
-        self._surely_free = pages
+        # A lower bound of `free_count`, without what is reserved: to read that number the host waits for the device.
+        self._min_free = pages
 
     @property
     def pages(self) -> int:
@@ -72,15 +72,18 @@ class PagePool:
         return self.page_PNY.device
 
     def reserve(self, count: int) -> None:
-        """Make sure that `count` pages can be taken; waits for the device only when its own account does not suffice.
+        """Make sure that `count` pages can be taken; waits for the device only if fewer may be free.
+
+        All pages that stores of this pool may take before the next call are reserved at once: the device, once it is asked,
+        says nothing of pages that have been reserved and not yet taken.
 
         Raises:
-            UserError: so many are not free.
+            UserError: fewer pages are free.
         """
-        if self._surely_free < count:
+        if self._min_free < count:
             self.check_free(count)
-            self._surely_free = int(self.free_count)
-        self._surely_free -= count
+            self._min_free = int(self.free_count)
+        self._min_free -= count
 
     def check_free(self, count: int, *, given_back: int = 0) -> None:
         """Raise :class:`UserError` unless so many pages are free once `given_back` more are; waits for the device."""
@@ -102,7 +105,7 @@ class PagePool:
         free, count = int(self.free_count), page_X.numel()
         self.free_P[free : free + count] = page_X.flatten().to(torch.int32)
         self.free_count += count
-        self._surely_free = free + count
+        self._min_free = free + count
 
     def pack(self, code_XR: Tensor) -> Tensor:
         """Coefficients or codes (…, R), R whole granules, as they lie in pages, (…, R / g, Y)."""

@@ -67,7 +67,6 @@ class PagedStore:
         if pool.quantization is not None:
             self.tile_scale_BSN2 = torch.zeros(batch, slots, pool.tokens, 2, dtype=SCALE_DTYPE, device=pool.device)
         self.open_BK = table(self.granules + 1, fill=NO_TILE)
-        self._longest = 0  # rows of the longest sequence, which the host can count by itself
 
     @property
     def slots(self) -> int:
@@ -79,7 +78,7 @@ class PagedStore:
     def append(self, coef_BTC: Tensor, rank_BT: Tensor) -> None:
         """Add T rows to each sequence; only the first ``rank_BT`` entries of a row are read and kept.
 
-        Waits for the device. A single token of each sequence is appended without by :mod:`lowrank_kv.ops.gated_append`.
+        Waits for the device. :mod:`lowrank_kv.ops.gated_append` appends a single token of each sequence without waiting.
 
         Args:
             coef_BTC: coefficients, any floating dtype.
@@ -129,7 +128,6 @@ class PagedStore:
                 table.copy_(table.gather(1, order_BS.view(*order_BS.shape, *[1] * (table.dim() - 2)).expand_as(table)))
         self.tiles_B.copy_((kept_BS > 0).sum(dim=1))
         self.length_B.copy_(length_B)
-        self._longest = int(self.length_B.max())
         self._find_open()
 
     def select(self, index_B: Tensor) -> None:
@@ -149,23 +147,6 @@ class PagedStore:
         for held in (self.length_B, self.tiles_B, self.tile_granules_BS, self.tile_rows_BS):
             held.zero_()
         self.open_BK.fill_(NO_TILE)
-        self._longest = 0
-
-    @property
-    def pages_of_one(self) -> int:
-        """The most pages that one more row of every sequence can take, whatever its rank."""
-        return self.batch * self.granules
-
-    def expect_one(self) -> None:
-        """A kernel will append one row to every sequence. The caller has reserved :attr:`pages_of_one` pages, for all
-        stores of the pool that are to have a row at once: the pool learns what is free from the device, which knows
-        nothing of pages that a kernel has been promised and has not taken yet.
-
-        Raises:
-            UserError: a sequence is at its `capacity`.
-        """
-        self._reserve_rows(1)
-        self._longest += 1
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -213,7 +194,10 @@ class PagedStore:
         granules_BT = granules_BT.long()
         position_BT = self.length_B[:, None] + present_BT.cumsum(dim=1) - 1
         count_B = present_BT.sum(dim=1)
-        self._reserve_rows(int((self.length_B + count_B).max()) - self._longest)
+        longest = int((self.length_B + count_B).max())
+        require(
+            longest <= self.capacity, "capacity", self.capacity, f"at least {longest}, the rows of the longest sequence"
+        )
         # How many rows of the same rank a row follows, in its open tile and beyond.
         is_one_BTK = torch.nn.functional.one_hot(granules_BT, self.granules + 1) * present_BT[..., None]
         before_BT = (is_one_BTK.cumsum(dim=1) - is_one_BTK).gather(2, granules_BT[..., None]).squeeze(2)
@@ -256,7 +240,6 @@ class PagedStore:
         self.open_BK.copy_(torch.where(fresh_BK > 0, first_BK + fresh_BK - 1, open_BK))
         self.tiles_B += fresh_BK.sum(dim=1)
         self.length_B += count_B
-        self._longest = int(self.length_B.max())
 
     def _rows(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """All rows by place: raw (B, T, K, Y), scales (B, T, 2) or None, granules (B, T), and which are there (B, T)."""
@@ -291,11 +274,3 @@ class PagedStore:
             first_of_BS = first_BS.masked_fill(self.tile_granules_BS != granules, NO_TILE)
             last_B, tile_B = first_of_BS.max(dim=1)
             self.open_BK[:, granules] = torch.where(last_B == NO_TILE, NO_TILE, tile_B.to(torch.int32))
-
-    def _reserve_rows(self, count: int) -> None:
-        require(
-            self._longest + count <= self.capacity,
-            "capacity",
-            self.capacity,
-            f"at least {self._longest + count}, the rows of the longest sequence",
-        )

@@ -16,8 +16,8 @@ from lowrank_kv.utils.errors import UserError
 _MAX_GRANULE = 64
 
 
-class PagedMemory:
-    """A pool of pages, taken once, when the first layer learns how many sequences there are, of what dtype and where.
+class SharedPagePool:
+    """A pool of pages, allocated once, when the first layer learns the number of sequences, their dtype and their device.
 
     Args:
         max_length: the most tokens a sequence will have.
@@ -60,16 +60,15 @@ class PagedMemory:
                 f"coefficients or a power of two more; set `granularity` to a multiple of {least}, e.g. "
                 f"dynakv.configure(model, granularity={least})"
             )
-        self.granule = granule
+        self.width, self.granule, self.granules = width, granule, width // granule
         self.pool: PagePool | None = None
-        self._granted = 0  # length of the text whose last tokens there are pages for
 
-    def store(self, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
-        """An empty store in the pages."""
+    def new_store(self, batch: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
+        """An empty store that takes its pages from here."""
         if self.pool is None:
             # Kernels of larger heads would spill with larger tiles; tiny pools (tests) would be all slack.
             tokens = 64 if self.max_length >= 1024 else 16
-            granules = width // self.granule
+            granules = self.granules
             tiles = -(-self.max_length // tokens)
             # Beside the room asked for, every rank may have a tile that is not full.
             pages = int(self.rate * tiles * granules) + 1 + granules * (granules + 1) // 2
@@ -81,29 +80,20 @@ class PagedMemory:
                 device=device,
                 quantization=self.quantization,
             )
-        return PagedStore(batch, width, capacity=self.max_length, pool=self.pool)
+        return PagedStore(batch, self.width, capacity=self.max_length, pool=self.pool)
 
-    def reserve_one(self, key: PagedStore, value: PagedStore, length: int) -> None:
-        """Make sure that there are pages for the token that makes a text so long, in these stores and in all others: a
-        token that does not fit is refused before the first layer has taken it.
+    def reserve_step(self, batch: int) -> None:
+        """Reserve pages for one more token of each of `batch` sequences in all stores. The first layer asks for it in every
+        step, so that a token that does not fit is refused before any layer has stored it.
 
         Raises:
             UserError: too few pages are free.
         """
-        if self._granted != length:
-            self.pool.reserve(self.stores * key.pages_of_one)
-            self._granted = length
-        for store in (key, value):
-            store.expect_one()
-
-    def forget_granted(self) -> None:
-        """Tokens are gone, and others will come in their places."""
-        self._granted = 0
+        self.pool.reserve(self.stores * batch * self.granules)
 
     def release(self) -> None:
-        """Give up the pages; stores made before hold nothing any more."""
+        """Give up the pages; stores made before hold no rows any more."""
         self.pool = None
-        self.forget_granted()
 
     def free_nbytes(self) -> int:
         """Bytes of the pages that hold nothing; waits for the device."""

@@ -21,7 +21,7 @@ from lowrank_kv.ops.paged_attention.triton import paged_attention
 from lowrank_kv.ops.triton.availability import launching_on
 from lowrank_kv.ops.triton.launch import rows_together
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.shared_page_pool import PagedMemory
+from lowrank_kv.stores.shared_page_pool import SharedPagePool
 from lowrank_kv.utils.dispatch_log import log_choice
 from lowrank_kv.utils.errors import UserError
 
@@ -37,9 +37,15 @@ class PagedLayer(CodecLayer):
     :class:`lowrank_kv.hf.cache.ragged_layer.RaggedLayer`.
     """
 
-    def __init__(self, codec: LayerCodec, memory: PagedMemory):
+    def __init__(self, codec: LayerCodec, shared_page_pool: SharedPagePool, *, is_first: bool):
+        """
+        Args:
+            codec: of this layer.
+            shared_page_pool: of all layers of the cache.
+            is_first: whether this is the first compressed layer, which reserves a step's pages for all of them.
+        """
         super().__init__(codec)
-        self.memory = memory
+        self.shared_page_pool, self.is_first = shared_page_pool, is_first
         self.key: PagedStore | None = None  # from the first token on
         self.value: PagedStore | None = None
         self.length = 0
@@ -48,8 +54,7 @@ class PagedLayer(CodecLayer):
     def start(self) -> None:
         super().start()
         self.key, self.value = (
-            self.memory.store(self.batch_size, codec.width, self.dtype, self.device)
-            for codec in (self.codec.key, self.codec.value)
+            self.shared_page_pool.new_store(self.batch_size, self.dtype, self.device) for _ in range(2)
         )
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
         log_choice("paged_attention", "triton", self.dtype, self.device)
@@ -76,16 +81,18 @@ class PagedLayer(CodecLayer):
     @torch.no_grad()
     def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
         length = self.length + key_BGQD.shape[2]
-        if length > self.memory.max_length:
+        max_length = self.shared_page_pool.max_length
+        if length > max_length:
             raise UserError(
-                f"`max_length` of the cache is {self.memory.max_length}, and the text has come to {length} tokens; make the "
-                f"cache with a larger one"
+                f"`max_length` of the cache is {max_length}, and the text has come to {length} tokens; make the cache with "
+                f"a larger one"
             )
         if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
             super().take(key_BGQD, value_BGQD, rope)
             return
         unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
-        self.memory.reserve_one(self.key, self.value, length)
+        if self.is_first:
+            self.shared_page_pool.reserve_step(self.batch_size)
         sides = zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True)
         with launching_on(self.device):
             for store, states, arguments in sides:
@@ -136,7 +143,6 @@ class PagedLayer(CodecLayer):
         return self.length
 
     def truncate(self, length: int) -> None:
-        self.memory.forget_granted()
         self.key.crop(length)
         self.value.crop(length)
         self.length = length
@@ -150,7 +156,7 @@ class PagedLayer(CodecLayer):
     def clear(self) -> None:
         super().clear()
         # The next text may come in another number of sequences; nothing may keep the pages of this one.
-        self.memory.release()
+        self.shared_page_pool.release()
         self.key = self.value = None
         self.length = 0
 
@@ -160,7 +166,7 @@ class PagedLayer(CodecLayer):
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
         twin = super().__deepcopy__(memo)
         # An empty layer's, too, which is not forked: the first of both would take the pages for both.
-        twin.memory = copy.deepcopy(self.memory, memo)
+        twin.shared_page_pool = copy.deepcopy(self.shared_page_pool, memo)
         return twin
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:

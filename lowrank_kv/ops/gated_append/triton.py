@@ -170,7 +170,8 @@ def gated_append(
 ) -> None:
     """One token of each sequence into the store at its own rank (DynaKV, section 3.2), without a word from the host.
 
-    The caller has made room (``PagedStore.expect_one``), which a CUDA graph cannot hold; the launch itself it can.
+    The caller makes sure that no sequence is at the store's `capacity` and reserves pages (:meth:`PagePool.reserve`); a CUDA
+    graph can record only the launch.
 
     Args:
         state_BC: joint keys before rotation, or values, in the dtype coefficients are rounded to.

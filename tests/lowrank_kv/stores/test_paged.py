@@ -118,7 +118,7 @@ def test_what_cannot_be_held_is_refused():
         paged.append(torch.zeros(BATCH, 40, WIDTH), torch.full((BATCH, 40), WIDTH))
     paged.append(torch.zeros(BATCH, 20, WIDTH), torch.full((BATCH, 20), WIDTH))
     with pytest.raises(UserError, match="0 of 8 are free"):
-        paged.pool.reserve(paged.pages_of_one)
+        paged.pool.reserve(1)
     with pytest.raises(UserError, match="`length` must be in 0..length, which is .20, 20."):
         paged.crop(21)
     with pytest.raises(UserError, match="`group_size` must be none"):

@@ -21,11 +21,6 @@ def new_store(batch, *, device, dtype=torch.float16, bits=None) -> PagedStore:
     return PagedStore(batch, WIDTH, capacity=80, pool=pool)
 
 
-def expect_one(store: PagedStore) -> None:
-    store.pool.reserve(store.pages_of_one)
-    store.expect_one()
-
-
 def weights(generator, dtype):
     basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator)).Q
     gate = torch.randn(WIDTH, WIDTH, generator=generator)
@@ -59,7 +54,7 @@ def test_equals_the_reference(device, generator, dtype, bits):
         store.append(prompt.to(device), torch.full((batch, 13), GRANULE, device=device))
     for _ in range(STEPS):
         state = torch.randn(batch, WIDTH, generator=generator).to(dtype)
-        expect_one(ours)
+        ours.pool.reserve(batch * ours.granules)
         gated_append(state.to(device), weight.to(device), bias.to(device), ours, **options)
         reference(state.to(device), weight.to(device), bias.to(device), plain, **options)
     assert ours.length_B.tolist() == [13 + STEPS] * batch
@@ -82,7 +77,7 @@ def test_pages_are_each_taken_once_by_many_sequences(device, generator):
     weight, bias = weights(generator, torch.float16)
     store = new_store(batch, device=device)
     for _ in range(2):
-        expect_one(store)
+        store.pool.reserve(batch * store.granules)
         state = torch.randn(batch, WIDTH, generator=generator).half()
         gated_append(state.to(device), weight.to(device), bias.to(device), store, threshold=0.3, granularity=GRANULE)
     granule = torch.arange(store.granules, device=device)
