@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.backends import Backend
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
 from lowrank_kv.hf.geometry import geometry_of
-from lowrank_kv.hf.rope import Rope
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.ops.softmax import join_sequences
@@ -32,7 +31,7 @@ class OjaKVLayer(SequenceLayer):
     def __init__(self, plan: Plan, index: int):
         super().__init__()
         self.plan, self.config, self.index = plan, plan.config, index
-        self._new: tuple[Tensor, Tensor] | None = None  # tokens of the running call, until they are attended
+        self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
     @property
     def rotates(self) -> bool:
@@ -59,7 +58,12 @@ class OjaKVLayer(SequenceLayer):
         bases = self.plan.pair(self.index, self.device)
         return OnlineSequence(bases, self.config, head_dim=self.head_dim, dtype=self.dtype, layer=self.index)
 
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
+        """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
+        places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
+        for b, sequence in enumerate(self.sequences):
+            present_Q = None if context.mask is None else _present(context.mask, b, places)
+            sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
         self._new = (key_BGQD, value_BGQD)
 
     def attend_cached(
@@ -68,9 +72,8 @@ class OjaKVLayer(SequenceLayer):
         """A prompt, and long chunks after it, run `inner` on exact or rebuilt states; a few queries at a time attend in
         the low-rank space, unless the configuration asks for rebuilding there, too."""
         (key, value), self._new = self._new, None
-        past, scaling, new_key = self.get_seq_length(), kwargs["scaling"], key
+        past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
-        self._append(key, value, mask, past)
         is_exact = self.config.prefill == "exact"
         # Few tokens after others, and after the prompt, may be drafts, whoever drives the cache.
         may_be_cropped = self.record_past or bool(past and is_few and past >= self.prompt_end)
@@ -121,11 +124,6 @@ class OjaKVLayer(SequenceLayer):
                 mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return torch.cat(outputs)
-
-    def _append(self, key: Tensor, value: Tensor, mask: Tensor | None, past: int) -> None:
-        for b, sequence in enumerate(self.sequences):
-            present_Q = None if mask is None else _present(mask, b, slice(past, past + key.shape[2]))
-            sequence.append(key[b], value[b], present_Q)
 
     def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
         for b, sequence in enumerate(self.sequences):

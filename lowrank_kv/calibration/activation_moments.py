@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.hf.attention import CONTEXT, has_compressors, prepare
+from lowrank_kv.hf.attention import PREPARED, has_compressors, prepare
 from lowrank_kv.hf.cache.layer import join_heads
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.rope import Rope
@@ -103,7 +103,7 @@ def observe(
 
     try:
         for index in geometry.layers:
-            getattr(modules[index], CONTEXT).observer = observer_of(index)
+            getattr(modules[index], PREPARED).observer = observer_of(index)
         with (
             torch.no_grad(),
             evaluating(model),
@@ -115,4 +115,4 @@ def observe(
                 bar.update(block_T.numel())
     finally:
         for index in geometry.layers:
-            getattr(modules[index], CONTEXT).observer = None
+            getattr(modules[index], PREPARED).observer = None

@@ -1,17 +1,16 @@
-"""The attention function compressed models run on, and the hook that hands it what transformers does not.
+"""The attention function that compressed models run on, and the hook that tells it of the running call.
 
 transformers calls a registered attention function with rotated q, k, v and a mask, but with neither the cache nor the
-rotation. A forward pre-hook on each attention module sees both; it leaves them for the attention function of the same call,
-in the same thread, so that threads may share a model. Where `torch.compile` compiles the model, decoded tokens go another
-way, :mod:`lowrank_kv.hf.compiled_ops`; what else both do is left out of its graphs.
+rotation. A forward pre-hook on each attention module sees both. It begins the call of the cache layer and adds an object to
+the module's keyword arguments, which modules pass on to their attention function; the object's `attend` finishes the call.
+Nothing of a call is kept on the model, so that threads may share it.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowrank_kv.hf.backends import Backend, backend, check_backend, default_backend
-from lowrank_kv.hf.compiled_ops import GraphHandle, attend_in_graph, is_number
+from lowrank_kv.hf.backends import backend, check_backend, default_backend
+from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
+from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.hf.rotary import rotary_function
@@ -28,48 +28,36 @@ from lowrank_kv.hf.unsupported_generation import allow_other_caches, refuse_othe
 from lowrank_kv.utils.errors import UserError
 
 ATTENTION_NAME = "lowrank_kv"
-CONTEXT = "lowrank_kv"  # attribute of an attention module that holds its AttentionContext
+PREPARED = "lowrank_kv"  # attribute of an attention module that holds its PreparedAttention
 TRANSFORM = "kv_compressor"  # submodule of an attention module that compresses k and v where there is no cache
+CALL = "lowrank_call"  # keyword argument of the attention function: how the running call attends
 
 Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
 
 
-class CacheLayer(Protocol):
-    """What the hook and the attention function ask of a compressed cache layer."""
-
-    number: Tensor
-    is_initialized: bool
-
-    def arm(self, rope: Rope | None) -> None:
-        """Take the rotation of the tokens about to be cached."""
-
-    def arm_in_graph(self, *call: Tensor | None) -> None:
-        """Leave the tokens about to be cached to an operation of a graph."""
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache new tokens."""
-
-    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any) -> tuple:
-        """Attention over everything cached."""
-
-
 @dataclasses.dataclass
-class AttentionContext(GraphHandle):
-    """What an attention module needs besides its weights."""
+class PreparedAttention(GraphHandle):
+    """What an attention module needs besides its weights.
+
+    Attributes:
+        module: the attention module.
+        is_compressible: whether a compressed cache may have a layer for this module.
+        apply_rotary: the family's rotary function; None for a family that has none.
+        hook: the handle of the module's pre-hook.
+        previous: name of the model's attention before it was prepared; it still runs underneath.
+        observer: is shown (q, rotated k, v, rope) of every uncached call, for calibration.
+    """
 
     module: nn.Module
-    is_compressible: bool  # whether a layer of a compressed cache may be this module's
+    is_compressible: bool
     apply_rotary: Callable | None
     hook: RemovableHandle
-    previous: str  # the model's attention before it was prepared, which still runs underneath
-    observer: Observer | None = None  # sees (q, rotated k, v, rope) of every uncached call, for calibration
-
-    def __post_init__(self) -> None:
-        self.register()
+    previous: str
+    observer: Observer | None = None
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing sees or changes keys and values where there is no compressed cache."""
+        """Whether nothing reads or changes keys and values where there is no compressed cache."""
         return self.observer is None and TRANSFORM not in self.module._modules
 
     def rope(self, embeddings: tuple[Tensor, Tensor] | None, position_BT: Tensor | None) -> Rope | None:
@@ -78,44 +66,50 @@ class AttentionContext(GraphHandle):
             return None
         return Rope(self.apply_rotary, *embeddings, position_BT=position_BT)
 
-    def cache(
-        self,
-        layer: CacheLayer,
-        key: Tensor,
-        value: Tensor,
-        embeddings: tuple[Tensor, Tensor] | None,
-        position_BT: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
-        """See :func:`lowrank_kv.hf.compiled_ops.cache_in_graph`."""
-        _boolean(mask)  # what is refused leaves the cache as it was
-        layer.arm(self.rope(embeddings, position_BT))
-        layer.update(key, value)
+    def call_context(
+        self, embeddings: tuple[Tensor, Tensor] | None, position_BT: Tensor | None, mask: Tensor | None
+    ) -> CallContext:
+        """The context of a call, from the arguments that transformers passes to an attention module.
 
-    def attend(self, layer: CacheLayer, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
-        """Attention over all that a cache layer holds."""
+        Raises:
+            UserError: the mask does more than hide tokens.
+        """
+        return CallContext(self.rope(embeddings, position_BT), _boolean(mask))
+
+    def attend(self, layer: CompressedLayer, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+        """Attention over all tokens of a cache layer."""
         return layer.attend(self.module, query, _boolean(mask), backend(self.previous), **kwargs)
 
 
-class _Call(threading.local):
-    """What an attention module's running call needs besides q, k and v; each thread has its own."""
+@dataclasses.dataclass(frozen=True)
+class _CachedCall:
+    """A call that attends over the tokens of a compressed cache layer."""
 
-    module: nn.Module | None = None
-    rope: Rope | None = None
-    layer: CacheLayer | None = None
+    layer: CompressedLayer
 
-    def begin(self, module: nn.Module, layer: CacheLayer | None, rope: Rope | None) -> None:
-        self.module, self.layer, self.rope = module, layer, rope
-
-    def take(self, module: nn.Module) -> tuple[CacheLayer | None, Rope | None]:
-        """The cache layer and the rotation of this module's call, which are kept no longer; a call that fails before this
-        leaves them until the thread's next."""
-        layer, rope = (self.layer, self.rope) if module is self.module else (None, None)
-        self.module = self.layer = self.rope = None
-        return layer, rope
+    @outside_graphs
+    def attend(
+        self, prepared: PreparedAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return prepared.attend(self.layer, query, mask, **kwargs)
 
 
-_call = _Call()
+@dataclasses.dataclass(frozen=True)
+class _UncachedCall:
+    """A call without a compressed cache, whose keys and values something observes or compresses."""
+
+    rope: Rope | None
+
+    @outside_graphs
+    def attend(
+        self, prepared: PreparedAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if prepared.observer is not None:
+            prepared.observer(query, key, value, self.rope)
+        transform = prepared.module._modules.get(TRANSFORM)
+        if transform is not None:
+            key, value = transform(key, value, self.rope)
+        return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 
 def has_compressors(model: PreTrainedModel) -> bool:
@@ -137,12 +131,12 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         check_backend(previous)
     compressible = geometry_of(model).layers
     for index, module in attention_modules(model).items():
-        if CONTEXT not in module.__dict__:
-            hook = module.register_forward_pre_hook(_arm, with_kwargs=True)
+        if PREPARED not in module.__dict__:
+            hook = module.register_forward_pre_hook(_begin_call, with_kwargs=True)
             # A model loaded from a full checkpoint never had another.
             underneath = default_backend(model) if previous == ATTENTION_NAME else previous
             rotary = rotary_function(module)
-            setattr(module, CONTEXT, AttentionContext(module, index in compressible, rotary, hook, underneath))
+            setattr(module, PREPARED, PreparedAttention(module, index in compressible, rotary, hook, underneath))
         else:
             _check_not_switched(module)
     if previous != ATTENTION_NAME:
@@ -160,48 +154,57 @@ def restore(model: PreTrainedModel) -> None:
     previous = None
     allow_other_caches(model)
     for module in attention_modules(model).values():
-        context: AttentionContext | None = module.__dict__.pop(CONTEXT, None)
-        if context is not None:
-            context.hook.remove()
-            previous = context.previous
+        prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
+        if prepared is not None:
+            prepared.hook.remove()
+            previous = prepared.previous
     if previous is not None:
         model.set_attn_implementation(previous)
 
 
-def _arm(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """The pre-hook of an attention module."""
     _check_not_switched(module)
-    context: AttentionContext = getattr(module, CONTEXT)
-    if not context.is_compressible:
-        return
-    filled = _filled_layer(module, kwargs)
-    layer = filled if hasattr(filled, "arm") else None
-    states = args[0] if args else kwargs.get("hidden_states")
-    # A prompt's attention may take anything, and to break off for it costs little.
-    is_decoded = filled is not None and filled.is_initialized and states.shape[1] == 1
-    in_graph = torch.compiler.is_compiling() and is_decoded
-    if in_graph and layer is not None:
-        cos, sin = kwargs.get("position_embeddings") or (None, None)
-        layer.arm_in_graph(context.number, cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask"))
-    elif not (in_graph and context.is_bare):
-        _arm_outside(module, layer, kwargs)
+    prepared: PreparedAttention = getattr(module, PREPARED)
+    if not prepared.is_compressible:
+        return None
+    name = "past_key_values" if "past_key_values" in kwargs else "layer_past"
+    layer = _compressed_layer(module, kwargs.get(name))
+    if layer is None:
+        if prepared.is_bare:
+            return None
+        kwargs[CALL] = _begin_uncached(prepared, kwargs)
+    elif torch.compiler.is_compiling() and layer.is_initialized and _num_tokens(args, kwargs) == 1:
+        # Other calls leave the graph: a prompt's attention may be of any kind, and a break costs it little.
+        kwargs[CALL] = kwargs[name] = GraphCall(kwargs[name], layer, prepared, kwargs)
+    else:
+        kwargs[CALL] = _begin_cached(prepared, layer, kwargs)
+    return args, kwargs
 
 
-def _filled_layer(module: nn.Module, kwargs: dict) -> Any:
-    """The layer, of whatever cache, that a module's call fills; None where there is none yet."""
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+def _compressed_layer(module: nn.Module, cache: Any) -> CompressedLayer | None:
+    """The layer of a compressed cache that a module's call fills; None for any other cache."""
     # A DynamicCache made without a config has no layers before their first tokens come.
-    layers = [] if cache is None else cache.layers
-    return layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    if cache is None or module.layer_idx >= len(cache.layers):
+        return None
+    layer = cache.layers[module.layer_idx]
+    return layer if isinstance(layer, CompressedLayer) else None
 
 
-@torch.compiler.disable
-def _arm_outside(module: nn.Module, layer: CacheLayer | None, kwargs: dict) -> None:
-    context: AttentionContext = getattr(module, CONTEXT)
-    rope = context.rope(kwargs.get("position_embeddings"), kwargs.get("position_ids"))
-    if layer is not None:
-        _boolean(kwargs.get("attention_mask"))  # what is refused leaves the cache as it was
-        layer.arm(rope)
-    _call.begin(module, layer, rope)
+def _num_tokens(args: tuple, kwargs: dict) -> int:
+    return (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+
+@outside_graphs
+def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
+    return _UncachedCall(prepared.rope(kwargs.get("position_embeddings"), kwargs.get("position_ids")))
+
+
+@outside_graphs
+def _begin_cached(prepared: PreparedAttention, layer: CompressedLayer, kwargs: dict) -> _CachedCall:
+    call = (kwargs.get(name) for name in ("position_embeddings", "position_ids", "attention_mask"))
+    layer.begin_call(prepared.call_context(*call))
+    return _CachedCall(layer)
 
 
 def _check_not_switched(module: nn.Module) -> None:
@@ -213,42 +216,28 @@ def _check_not_switched(module: nn.Module) -> None:
 
 
 def lowrank_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    lowrank_call: _CachedCall | _UncachedCall | GraphCall | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: (B, H, Q, D) queries → ((B, Q, H, D), None).
 
-    With a compressed cache layer it attends over what the layer holds. Without one it lets the module's compressor, if
-    there is one, replace key and value, and runs the model's own attention: this is the path of training and of
-    uncached evaluation.
+    With a compressed cache layer it attends over all tokens of the layer. Without one it lets the module's compressor, if
+    there is one, replace key and value, and runs the model's own attention; training and uncached evaluation go this way.
     """
-    context: AttentionContext | None = getattr(module, CONTEXT, None)
-    if context is None:
+    prepared: PreparedAttention | None = getattr(module, PREPARED, None)
+    if prepared is None:
         raise UserError(
             f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank_kv.hf.attention.prepare(model)"
         )
-    if is_number(key):
-        softcap = kwargs.get("softcap")
-        return attend_in_graph(key, context.number, query, attention_mask, kwargs["scaling"], softcap), None
-    # In a graph a decoded token's keys are more than itself where another cache has them.
-    is_another = torch.compiler.is_compiling() and context.is_bare and key.shape[2] > query.shape[2] == 1
-    if is_another or not context.is_compressible:
-        return backend(context.previous)(module, query, key, value, attention_mask, **kwargs)
-    return _attend_outside(context, query, key, value, attention_mask, **kwargs)
-
-
-@torch.compiler.disable
-def _attend_outside(
-    context: AttentionContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    layer, rope = _call.take(context.module)
-    if layer is not None:
-        return context.attend(layer, query, mask, **kwargs)
-    if context.observer is not None:
-        context.observer(query, key, value, rope)
-    transform = context.module._modules.get(TRANSFORM)
-    if transform is not None:
-        key, value = transform(key, value, rope)
-    return backend(context.previous)(context.module, query, key, value, mask, **kwargs)
+    if lowrank_call is None:
+        return backend(prepared.previous)(module, query, key, value, attention_mask, **kwargs)
+    return lowrank_call.attend(prepared, query, key, value, attention_mask, **kwargs)
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:

@@ -1,17 +1,17 @@
-"""A decoded token's way through a compressed cache as operations of a graph, for models that `torch.compile` compiles.
+"""How a decoded token reaches a compressed cache in a model that `torch.compile` compiles: as two operations of its graph.
 
-What a cache does is not for a graph: it grows, and its kernels are compiled already. But with a graph that breaks off three
-times a layer to let it be done a token takes half as long again (docs/log/compiled-decoding.md). So a graph calls two
-opaque operations, one where transformers updates the cache and one for the attention over it. They find the cache layer
-by number, because a graph takes tensors and outlives any one cache; in the place of the keys the first hands the second
-this number, so that nothing has to remember between the two, which may be in different graphs, whose cache it was.
+A graph cannot hold the work of a cache: a cache grows, and its kernels are compiled already. Breaking the graph off three
+times a layer makes a token take half as long again (docs/log/compiled-decoding.md). A graph therefore calls two opaque
+operations: :func:`cache_in_graph` where the attention module updates its cache, :func:`attend_in_graph` in place of its
+attention. They find the cache layer and the attention module by number, because a graph takes tensors and outlives caches.
 
-That a cache changes is not said of any argument. What an operation takes follows from what the one before gave, so that none
-can be left out, merged or moved before another.
+No argument is declared as changed. Instead each operation takes a result of the one before it, so that torch can neither
+leave one out nor merge or reorder them.
 
 Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim, E rotary dims.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -25,22 +25,31 @@ _numbered: WeakValueDictionary[int, "GraphHandle"] = WeakValueDictionary()
 
 
 class GraphHandle:
-    """An object that a graph's operation finds again by :attr:`number`, a tensor of one int64 on the CPU; a copy, and what
-    pickle loads, has one of its own."""
+    """An object that a graph's operations find by :attr:`number`, an int64 tensor () on the CPU. A copy, and an object that
+    pickle loads, has a number of its own."""
 
     number: Tensor
 
-    def register(self) -> None:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "GraphHandle":
+        self = super().__new__(cls)
         number = next(_numbers)
         _numbered[number] = self
         self.number = torch.tensor(number, device="cpu")
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: held for name, held in self.__dict__.items() if name != "number"}
+        return {name: value for name, value in self.__dict__.items() if name != "number"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.register()
+
+def outside_graphs(function: Callable) -> Callable:
+    """`torch.compiler.disable` for functions of every decoded token: uncompiled models do not pay for it."""
+    outside = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 def _operation(function: Callable[..., Tensor]) -> torch._ops.OpOverload:
@@ -57,7 +66,7 @@ def _operation(function: Callable[..., Tensor]) -> torch._ops.OpOverload:
 @_operation
 def cache_in_graph(
     layer: Tensor,
-    context: Tensor,
+    prepared: Tensor,
     key: Tensor,
     value: Tensor,
     cos: Tensor | None,
@@ -65,51 +74,74 @@ def cache_in_graph(
     position: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """Cache new tokens.
+    """Append new tokens to a cache layer.
 
     Args:
-        layer, context: numbers of the cache layer and of what its attention module needs.
+        layer, prepared: numbers of the cache layer and of the `PreparedAttention` of the module.
         key, value: (B, G, Q, D), keys rotated.
-        cos, sin, position: of these keys' rotation, (B or 1, Q, E) and (B or 1, Q); None where the family has none.
-        mask: (B, 1, Q, T) as transformers passes it, for a look at it before anything is cached.
+        cos, sin, position: the rotation of these keys, (B or 1, Q, E) and (B or 1, Q); None where the family has none.
+        mask: (B, 1, Q, T) as transformers passes it.
 
     Returns:
-        the layer's number in the keys' place: (B, G, Q, D) int64, on the CPU.
+        the layer's number.
     """
+    cache_layer = _numbered[layer.item()]
     embeddings = None if cos is None else (cos, sin)
-    # The graph may write over what it passes as soon as this is done, before the attention has seen it.
-    states = key.clone(), value.clone()
-    _numbered[context.item()].cache(_numbered[layer.item()], *states, embeddings, position, mask)
-    return torch.full(key.shape, layer.item(), device="cpu")
+    cache_layer.begin_call(_numbered[prepared.item()].call_context(embeddings, position, mask))
+    # The graph may overwrite its tensors when this returns, before the attention has read them.
+    cache_layer.update(key.clone(), value.clone())
+    return layer.clone()
 
 
 @torch.library.register_fake(cache_in_graph)
-def _(layer: Tensor, context: Tensor, key: Tensor, *_: Any) -> Tensor:
-    return torch.empty(key.shape, dtype=torch.int64, device="cpu")
-
-
-def is_number(key: Tensor) -> bool:
-    """Whether what stands in the keys' place came from :func:`cache_in_graph`."""
-    return key.dtype == torch.int64
+def _(layer: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(layer)
 
 
 @_operation
 def attend_in_graph(
-    layer: Tensor, context: Tensor, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    layer: Tensor, prepared: Tensor, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Attention over all that is cached, the newest tokens included: (B, H, Q, D) queries → (B, Q, H, D).
+    """Attention over all cached tokens, the newest included: (B, H, Q, D) queries → (B, Q, H, D).
 
     Args:
-        layer: what :func:`cache_in_graph` returned.
-        context: see there.
-        mask: (B, 1, Q, T) as transformers passes it.
+        layer: the result of :func:`cache_in_graph`.
+        prepared, mask: as there.
         scaling, softcap: of scores, as transformers passes them.
     """
-    [number] = layer[:1, :1, :1, :1].flatten().tolist()
-    scores = {"scaling": scaling, "softcap": softcap}
-    return _numbered[context.item()].attend(_numbered[number], query, mask, **scores)[0].contiguous()
+    cache_layer, module = _numbered[layer.item()], _numbered[prepared.item()]
+    return module.attend(cache_layer, query, mask, scaling=scaling, softcap=softcap)[0].contiguous()
 
 
 @torch.library.register_fake(attend_in_graph)
-def _(layer: Tensor, context: Tensor, query: Tensor, *_: Any) -> Tensor:
+def _(layer: Tensor, prepared: Tensor, query: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+
+
+class GraphCall:
+    """One call of an attention module in a graph. The module gets this in place of its cache and, by way of its keyword
+    arguments, so does the attention function: both call operations of the graph.
+
+    Args:
+        cache: the cache that the module was called with.
+        layer, prepared: the cache layer and the `PreparedAttention` of the module.
+        kwargs: the module's keyword arguments.
+    """
+
+    def __init__(self, cache: Any, layer: GraphHandle, prepared: GraphHandle, kwargs: dict[str, Any]):
+        self.cache, self.layer, self.prepared = cache, layer.number, prepared.number
+        cos, sin = kwargs.get("position_embeddings") or (None, None)
+        self.inputs = cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.layer = cache_in_graph(self.layer, self.prepared, key_states, value_states, *self.inputs)
+        return key_states, value_states
+
+    def attend(
+        self, prepared: GraphHandle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        scaling, softcap = kwargs["scaling"], kwargs.get("softcap")
+        return attend_in_graph(self.layer, self.prepared, query, mask, scaling, softcap), None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)

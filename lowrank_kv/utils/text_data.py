@@ -19,7 +19,9 @@ from lowrank_kv.utils.errors import UserError
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
 
-STREAMING_HELP = "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
+STREAMING_HELP = (
+    "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
+)
 
 # Imported by what reads: measuring on random tokens needs no `datasets`.
 if TYPE_CHECKING:

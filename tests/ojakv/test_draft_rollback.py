@@ -13,6 +13,7 @@ from methods import METHODS, calibration_of, tiny_model
 
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.backends import backend
+from lowrank_kv.hf.cache.layer import CallContext
 from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.hf.rotary import Rotary
@@ -67,11 +68,12 @@ class Reader:
 
         position = torch.arange(past, end)[None]
         cos_sin = self.rotary.cos_sin(position, self.key_GTD.dtype)
-        layer.arm(Rope(self.rotary.function, *cos_sin, position_BT=position))
+        rope = Rope(self.rotary.function, *cos_sin, position_BT=position)
+        mask = (torch.arange(end) <= position[0, :, None])[None, None]
+        layer.begin_call(CallContext(rope, mask))
         layer.update(joined(self.key_GTD, self.wrong[0]), joined(self.value_GTD, self.wrong[1]))
-        mask = torch.arange(end) <= position[0, :, None]
         query = joined(self.query_HTD, self.wrong_HTD)
-        output, _ = layer.attend(self.module, query, mask[None, None], backend("sdpa"), scaling=0.25)
+        output, _ = layer.attend(self.module, query, mask, backend("sdpa"), scaling=0.25)
         assert output.shape == (1, tokens + drafts, 4, 16)
         self.cache.crop(-drafts)
 

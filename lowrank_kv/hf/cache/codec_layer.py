@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lowrank_kv.codec import Encoded, LayerCodec, prefix_mask
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CompressedLayer, join_heads, split_heads
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext, CompressedLayer, join_heads, split_heads
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
@@ -44,16 +44,16 @@ class CodecLayer(CompressedLayer):
     def dense(self) -> tuple[Tensor, Tensor]:
         """Coefficients of the keys and of the values of all tokens, (B, T, C) each, zero beyond their ranks."""
 
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         is_prompt = not self.get_seq_length()
         if is_prompt and self.codec.exact_prefill:
             self._prompt = (key_BGQD, value_BGQD)
-        key, value = self._encoded(key_BGQD, value_BGQD, rope)
+        key, value = self._encoded(key_BGQD, value_BGQD, context.rope)
         self.store(key, value)
         # What coefficients give once they are rounded is in the store alone.
         if is_prompt and self._prompt is None and self.codec.quantization is None:
             kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
-            self._prompt = self._states(*kept, rope)
+            self._prompt = self._states(*kept, context.rope)
 
     def is_decoding(self, query: Tensor) -> bool:
         """Whether these (B, H, Q, D) queries are few and follow others. A prompt is attended as a prompt however short it

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 
 import abc
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from lowrank_kv.hf.backends import Backend
-from lowrank_kv.hf.compiled_ops import GraphHandle, cache_in_graph
+from lowrank_kv.hf.compiled_ops import GraphHandle, outside_graphs
 from lowrank_kv.hf.rope import Rope, RopeHistory
 from lowrank_kv.utils.errors import UserError
 
@@ -31,11 +32,25 @@ def split_heads(states_BTC: Tensor, head_dim: int) -> Tensor:
     return states_BTC.unflatten(2, (-1, head_dim)).transpose(1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class CallContext:
+    """What a layer needs to know of one call besides its queries, keys and values.
+
+    Attributes:
+        rope: the rotation of the call's tokens; None for a family that has none.
+        mask: boolean (B or 1, 1, Q, T), True where a query may see a token; None where only causality masks.
+    """
+
+    rope: Rope | None
+    mask: Tensor | None
+
+
 class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     """One layer of a compressed cache.
 
-    transformers calls :meth:`update` and then the attention function, which calls :meth:`attend`; what `update` returns
-    is only the new tokens, so a model that does not run the compressed attention is refused.
+    A call of an attention module takes three steps. Before it, the module's hook calls :meth:`begin_call`. The module gives
+    its new tokens to transformers' :meth:`update`, which calls :meth:`append`. The attention function calls :meth:`attend`,
+    which calls :meth:`attend_cached`. A method implements `append` and `attend_cached`.
     """
 
     is_compileable = False
@@ -44,12 +59,9 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     def __init__(self):
         super().__init__()
-        self.register()
         self.history: RopeHistory | None = None
         self._releases_history = False
-        self._rope: Rope | None = None
-        self._armed = False
-        self._graph_call: tuple[Tensor | None, ...] | None = None
+        self._pending_call: CallContext | None = None  # between begin_call and update
 
     def bind(self, history: RopeHistory | None, *, is_last: bool) -> None:
         """Take the cache's record of rotations; the last layer of a step drops its table of cos and sin."""
@@ -65,14 +77,21 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         """Make an empty state, now that :attr:`dtype`, :attr:`device`, :attr:`batch_size` and :attr:`head_dim` are known."""
 
     @abc.abstractmethod
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
-        """New tokens: rotated keys, values and, where the family has one, the rotation of these keys."""
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
+        """Store a call's new tokens: rotated keys and values. Where this raises, the layer is as it was."""
 
     @abc.abstractmethod
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attention of (B, H, Q, D) queries over all tokens, the newest included → ((B, Q, H, D), None)."""
+        """Attention of a call's (B, H, Q, D) queries over all tokens, the appended ones included → ((B, Q, H, D), None).
+
+        Args:
+            module: the attention module.
+            mask: as in :class:`CallContext`.
+            inner: the model's own attention, for exact or rebuilt keys and values.
+            kwargs: `scaling`, `softcap` and what else the module passes to its attention.
+        """
 
     @abc.abstractmethod
     def get_seq_length(self) -> int:
@@ -102,52 +121,42 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def expect_prompt(self, length: int) -> None:
         """A `generate()` begins, whose prompt ends at place `length`; most layers treat all tokens alike."""
 
-    # -- what the attention function calls ------------------------------------------------------------------------
+    # -- one call ---------------------------------------------------------------------------------------------------
 
-    def arm(self, rope: Rope | None) -> None:
-        self._rope, self._armed, self._graph_call = rope, True, None
+    def begin_call(self, context: CallContext) -> None:
+        """The next :meth:`update` appends the tokens of this call."""
+        self._pending_call = context
 
-    def arm_in_graph(self, *call: Tensor | None) -> None:
-        """For a call whose tokens an operation of a graph is to cache; `call` is what it takes besides these."""
-        self._graph_call = call
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size, self.head_dim = key_states.shape[0], key_states.shape[3]
-        self.start()
-        self.is_initialized = True
-
+    @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take rotated keys (B, G, Q, D) and values; returns them unchanged, for the attention function to ignore, or, in
-        a graph, this layer's number in the keys' place."""
-        if self._graph_call is not None:
-            (context, *call), self._graph_call = self._graph_call, None
-            return cache_in_graph(self.number, context, key_states, value_states, *call), value_states
-        # Marked so only where it matters: the mark costs every call of an uncompiled model, too.
-        update = self._update_outside if torch.compiler.is_compiling() else self._update
-        update(key_states, value_states)
-        return key_states, value_states
+        """Append rotated keys (B, G, Q, D) and values. Returns them unchanged; the attention function ignores them.
 
-    @torch.compiler.disable
-    def _update_outside(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._update(key_states, value_states)
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> None:
-        if not self._armed:
+        Raises:
+            UserError: no call was begun, as by a model that is not prepared, or it has another number of sequences.
+        """
+        context, self._pending_call = self._pending_call, None
+        if context is None:
             raise UserError(
                 "a compressed cache was given to a model that is not prepared for it; make the cache with "
                 "`from_model(model)` or attach the compressor to this very model first"
             )
-        rope, self._rope, self._armed = self._rope, None, False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise UserError(
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
-        if self.rotates and rope is not None:
-            rope = self.history.extend(rope, self.get_seq_length() + key_states.shape[2])
-        self.take(key_states, value_states, rope)
+        if self.rotates and context.rope is not None:
+            rope = self.history.extend(context.rope, self.get_seq_length() + key_states.shape[2])
+            context = CallContext(rope, context.mask)
+        self.append(key_states, value_states, context)
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.head_dim = key_states.shape[0], key_states.shape[3]
+        self.start()
+        self.is_initialized = True
 
     def attend(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
@@ -177,11 +186,11 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     def check_crop(self, length: int) -> None:
         """Raise :class:`UserError` where the first `length` tokens cannot be kept alone."""
-        held = self.get_seq_length()
-        if not 0 <= length <= held:
+        tokens = self.get_seq_length()
+        if not 0 <= length <= tokens:
             raise UserError(
-                f"`tokens_to_remove` is {length - held}, but the cache holds {held} tokens: it must be between −{held} and "
-                f"0, and −5 forgets the last five"
+                f"`tokens_to_remove` is {length - tokens}, but the cache holds {tokens} tokens: it must be between "
+                f"−{tokens} and 0, and −5 forgets the last five"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lowrank_kv.codec import Codec, Encoded, LayerCodec
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
-from lowrank_kv.hf.cache.layer import join_heads
-from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.cache.layer import CallContext, join_heads
 from lowrank_kv.ops.gated_append.triton import gated_append
 from lowrank_kv.ops.gated_append.weights import append_weights
 from lowrank_kv.ops.paged_attention.triton import paged_attention
@@ -79,7 +78,7 @@ class PagedLayer(CodecLayer):
     # -- new tokens -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         length = self.length + key_BGQD.shape[2]
         max_length = self.shared_page_pool.max_length
         if length > max_length:
@@ -88,9 +87,9 @@ class PagedLayer(CodecLayer):
                 f"a larger one"
             )
         if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
-            super().take(key_BGQD, value_BGQD, rope)
+            super().append(key_BGQD, value_BGQD, context)
             return
-        unrotated = key_BGQD if rope is None else rope.unrotate(key_BGQD)
+        unrotated = key_BGQD if context.rope is None else context.rope.unrotate(key_BGQD)
         if self.is_first:
             self.shared_page_pool.reserve_step(self.batch_size)
         sides = zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True)

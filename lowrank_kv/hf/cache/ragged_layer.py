@@ -14,9 +14,8 @@ from lowrank_kv.codec import Codec, Encoded
 from lowrank_kv.eviction import fixed_by, top_scores
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
-from lowrank_kv.hf.rope import Rope
 from lowrank_kv.ops.native.ragged_table import append_few, table_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -97,14 +96,14 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         SequenceLayer.start(self)
         CodecLayer.start(self)
 
-    def take(self, key_BGQD: Tensor, value_BGQD: Tensor, rope: Rope | None) -> None:
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         new = None
         if self._encoder is not None and self.codec.quantization is None and self.get_seq_length():
             # Every decoded token is appended by the call that encodes it.
             targets = [(table_of(each.key), table_of(each.value)) for each in self.sequences]
-            new = self._encode_compiled(key_BGQD, value_BGQD, rope, targets)
+            new = self._encode_compiled(key_BGQD, value_BGQD, context.rope, targets)
         if new is None:
-            super().take(key_BGQD, value_BGQD, rope)
+            super().append(key_BGQD, value_BGQD, context)
         elif new.are_stored:
             for sequence in self.sequences:
                 sequence.note_appended()
