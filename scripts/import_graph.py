@@ -1,7 +1,7 @@
 """Which part of the project imports which, read from the sources' own import statements.
 
-A part is a top-level package, or a subpackage or module at the top of the core (``lowrank_kv.stores``, ``lowrank_kv.codec``,
-``lowrank_kv.hf.cache``). Nothing is imported to find out.
+A part is a top-level package, or a subpackage or module at the top of the core (``lowrank_kv.stores``, ``lowrank_kv.codec``).
+Nothing is imported to find out.
 """
 
 import ast
@@ -55,7 +55,7 @@ def part_of(module: str) -> str:
     parts = module.split(".")
     if parts[0] != CORE:
         return parts[0]
-    return ".".join(parts[:3] if parts[1:3] == ["hf", "cache"] else parts[:2])
+    return ".".join(parts[:2])
 
 
 def part_graph(root: Path) -> Graph:
