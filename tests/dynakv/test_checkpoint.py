@@ -217,7 +217,7 @@ def test_settings_of_serving_may_differ_from_training(tmp_path):
         assert served(ids, use_cache=True).past_key_values.rate == rates["model"]
     for overrides, message in (
         ({"decoder": "orthogonal"}, "decoder"),
-        ({"storge": "int8"}, "did you mean `cache_dtype`"),
+        ({"cache_dtyp": "int8"}, "did you mean `cache_dtype`"),
     ):
         fresh = tiny_model()
         with pytest.raises(UserError, match=message):
