@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import dynakv
 from benchmarks.harness import count, interleaved_ms, use_device, write_results
-from dynakv.objective import objective, retain_rates
+from dynakv.objective import RateRecorder, objective
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model
 from lowrank_kv.utils import cli
@@ -57,7 +57,9 @@ def main(argv: list[str]) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=1e-6)
 
     def learn() -> None:
-        objective(loss_of(compressed, ids, input_ids=ids), retain_rates(compressed), 4.0).backward()
+        with RateRecorder(compressed) as recorder:
+            loss = loss_of(compressed, ids, input_ids=ids)
+        objective(loss, recorder.rates(), 4.0).backward()
 
     def passes() -> None:
         optimizer.zero_grad()

@@ -4,7 +4,6 @@ Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
 import copy
-import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +21,6 @@ from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.rope import Rope
 
 
-@dataclasses.dataclass
-class RetainRate:
-    """Shares of coefficients kept in one forward pass: `soft` is the mean mask and carries gradients, `hard` what the
-    threshold would keep, after rounding; outside training, `rank_BT` is what each token keeps."""
-
-    soft: Tensor
-    hard: Tensor
-    rank_BT: Tensor | None = None
-
-
 class TokenCompressor(nn.Module):
     """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
 
@@ -42,7 +31,6 @@ class TokenCompressor(nn.Module):
         self.gate = NestedRank(width) if config.rank_policy == "nested" else Gate(width)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
-        self.rate: RetainRate | None = None
 
     def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -55,39 +43,37 @@ class TokenCompressor(nn.Module):
         self.projection.initialize(basis.basis_CC, basis.inverse_CC)
         self.gate.initialize_at(basis.energy_C, rank, self.config.threshold)
 
-    def train(self, mode: bool = True) -> "TokenCompressor":
-        # A rate that carries a graph would forbid copying the model once training is over.
-        self.rate = None
-        return super().train(mode)
+    def forward(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compress and rebuild states without a cache: as trained in training mode, as stored at inference otherwise.
 
-    def forward(self, states_BTC: Tensor) -> Tensor:
-        """Compressed and rebuilt states, same shape and dtype: as trained on in training, as served otherwise.
+        Args:
+            states_BTC: joint keys (before rotation) or values, floating point.
 
-        The pass's retain rate is left in :attr:`rate`.
+        Returns:
+            the rebuilt states, same shape and dtype; the mean soft mask, a scalar that carries gradients; the mean share of
+            coefficients that the threshold keeps after rounding, a scalar that does not. The two rates are equal where
+            there is no soft mask, and fp32 (fp64 in training on fp64 states).
         """
         if self.training:
             return self._train_on(states_BTC)
         coef_BTC, rank_BT = self.encode(states_BTC)
-        hard = rank_BT.float().mean() / self.width
-        self.rate = RetainRate(hard, hard, rank_BT)
-        return (coef_BTC * prefix_mask(rank_BT, self.width)) @ self.decoder(states_BTC.dtype, states_BTC.device)
+        rate = rank_BT.float().mean() / self.width
+        decoder_CC = self.decoder(states_BTC.dtype, states_BTC.device)
+        return (coef_BTC * prefix_mask(rank_BT, self.width)) @ decoder_CC, rate, rate
 
-    def _train_on(self, states_BTC: Tensor) -> Tensor:
+    def _train_on(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
         if isinstance(self.gate, NestedRank):
             rank = self.gate.drawn
             rate = basis_CC.new_tensor(rank / self.width, dtype=torch.float32)
-            self.rate = RetainRate(rate, rate)
-            return states_BTC @ basis_CC[:, :rank] @ decoder_CC[:rank]
+            return states_BTC @ basis_CC[:, :rank] @ decoder_CC[:rank], rate, rate
         truncation = Truncation(
             threshold=self.config.threshold,
             granularity=self.config.granularity,
             on_hard_mask=self.train_on_hard_mask,
         )
         gate_CC, gate_C = self.gate.affine(states_BTC.dtype)
-        rebuilt_BTC, *rate = gated_reconstruction(states_BTC, basis_CC, decoder_CC, gate_CC, gate_C, truncation)
-        self.rate = RetainRate(*rate)
-        return rebuilt_BTC
+        return gated_reconstruction(states_BTC, basis_CC, decoder_CC, gate_CC, gate_C, truncation)
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
@@ -129,12 +115,19 @@ class LayerCompressor(nn.Module):
         self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
         self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
 
-    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """Compressed and rebuilt (rotated keys, values) of a pass without a cache."""
+    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compress and rebuild the rotated keys and the values of a pass without a cache.
+
+        Returns:
+            rebuilt keys and values, same shapes and dtypes; soft and hard retain rates of (keys, values), each (2,), which
+            :class:`dynakv.objective.RateRecorder` records.
+        """
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_BGTD = split_heads(self.key(join_heads(unrotated)), self.head_dim)
-        value_BGTD = split_heads(self.value(join_heads(value_BGTD)), self.head_dim)
-        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
+        key_BTC, *key_rates = self.key(join_heads(unrotated))
+        value_BTC, *value_rates = self.value(join_heads(value_BGTD))
+        soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
+        key_BGTD, value_BGTD = split_heads(key_BTC, self.head_dim), split_heads(value_BTC, self.head_dim)
+        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD, soft_2, hard_2
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""

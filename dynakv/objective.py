@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
+from dynakv.compressor import LayerCompressor
 
 
 @dataclasses.dataclass
@@ -31,14 +32,48 @@ class RetainRates:
         return float(self.hard_L2.mean())
 
 
-def retain_rates(model: PreTrainedModel) -> RetainRates:
-    """The rates of the model's latest uncached pass, in order of the layers."""
-    sides = [(layer.key.rate, layer.value.rate) for layer in compressors(model).values()]
-    device = sides[0][0].soft.device
-    return RetainRates(
-        soft_L2=torch.stack([torch.stack([side.soft.to(device) for side in pair]) for pair in sides]),
-        hard_L2=torch.stack([torch.stack([side.hard.to(device) for side in pair]) for pair in sides]),
-    )
+class RateRecorder:
+    """Context that records the retain rates of an uncached pass, as auxiliary losses of mixture-of-experts models are.
+
+        with RateRecorder(model) as recorder:
+            loss = model(ids, labels=ids).loss
+        objective(loss, recorder.rates(), alpha).backward()
+
+    Retain rates are outputs of the compressors, and forward hooks record them. An engine that gathers a module's parameters
+    when the backward pass reaches the module's outputs (ZeRO-3) therefore gathers them for the rates, too. The second
+    forward pass of recomputed activations runs in the backward pass, outside of the context, and is not recorded.
+
+    Args:
+        model: with compressors.
+
+    Raises:
+        UserError: the model has no compressors.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._layers = list(compressors(model).values())
+        self._recorded: dict[LayerCompressor, tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> "RateRecorder":
+        self._hooks = [layer.register_forward_hook(self._record) for layer in self._layers]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _record(self, layer: LayerCompressor, arguments: tuple, outputs: tuple[Tensor, ...]) -> None:
+        *_, soft_2, hard_2 = outputs
+        self._recorded[layer] = soft_2, hard_2
+
+    def rates(self) -> RetainRates:
+        """The rates of the latest pass, in order of the layers, on the first layer's device."""
+        soft, hard = zip(*(self._recorded[layer] for layer in self._layers), strict=True)
+        device = soft[0].device
+        return RetainRates(
+            soft_L2=torch.stack([soft_2.to(device) for soft_2 in soft]),
+            hard_L2=torch.stack([hard_2.to(device) for hard_2 in hard]),
+        )
 
 
 def objective(task: Tensor, rates: RetainRates, alpha: float, *, floor: float = 0.0, key_cost: float = 1.0) -> Tensor:

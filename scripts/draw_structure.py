@@ -35,7 +35,7 @@ WHAT = {
     "benchmarks": "speed, as ratios",
     "scripts": "commands of a checkout",
 }
-BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 196, 58, 26, 46, 20
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 224, 58, 26, 46, 20
 COLORS = {True: ("#e8f0fe", "#3b6fc4"), False: ("#fdf3e1", "#b7791f")}  # of the core's parts, and of the others
 
 

@@ -38,7 +38,7 @@ def uncompressed(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """Logits of the uncompressed model for the inputs of a pass, (B, T, V), without dropout."""
-    # Compressors are set aside first, and so keep their mode and the rates of their last pass.
+    # Compressors are set aside first, and so keep their mode.
     with uncompressed(model), evaluating(model):
         return model(**inputs, use_cache=False).logits
 

@@ -134,9 +134,6 @@ class Engine:
             # DeepSpeed reduces such a group's gradients when those of its inputs are there, or at once if inputs have none,
             # as behind a frozen embedding.
             model.enable_input_require_grads()
-            for module in model.modules():
-                if isinstance(module, LayerCompressor):
-                    module.register_forward_hook(_carry_rates)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
         self.parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
@@ -261,40 +258,6 @@ class Engine:
             }
         if self.stage != 3:
             zero._lazy_init_hp_params_optimizer_state()
-
-
-def _carry_rates(module: LayerCompressor, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """A forward hook for ZeRO-3, which gathers a module's parameters when backward reaches the module's output.
-
-    Retain rates leave the compressor beside its output, so that backward would come to its parameters by another way and
-    find them released. The rates are therefore cut off as leaves, and their gradients come in through the output.
-    """
-    sides = (module.key, module.value)
-    if not sides[0].rate.soft.requires_grad:
-        return None
-    attached = [side.rate.soft for side in sides]
-    leaves = [soft.detach().requires_grad_() for soft in attached]
-    for side, leaf in zip(sides, leaves, strict=True):
-        side.rate.soft = leaf
-    key, value = output
-    return _CarryRates.apply(key, leaves, *attached), value
-
-
-class _CarryRates(torch.autograd.Function):
-    """The identity on its first argument; its backward hands the leaves' gradients to the rates they were cut from.
-
-    The objective is computed from the leaves after the forward pass, and autograd runs the newest nodes first, so their
-    gradients are complete before backward reaches the model.
-    """
-
-    @staticmethod
-    def forward(ctx, output: Tensor, leaves: list[Tensor], *attached: Tensor) -> Tensor:
-        ctx.leaves = leaves
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None, *(leaf.grad for leaf in ctx.leaves)
 
 
 def _threads(world: int) -> int:

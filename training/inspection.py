@@ -4,14 +4,19 @@ Shapes: B batch, T tokens of the sentence, L compressed layers, C joint width; 2
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dynakv
+from dynakv.compressor import TokenCompressor
 from dynakv.gate import Gate, entropy
-from lowrank_kv.utils.eval_mode import evaluating
+from lowrank_kv.bases.hard_rank import hard_rank
+
+from .data import Batch
+from .validation import run_uncached
 
 # The sentence of the DynaKV paper's Figures 4 and 5.
 SENTENCE = (
@@ -63,29 +68,25 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
         sentence_T: token ids, int64.
     """
     layers = list(dynakv.compressors(model).values())
+    sides = {side.gate: side for side in dynakv.token_compressors(model)}
+    ranks: dict[nn.Module, Tensor] = {}
     entropies: dict[nn.Module, Tensor] = {}
 
-    def record(gate: nn.Module, arguments: tuple, cumulative_BTC: Tensor) -> None:
-        entropies[gate] = entropy(cumulative_BTC).mean()
+    def record(gate: nn.Module, arguments: tuple, output: Tensor) -> None:
+        if isinstance(gate, Gate):
+            entropies[gate] = entropy(output).mean()
+            output = hard_rank(output, sides[gate].config.threshold, sides[gate].config.granularity)
+        ranks[gate] = output[0]
 
-    def of_sides(read) -> Tensor:
+    def of_sides(read: Callable[[TokenCompressor], Tensor]) -> Tensor:
         return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
 
     # Before the pass: a sharded model's parameters are released by its modules, one by one.
     condition_L2 = of_sides(lambda side: torch.tensor(side.projection.condition()))
     inversion_error_L2 = of_sides(lambda side: torch.tensor(side.projection.inversion_error()))
-    gates = [side.gate for side in dynakv.token_compressors(model) if isinstance(side.gate, Gate)]
-    hooks = [gate.register_forward_hook(record) for gate in gates]
-    try:
-        with evaluating(model):
-            model.base_model(input_ids=sentence_T[None].to(model.device), use_cache=False)
-            # A compressor that changes its mode forgets the rate of its last pass.
-            rate_L2T = of_sides(lambda side: side.rate.rank_BT[0] / side.width)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_uncached(model, [Batch.of(sentence_T[None], None)], dict.fromkeys(sides, record))
     return Inspection(
-        rate_L2T=rate_L2T,
+        rate_L2T=of_sides(lambda side: ranks[side.gate] / side.width),
         entropy_L2=of_sides(lambda side: entropies[side.gate]) if entropies else None,
         condition_L2=condition_L2,
         inversion_error_L2=inversion_error_L2,

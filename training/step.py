@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynakv.objective import RetainRates, objective, retain_rates
+from dynakv.objective import RateRecorder, RetainRates, objective
 from lowrank_kv.utils.errors import UserError
 
 from .data import Batch
@@ -62,13 +62,14 @@ def optimizer_step(
         with engine.one_pass(last=last):
             with engine.computing():
                 teacher = teacher_logits(engine.model, batch.inputs) if weights.distillation else None
-                logits = _logits(engine, batch, watch, number)
+                with RateRecorder(engine.model) as recorder:
+                    logits = _logits(engine, batch, watch, number)
             cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
             kl = torch.zeros_like(cross_entropy)
             if teacher is not None:
                 kl = share * summed_kl(logits, teacher, batch.targets)
             task = weights.cross_entropy * cross_entropy + weights.distillation * kl
-            rates = _global_rates(engine, retain_rates(engine.model))
+            rates = _global_rates(engine, recorder.rates())
             loss = objective(task, rates, alpha, floor=rate.layer_floor, key_cost=rate.key_cost)
             engine.backward(loss, last=last)
         sums += torch.stack([loss, cross_entropy, kl]).detach().float()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from dynakv.objective import retain_rates
+from dynakv.objective import RateRecorder
 from lowrank_kv.utils.eval_mode import evaluating
 
 from .data import Batch
@@ -22,14 +22,14 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
         ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted.
     """
     loss, predicted, rates = 0.0, 0, []
-    with evaluating(model):
+    with evaluating(model), RateRecorder(model) as recorder:
         for batch in batches:
             batch = batch.to(model.device)
             logits = model(**batch.inputs, use_cache=False).logits
             targets = batch.targets.flatten()
             loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
             predicted += int((targets >= 0).sum())
-            rates.append(retain_rates(model).hard)
+            rates.append(recorder.rates().hard)
     return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}
 
 

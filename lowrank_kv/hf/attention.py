@@ -108,7 +108,7 @@ class _UncachedCall:
             prepared.observer(query, key, value, self.rope)
         transform = prepared.module._modules.get(TRANSFORM)
         if transform is not None:
-            key, value = transform(key, value, self.rope)
+            key, value, *_ = transform(key, value, self.rope)  # its other outputs are read by hooks
         return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 

@@ -81,7 +81,8 @@ def check_length(model: PreTrainedModel, length: int, key: str) -> None:
 def recompute_activations(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass instead of keeping them.
 
-    Only the non-reentrant form keeps the graph of what a compressor leaves aside in its forward pass (its retain rate).
+    Only the non-reentrant form keeps the graph of tensors that leave a decoder layer otherwise than as its output, as the
+    retain rates of a compressor do.
     """
     # Renamed between 5.17 and 5.23; the old name warns in the newer one.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -13,7 +13,7 @@ import dynakv
 from dynakv.compressor import LayerCompressor
 from dynakv.config import DynaKVConfig
 from dynakv.gate import Gate, soft_mask
-from dynakv.objective import RateController, objective, retain_rates
+from dynakv.objective import RateController, RateRecorder, objective
 from dynakv.projection import Projection
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.hf.cache.layer import join_heads
@@ -103,8 +103,9 @@ def test_gradients_reach_every_parameter(mask):
     for layer in dynakv.compressors(model).values():
         layer.key.train_on_hard_mask = layer.value.train_on_hard_mask = mask == "straight_through"
     ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
-    loss = model(ids, labels=ids).loss
-    objective(loss, retain_rates(model), 4.0).backward()
+    with RateRecorder(model) as recorder:
+        loss = model(ids, labels=ids).loss
+    objective(loss, recorder.rates(), 4.0).backward()
     for layer in dynakv.compressors(model).values():
         for name, parameter in layer.named_parameters():
             assert parameter.grad is not None, name
@@ -119,7 +120,9 @@ def test_gradients_are_the_same_with_checkpointing():
         if checkpointing:
             recompute_activations(model)
         ids = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(0))
-        objective(model(ids, labels=ids).loss, retain_rates(model), 4.0).backward()
+        with RateRecorder(model) as recorder:
+            loss = model(ids, labels=ids).loss
+        objective(loss, recorder.rates(), 4.0).backward()
         return [p.grad for layer in dynakv.compressors(model).values() for p in layer.parameters()]
 
     for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
@@ -140,10 +143,11 @@ def test_reported_rates_are_those_of_the_masks():
     make_cache = dynakv_model(model, 0.4)
     ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(ids, use_cache=False)
+        with RateRecorder(model) as recorder:
+            model(ids, use_cache=False)
         cache = make_cache()
         model(ids, past_key_values=cache)
-    hard = retain_rates(model).hard
+    hard = recorder.rates().hard
     stores = [store for layer in cache.layers for one in layer.sequences for store in (one.key, one.value)]
     stored = [store.ranks().float().mean() / 32 for store in stores]
     assert hard == pytest.approx(float(torch.stack(stored).mean()), abs=1e-6)
@@ -154,10 +158,13 @@ def test_objective_is_equation_9():
     dynakv_model(model, 0.4)
     model.train()
     ids = torch.randint(1, 97, (1, 20), generator=torch.Generator().manual_seed(0))
-    cross_entropy = model(ids, labels=ids).loss
-    rates = retain_rates(model)
-    soft = torch.stack([s.rate.soft for la in dynakv.compressors(model).values() for s in (la.key, la.value)]).mean()
-    torch.testing.assert_close(objective(cross_entropy, rates, 3.0), cross_entropy + 3.0 * soft**2)
+    masks = {}
+    for side in dynakv.token_compressors(model):
+        side.register_forward_hook(lambda side, arguments, outputs: masks.update({side: outputs[1]}))
+    with RateRecorder(model) as recorder:
+        cross_entropy = model(ids, labels=ids).loss
+    soft = torch.stack(list(masks.values())).mean()
+    torch.testing.assert_close(objective(cross_entropy, recorder.rates(), 3.0), cross_entropy + 3.0 * soft**2)
 
 
 def test_controller_settles_at_the_target():

@@ -10,7 +10,7 @@ from training_runs import merged, rows, train_here
 
 import dynakv
 from dynakv.gate import Gate
-from dynakv.objective import retain_rates
+from dynakv.objective import RateRecorder, RetainRates
 from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.pca import pca_basis
 from lowrank_kv.calibration.calibration import Calibration
@@ -32,6 +32,12 @@ GRADIENT = {
 
 def ids(count: int = 3, length: int = 21) -> torch.Tensor:
     return torch.randint(1, 97, (count, length), generator=torch.Generator().manual_seed(5))
+
+
+def rates_of(model) -> RetainRates:
+    with RateRecorder(model) as recorder:
+        model(input_ids=ids(), use_cache=False)
+    return recorder.rates()
 
 
 def moments_of(model, blocks):
@@ -274,15 +280,10 @@ def test_attaching_spreads_ranks_by_the_estimated_loss():
     dynakv.initialize_from_gradients(model, moments, gradients, 0.5)
     dynakv.use_ragged_cache(model)
     assert model(input_ids=ids(), use_cache=True).past_key_values.rate == pytest.approx(0.5, abs=0.05)
-    model(input_ids=ids(), use_cache=False)
-    rates = {
-        (index, side): float(getattr(layer, side).rate.hard)
-        for index, layer in dynakv.compressors(model).items()
-        for side in SIDES
-    }
-    assert len(set(rates.values())) > 3
-    assert min(rates, key=rates.get) == (2, "key")
-    assert rates[2, "key"] <= 3 / 32
+    hard_L2 = rates_of(model).hard_L2
+    assert len(hard_L2.unique()) > 3
+    assert int(hard_L2.argmin()) == 2 * 2, "keys of layer 2"
+    assert float(hard_L2[2, 0]) <= 3 / 32
 
 
 def test_no_layer_begins_below_its_floor():
@@ -295,8 +296,7 @@ def test_no_layer_begins_below_its_floor():
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         price = dynakv.initialize_from_gradients(model, moments, gradients, 0.3, floor=floor)
         dynakv.use_ragged_cache(model)
-        model.train()(input_ids=ids(), use_cache=False)
-        rates = retain_rates(model)
+        rates = rates_of(model.train())
         return price, float(rates.hard_L2.min()), rates.hard
 
     (_, least, mean), (price, floored, same) = started(0.0), started(0.25)
@@ -316,9 +316,7 @@ def test_dear_keys_begin_with_fewer_coefficients():
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         dynakv.initialize_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
         dynakv.use_ragged_cache(model)
-        model(input_ids=ids(), use_cache=False)
-        layers = dynakv.compressors(model).values()
-        return tuple(sum(float(getattr(layer, side).rate.hard) for layer in layers) / len(layers) for side in SIDES)
+        return tuple(rates_of(model).hard_L2.mean(dim=0).tolist())
 
     (keys, values), (fewer, more) = kept(1.0), kept(20.0)
     assert fewer < keys - 0.02
@@ -344,8 +342,7 @@ def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_c
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         price = dynakv.initialize_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
         dynakv.use_ragged_cache(model)
-        model.train()(input_ids=ids(), use_cache=False)
-        rates = retain_rates(model)
+        rates = rates_of(model.train())
         lost = 0.0
         for (index, side), basis in bases.items():
             rank = round(float(rates.hard_L2[index, SIDES.index(side)]) * len(basis.loss_C))

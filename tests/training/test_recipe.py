@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import dynakv
 from dynakv.gate import Gate, entropy
-from dynakv.objective import RetainRates, objective, retain_rates
+from dynakv.objective import RateRecorder, RetainRates, objective
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits, uncompressed
@@ -67,8 +67,9 @@ def test_nested_ranks_are_drawn_apart_and_again_from_the_seed():
         draw_ranks(model, f"0 {number}")
         drawn = [side.gate.drawn for side in dynakv.token_compressors(model)]
         seen |= set(drawn)
-        model(ids, use_cache=False)
-        assert retain_rates(model).hard_L2.flatten().tolist() == pytest.approx([rank / 32 for rank in drawn])
+        with RateRecorder(model) as recorder:
+            model(ids, use_cache=False)
+        assert recorder.rates().hard_L2.flatten().tolist() == pytest.approx([rank / 32 for rank in drawn])
     assert seen == {6, 12, 18, 24, 30, 32}
     draw_ranks(model, "0 39")
     assert [side.gate.drawn for side in dynakv.token_compressors(model)] == drawn
@@ -81,7 +82,9 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
     model.train()
     draw_ranks(model, "0 1")
     ids = token_ids(2, 20)
-    objective(model(ids, labels=ids).loss, retain_rates(model), 1.0).backward()
+    with RateRecorder(model) as recorder:
+        loss = model(ids, labels=ids).loss
+    objective(loss, recorder.rates(), 1.0).backward()
     for side in dynakv.token_compressors(model):
         [(name, parameter)] = side.named_parameters()
         assert name == "projection.weight"
@@ -205,11 +208,13 @@ def test_no_layer_is_pushed_below_its_floor():
         for step in range(120):
             optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 120)
             optimizer.zero_grad()
-            loss = model(ids, labels=ids).loss
-            objective(loss, retain_rates(model), 200.0, floor=floor).backward()
+            with RateRecorder(model) as recorder:
+                loss = model(ids, labels=ids).loss
+            objective(loss, recorder.rates(), 200.0, floor=floor).backward()
             optimizer.step()
-        model(ids)
-        return float(retain_rates(model).hard_L2.min())
+        with RateRecorder(model) as recorder:
+            model(ids)
+        return float(recorder.rates().hard_L2.min())
 
     assert lowest(0.0) < 0.4
     assert lowest(0.5) >= 0.5 - 1 / 32, "to within one coefficient"
@@ -243,9 +248,9 @@ def test_settling_stops_where_a_layer_reaches_its_floor():
     model.eval()
 
     def lowest() -> float:
-        with torch.no_grad():
+        with torch.no_grad(), RateRecorder(model) as recorder:
             model(blocks, use_cache=False)
-        return float(retain_rates(model).hard_L2.min())
+        return float(recorder.rates().hard_L2.min())
 
     floor = lowest() + 0.1
     with pytest.warns(UserWarning, match="above the floor"):
