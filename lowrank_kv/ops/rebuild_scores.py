@@ -16,8 +16,8 @@ from lowrank_kv.ops.rotation import Positions, Rotation, slice_positions
 
 # Rebuilt keys of one tile stay within the cores' caches: 2,048 tokens × 192 × 4 bytes is 1.5 MiB.
 TILE_TOKENS = 2048
-# The heads' scores are one product, zero between heads that do not belong together, while it has no more columns than
-# a vector register holds: on a CPU it then costs what a single head's would.
+# All heads' scores are one product with zeros between different heads, as long as it has no more columns than a vector
+# register holds: on a CPU it then costs as much as a single head's.
 MAX_JOINT_ROWS = 16
 
 
@@ -33,7 +33,7 @@ class Rows(Protocol):
 def rebuild_scores(
     query_GMD: Tensor, pieces: list[Rows], decoder_RC: Tensor, rotation: Rotation, positions: Positions
 ) -> Tensor:
-    """Scores of all tokens of `pieces`, in the order they lie in.
+    """Scores of all tokens of `pieces`, in their order.
 
     Args:
         query_GMD: rotated queries.
@@ -55,7 +55,7 @@ def rebuild_scores(
     key_NC = decoder_RC.new_empty(min(TILE_TOKENS, total), decoder_RC.shape[1])
     start = 0
     for tile in _tiles(pieces, TILE_TOKENS):
-        # Pieces are rebuilt side by side and rotated together: an operation for each piece, not a dozen.
+        # Pieces are rebuilt side by side and rotated together: one operation for each piece, not a dozen.
         count = 0
         for coef_NR in tile:
             end = count + len(coef_NR)

@@ -1,4 +1,4 @@
-"""What the forms of decode attention in plain torch share: the softmax, and the outputs of a batch.
+"""Shared by all decode attention in torch: the softmax, and joining the outputs of a batch.
 
 Shapes: B batch, H query heads, Q queries, T tokens, D head dim.
 """
@@ -15,7 +15,7 @@ def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None,
         mask_QT: (Q, T) or (H, Q, T), True where a query may see a token; None when it may see all.
 
     Returns:
-        (H, Q, T); 0 where a query may not see a token, and so nothing but 0 for one that may see none.
+        (H, Q, T); 0 where a query may not see a token, so all 0 for a query that may see none.
     """
     score_HQT = score_HQT.float() * scaling
     if softcap is not None:
@@ -23,7 +23,7 @@ def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None,
     if mask_QT is None:
         return score_HQT.softmax(dim=-1)
     hidden_QT = ~mask_QT
-    # Finite, or whoever sees nothing would have NaN here, and gradients would keep it.
+    # Finite, as −inf would give a query that sees nothing NaN here, which its gradients would keep.
     weight_HQT = score_HQT.masked_fill_(hidden_QT, torch.finfo(torch.float32).min).softmax(dim=-1)
     return weight_HQT.masked_fill(hidden_QT, 0.0)
 

@@ -1,5 +1,5 @@
-"""What decoding does at every token, on a CPU in compiled code, where the machine has a C compiler: attention, the
-rotations it needs, and new tokens' way into a cache."""
+"""Compiled code for decoding on a CPU, where the machine has a C compiler: attention, the rotations it needs, and encoding
+and appending new tokens."""
 
 from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, unsupported_reason
 from lowrank_kv.ops.native.encoding import AppendTarget, Encoder, NewTokens, encoder_of, encodes

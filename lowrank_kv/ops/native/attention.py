@@ -22,8 +22,8 @@ _NO_ROTATION = bytes(ATTEND_ROTARY.size)
 
 
 def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bool) -> str | None:
-    """What keeps compiled code from attending; None on a CPU, in fp32 or bf16, where keys are rotated in pairs or not at
-    all."""
+    """Why compiled code cannot attend; None where it can: on a CPU, in fp32 or bf16, with keys that are rotated in pairs or
+    not at all."""
     if device.type != "cpu":
         return "compiled code runs on a CPU"
     if dtype not in KINDS:
@@ -34,15 +34,15 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bo
 
 
 class PackedDecoders:
-    """What gives keys and values from coefficients, as compiled code reads it.
+    """The maps from coefficients to keys and values, as compiled code reads them.
 
     Args:
-        key_PRW: rebuilds keys, as many rows as the keys' :class:`StoreView` has coefficients; (R, W) of one part. None where
-            queries stand over the coefficients themselves.
-        value_PRW: the same of values, which are not rebuilt one by one.
+        key_PRW: rebuilds keys, with as many rows as the keys' :class:`StoreView` has coefficients; (R, W) of one part. None
+            where queries are projected onto the coefficients.
+        value_PRW: the same for values, which are not rebuilt one by one.
 
     Attributes:
-        is_copy: whether it holds tensors of its own.
+        is_copy: whether it holds copies of these tensors.
     """
 
     def __init__(self, key_PRW: Tensor | None, value_PRW: Tensor):
@@ -63,12 +63,12 @@ class PackedDecoders:
 
 
 class Tokens(NamedTuple):
-    """Tokens of one softmax that are held in one way.
+    """Tokens of one softmax that are stored in the same way.
 
     Attributes:
         query_BMX: rotated queries (X = D), or queries projected onto the coefficients (X = R) where no decoder rebuilds
             keys; M = H·Q rows of each sequence, in as many dims as is convenient; as :func:`contiguous_fp32` gives them.
-        keys, values: the same tokens, at least one, each cut into pieces in its own way.
+        keys, values: of the same tokens, at least one; each store has its own pieces.
         slots: T.
         decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
         rotary: the rotation of rebuilt keys, for a batch of one and each pair (j, j + F); None to leave them as they are.
@@ -97,7 +97,7 @@ def attend(
     """Attention of each sequence over all its tokens in one softmax.
 
     Args:
-        softmaxes: of each of the B sequences the tokens of every way in which some are held.
+        softmaxes: for each of the B sequences its tokens, one entry for each way in which some are stored.
         shape_BHQD: query heads, new queries and head dim of B sequences.
         groups: G.
         scaling: of the scores.

@@ -1,9 +1,9 @@
 """Decode attention over a ragged cache in plain torch, one dense matrix product per rank.
 
-Attention does not care about the order of tokens, so each bucket of equal rank is multiplied as it lies. Keys that were
-compressed before rotation are rebuilt tile by tile; values never are: out = (softmax · coef_v) · decoder_v, and the
-bracket is a single (C,) vector per query whatever the number of tokens. The same folding serves keys that were
-compressed after rotation: q · (coef_k · decoder_k)ᵀ = (q · decoder_kᵀ) · coef_kᵀ.
+Attention does not depend on the order of tokens, so each bucket of equal rank is multiplied as it is stored. Keys that were
+compressed before rotation are rebuilt tile by tile. Values are never rebuilt: out = (softmax · coef_v) · decoder_v, and the
+bracket is one (C,) vector per query for any number of tokens. Keys that were compressed after rotation are not rebuilt
+either: q · (coef_k · decoder_k)ᵀ = (q · decoder_kᵀ) · coef_kᵀ.
 
 Shapes: B batch, H query heads, G KV heads, J = H/G queries per KV head, Q new queries, D head dim, C = G·D joint width,
 T cached tokens, N tokens of a bucket or tile, R rank.
@@ -49,7 +49,7 @@ def _attention_of_one(
     weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
-    # Weights in the order the buckets lie in: one gather for all of them.
+    # Weights in the order of the buckets: one gather for all of them.
     buckets = values.buckets()
     for coef, weight_PN in zip(
         buckets, weight_PT[:, values.order()].split([coef.length for coef in buckets], dim=1), strict=True

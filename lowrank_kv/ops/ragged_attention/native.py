@@ -1,7 +1,7 @@
 """Decode attention over a ragged cache on a CPU, in compiled code.
 
-Nearly every decoded token runs through this in every layer, and each step of Python finds its data gone from the processor's
-caches for the model's weights: there are few.
+Nearly every decoded token runs through this in every layer, and the model's weights have replaced Python's data in the
+processor's caches by then: each step of Python is slow, so there are few.
 
 Shapes: B batch, H query heads, G KV heads, Q new queries, D head dim, C = G·D joint width, M rows of queries that share a KV
 head.
@@ -20,7 +20,7 @@ from lowrank_kv.ops.rotation import rotates_in_pairs
 
 
 def unsupported_reason(sequences: Sequence[RaggedTokens]) -> str | None:
-    """What keeps :func:`ragged_attention` from attending over these tokens; None where it can."""
+    """Why :func:`ragged_attention` cannot attend over these tokens; None where it can."""
     for tokens in sequences:
         if not tokens.keys.length:
             return "there are no tokens"
