@@ -10,9 +10,10 @@ from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
 from lowrank_kv.bases.rank_allocation import check_rank
 from lowrank_kv.hf import full_checkpoint
-from lowrank_kv.hf.attention import TRANSFORM, restore
-from lowrank_kv.hf.default_cache import serve_compressed, stop_serving
+from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 
@@ -45,7 +46,7 @@ def open_gates(model: PreTrainedModel) -> None:
 def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
     """Let `generate()`, and plain calls with ``use_cache``, fill a :class:`DynaKVCache`."""
     compressors(model)
-    return serve_compressed(model, DynaKVCache)
+    return set_default_cache(prepare(model), DynaKVCache)
 
 
 def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
@@ -70,7 +71,6 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Take the compressors off; the model is, and saves itself as, the stock one it was before."""
     for module in attention_modules(model).values():
         module._modules.pop(TRANSFORM, None)
-    stop_serving(model)
     restore(model)
     if full_checkpoint.is_declared(model, METHOD):
         del model.config.quantization_config

@@ -11,9 +11,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.hf.attention import PREPARED, has_compressors, prepare
+from lowrank_kv.hf.attention import PREPARED, has_compressors
 from lowrank_kv.hf.cache.layer import join_heads
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating

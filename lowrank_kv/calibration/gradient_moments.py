@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
-from lowrank_kv.hf.attention import TRANSFORM, prepare
+from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating

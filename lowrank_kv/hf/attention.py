@@ -18,13 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowrank_kv.hf.backends import backend, check_backend, default_backend
+from lowrank_kv.hf.backends import backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
 from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
-from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.rope import Rope
-from lowrank_kv.hf.rotary import rotary_function
-from lowrank_kv.hf.unsupported_generation import allow_other_caches, refuse_other_caches
 from lowrank_kv.utils.errors import UserError
 
 ATTENTION_NAME = "lowrank_kv"
@@ -117,54 +115,9 @@ def has_compressors(model: PreTrainedModel) -> bool:
     return any(TRANSFORM in module._modules for module in attention_modules(model).values())
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Make every attention module of `model` able to run compressed; without a compressed cache nothing changes.
-
-    Safe to call again. Switches the model to the ``lowrank_kv`` attention, which runs the model's own (sdpa, eager or
-    flash_attention_2) underneath; :func:`restore` switches it back.
-
-    Raises:
-        UserError: the model's attention is another, or cannot be replaced.
-    """
-    previous = model.config._attn_implementation
-    if previous != ATTENTION_NAME:
-        check_backend(previous)
-    compressible = geometry_of(model).layers
-    for index, module in attention_modules(model).items():
-        if PREPARED not in module.__dict__:
-            hook = module.register_forward_pre_hook(_begin_call, with_kwargs=True)
-            # A model loaded from a full checkpoint never had another.
-            underneath = default_backend(model) if previous == ATTENTION_NAME else previous
-            rotary = rotary_function(module)
-            setattr(module, PREPARED, PreparedAttention(module, index in compressible, rotary, hook, underneath))
-        else:
-            _check_not_switched(module)
-    if previous != ATTENTION_NAME:
-        model.set_attn_implementation(ATTENTION_NAME)
-        if model.config._attn_implementation != ATTENTION_NAME:
-            raise UserError(
-                f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
-            )
-    refuse_other_caches(model)
-    return model
-
-
-def restore(model: PreTrainedModel) -> None:
-    """Undo :func:`prepare`; a no-op on a model that was never prepared."""
-    previous = None
-    allow_other_caches(model)
-    for module in attention_modules(model).values():
-        prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
-        if prepared is not None:
-            prepared.hook.remove()
-            previous = prepared.previous
-    if previous is not None:
-        model.set_attn_implementation(previous)
-
-
-def _begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """The pre-hook of an attention module."""
-    _check_not_switched(module)
+    check_not_switched(module)
     prepared: PreparedAttention = getattr(module, PREPARED)
     if not prepared.is_compressible:
         return None
@@ -207,7 +160,8 @@ def _begin_cached(prepared: PreparedAttention, layer: CompressedLayer, kwargs: d
     return _CachedCall(layer)
 
 
-def _check_not_switched(module: nn.Module) -> None:
+def check_not_switched(module: nn.Module) -> None:
+    """Raise :class:`UserError` where the attention of a prepared model was switched to another."""
     if module.config._attn_implementation != ATTENTION_NAME:
         raise UserError(
             f"the model's attention was switched to `{module.config._attn_implementation}` after it was prepared for "
@@ -233,7 +187,7 @@ def lowrank_attention_forward(
     prepared: PreparedAttention | None = getattr(module, PREPARED, None)
     if prepared is None:
         raise UserError(
-            f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank_kv.hf.attention.prepare(model)"
+            f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank_kv.hf.prepare.prepare(model)"
         )
     if lowrank_call is None:
         return backend(prepared.previous)(module, query, key, value, attention_mask, **kwargs)

@@ -1,73 +1,117 @@
-"""Make a model use a compressed cache of its own accord, in `generate()` and in plain calls.
+"""Which cache a prepared model fills, in `generate()` and in plain calls, and which caches it refuses.
 
-Both hooks are on the instance: the class, and every other model of it, stay as they were.
+The hooks are on the instance: the class, and every other model of it, stay as they were.
 """
 
 import functools
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from lowrank_kv.hf.attention import prepare
-from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.unsupported_generation import prompt_length, take_cache_implementation
 from lowrank_kv.utils.errors import UserError
 
-_STATE = "_compressed_serving"  # attribute of the base model: (cache class, handle of its forward pre-hook)
+_DEFAULT = "_default_cache"  # attribute of the base model: (cache class, handle of its forward pre-hook)
 
 
-def serve_compressed(model: PreTrainedModel, cache_class: type[LowRankCache]) -> PreTrainedModel:
-    """From now on the model fills a ``cache_class.from_model(model)`` wherever it would fill a `DynamicCache`."""
-    prepare(model)
-    stop_serving(model)
-    model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+def hook_generation(model: PreTrainedModel) -> None:
+    """Let `generate()` refuse a compressed cache beside a `cache_implementation`, and continuous batching altogether."""
+    if model.can_generate():
+        model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+        model.init_continuous_batching = functools.partial(_init_continuous_batching, model)
+
+
+def unhook_generation(model: PreTrainedModel) -> None:
+    """Undo :func:`hook_generation` and :func:`set_default_cache`; a no-op on any other model."""
+    for name in ("_prepare_cache_for_generation", "init_continuous_batching"):
+        model.__dict__.pop(name, None)
+    _remove_default_cache(model)
+
+
+def set_default_cache(model: PreTrainedModel, cache_class: type[Cache]) -> PreTrainedModel:
+    """Let a prepared model fill a ``cache_class.from_model(model)`` wherever it would fill a `DynamicCache`.
+
+    Args:
+        cache_class: a subclass of :class:`lowrank_kv.hf.cache.lowrank_cache.LowRankCache`; all other caches are refused.
+    """
+    _remove_default_cache(model)
     base = model.base_model
-    base.__dict__[_STATE] = (cache_class, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
+    base.__dict__[_DEFAULT] = (cache_class, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
     return model
 
 
-def stop_serving(model: PreTrainedModel) -> None:
-    """Undo :func:`serve_compressed`; a no-op on a model that was never served."""
-    model.__dict__.pop("_prepare_cache_for_generation", None)
-    state = model.base_model.__dict__.pop(_STATE, None)
-    if state is not None:
-        state[1].remove()
+def _remove_default_cache(model: PreTrainedModel) -> None:
+    _, handle = model.base_model.__dict__.pop(_DEFAULT, (None, None))
+    if handle is not None:
+        handle.remove()
 
 
 def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
-    take_cache_implementation(generation_config)
-    cache_class = self.base_model.__dict__[_STATE][0]
     cache = model_kwargs.get("past_key_values")
-    if cache is not None:
+    cache_class, _ = self.base_model.__dict__.get(_DEFAULT, (None, None))
+    is_compressed = cache_class is not None or hasattr(cache, "compressed_layers")
+    if is_compressed:
+        _take_cache_implementation(generation_config)
+    if cache_class is not None:
         _check_cache(cache, cache_class)
-    elif generation_config.use_cache is not False:
+    if cache_class is not None and cache is None and generation_config.use_cache is not False:
         model_kwargs["past_key_values"] = cache = cache_class.from_model(self)
-    if cache is not None:
-        cache.expect_prompt(prompt_length(generation_config, model_kwargs))
+    else:
+        type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+    if is_compressed and cache is not None:
+        cache.expect_prompt(_prompt_length(generation_config, model_kwargs))
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    cache_class = base.__dict__[_STATE][0]
-    cache = kwargs.get("past_key_values")
-    use_cache = kwargs.get("use_cache")
-    if cache is not None:
-        _check_cache(cache, cache_class)
-    elif base.training:
+    """The pre-hook of a base model with a default cache."""
+    cache_class, _ = base.__dict__[_DEFAULT]
+    cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    _check_cache(cache, cache_class)
+    if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
-    elif base.config.use_cache if use_cache is None else use_cache:
+    elif cache is None and (base.config.use_cache if use_cache is None else use_cache):
         kwargs["past_key_values"] = cache_class.from_model(base)
     return args, kwargs
 
 
-def _check_cache(cache: Any, cache_class: type[LowRankCache]) -> None:
-    if not isinstance(cache, cache_class):
+def _check_cache(cache: Cache | None, cache_class: type[Cache]) -> None:
+    if cache is not None and not isinstance(cache, cache_class):
         raise UserError(
             f"`past_key_values` is a {type(cache).__name__}, which would bypass the compressor of this model; pass "
             f"{cache_class.__name__}.from_model(model) or nothing, or detach the compressor first"
         )
+
+
+def _take_cache_implementation(generation_config: Any) -> None:
+    """Remove the ``cache_implementation`` from the configuration of a `generate()`, which refuses one beside a cache.
+
+    Raises:
+        UserError: it names another cache than the compressed one.
+    """
+    name, generation_config.cache_implementation = generation_config.cache_implementation, None
+    if name not in (None, "dynamic"):
+        raise UserError(
+            f"`cache_implementation={name!r}` would bypass the compressed cache; leave it unset, or detach the compressor "
+            f"to generate uncompressed"
+        )
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict) -> int:
+    """The place where the prompt of a `generate()` ends, cached tokens included; 0 where it does not say."""
+    mask = model_kwargs.get("attention_mask")
+    # `generate()` has dropped a mask without padding by now, and noted its length.
+    return getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+
+
+def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    """Every way into continuous batching starts here."""
+    raise UserError(
+        "continuous batching (`generate_batch`, `cache_implementation='paged'`) keeps keys and values uncompressed in a "
+        "paged cache of its own; call generate() with a left-padded batch, or take the compression off first with "
+        "dynakv.detach(model) or lowrank_kv.hf.prepare.restore(model)"
+    )

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dynakv
-from lowrank_kv.hf.attention import prepare
 from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.utils.errors import UserError
 

@@ -10,7 +10,7 @@ from methods import METHODS, tiny_model
 from transformers import CompileConfig, GenerationConfig, StaticCache, TextIteratorStreamer, pipeline
 
 import dynakv
-from lowrank_kv.hf.attention import restore
+from lowrank_kv.hf.prepare import restore
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache
 

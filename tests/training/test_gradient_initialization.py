@@ -15,9 +15,10 @@ from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.pca import pca_basis
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
-from lowrank_kv.hf.attention import TRANSFORM, prepare
+from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from training.config import TrainConfig

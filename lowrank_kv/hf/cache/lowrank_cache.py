@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from lowrank_kv.hf.attention import prepare
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport

@@ -1,0 +1,55 @@
+"""Let a stock model run with compressed caches, and undo it."""
+
+from transformers import PreTrainedModel
+
+from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention, begin_call, check_not_switched
+from lowrank_kv.hf.backends import check_backend, default_backend
+from lowrank_kv.hf.default_cache import hook_generation, unhook_generation
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.rotary import rotary_function
+from lowrank_kv.utils.errors import UserError
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every attention module of `model` run with a compressed cache; with any other cache nothing changes.
+
+    Safe to call again. Switches the model to the ``lowrank_kv`` attention, which runs the model's own (sdpa, eager or
+    flash_attention_2) underneath; :func:`restore` switches it back.
+
+    Raises:
+        UserError: the model's attention is another, or cannot be replaced.
+    """
+    previous = model.config._attn_implementation
+    if previous != ATTENTION_NAME:
+        check_backend(previous)
+    compressible = geometry_of(model).layers
+    for index, module in attention_modules(model).items():
+        if PREPARED not in module.__dict__:
+            hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
+            # A model loaded from a full checkpoint never had another.
+            underneath = default_backend(model) if previous == ATTENTION_NAME else previous
+            rotary = rotary_function(module)
+            setattr(module, PREPARED, PreparedAttention(module, index in compressible, rotary, hook, underneath))
+        else:
+            check_not_switched(module)
+    if previous != ATTENTION_NAME:
+        model.set_attn_implementation(ATTENTION_NAME)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise UserError(
+                f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
+            )
+    hook_generation(model)
+    return model
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared."""
+    previous = None
+    unhook_generation(model)
+    for module in attention_modules(model).values():
+        prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
+        if prepared is not None:
+            prepared.hook.remove()
+            previous = prepared.previous
+    if previous is not None:
+        model.set_attn_implementation(previous)
