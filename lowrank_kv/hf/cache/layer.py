@@ -146,10 +146,15 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             raise UserError(
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
+        past = self.get_seq_length()
         if self.rotates and context.rope is not None:
-            rope = self.history.extend(context.rope, self.get_seq_length() + key_states.shape[2])
-            context = CallContext(rope, context.mask)
-        self.append(key_states, value_states, context)
+            context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
+        try:
+            self.append(key_states, value_states, context)
+        except UserError:
+            if self.history is not None:
+                self.history.crop(past)  # else the next call's tokens would get the rotations of these
+            raise
         return key_states, value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
