@@ -1,6 +1,6 @@
 """Which part of the project imports which, read from the sources' own import statements.
 
-A part is a top-level package, or a subpackage or module at the top of the core (``lowrank_kv.stores``, ``lowrank_kv.codec``).
+A part is a top-level package, or a subpackage or module of the core (``lowrank_kv.stores``, ``lowrank_kv.codec``).
 Nothing is imported to find out.
 """
 
