@@ -21,7 +21,7 @@ from lowrank_kv.hf.loading import recompute_activations
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.ops import native
 from lowrank_kv.ops.native.library import library
-from lowrank_kv.ops.native.ragged_table import table_of
+from lowrank_kv.ops.native.ragged_view import view_of
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
 
@@ -316,7 +316,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         assert rank.unique().numel() > 3
     store = RaggedStore(64, dtype=torch.float32, device=key.device)
     with pytest.raises(ValueError, match="shorter"):
-        encoder.encode(key, value, rotary, [(table_of(store), table_of(store))])
+        encoder.encode(key, value, rotary, [(view_of(store), view_of(store))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -336,7 +336,7 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
             rows = torch.randn(512, 64, generator=generator)
             store.append(rows, torch.arange(8, 72, 8).repeat(64), is_prompt=True)
         states = torch.randn(2, 1, 4, 1, 16, generator=generator).to(dtype)
-        new = encoder.encode(*states, None, [(table_of(stores[0]), table_of(stores[1]))])
+        new = encoder.encode(*states, None, [(view_of(stores[0]), view_of(stores[1]))])
         assert new.are_stored
         for store, coef_C, rank in zip(stores, new.coef_SBTC[:, 0, 0], new.rank_SBT.flatten().tolist(), strict=True):
             assert store.length == 513

@@ -16,7 +16,7 @@ from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
-from lowrank_kv.ops.native.ragged_table import append_few, table_of
+from lowrank_kv.ops.native.ragged_view import append_few, view_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
@@ -100,7 +100,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         new = None
         if self._encoder is not None and self.codec.quantization is None and self.get_seq_length():
             # Every decoded token is appended by the call that encodes it.
-            targets = [(table_of(each.key), table_of(each.value)) for each in self.sequences]
+            targets = [(view_of(each.key), view_of(each.value)) for each in self.sequences]
             new = self._encode_compiled(key_BGQD, value_BGQD, context.rope, targets)
         if new is None:
             super().append(key_BGQD, value_BGQD, context)

@@ -41,11 +41,11 @@ def lowrank_attention(
         key_decoder_PRW, rotary, positions = None, None, None
     else:
         low_query_BMX, key_decoder_PRW, rotary = query_1HQD, keys.decoder_PRW, rotation.table.packed
-    held = _table(keys.coef), _table(values.coef), low
+    held = _view(keys.coef), _view(values.coef), low
     decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
     softmax = [native.Tokens(low_query_BMX, *held, decoders, rotary, positions, mask_of_low)]
     if full:
-        held = _full_rank_table(keys.full), _full_rank_table(values.full), full
+        held = _full_rank_view(keys.full), _full_rank_view(values.full), full
         softmax.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *query_HQD.shape
     [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
@@ -53,13 +53,13 @@ def lowrank_attention(
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 
 
-def _table(coef: Coefficients) -> native.StoreView:
+def _view(coef: Coefficients) -> native.StoreView:
     if coef.stored.native_view is None:
         coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
     return coef.stored.native_view
 
 
-def _full_rank_table(full: GrowingTensor) -> native.StoreView:
+def _full_rank_view(full: GrowingTensor) -> native.StoreView:
     if full.native_view is None:
         full.native_view = native.StoreView([native.RankBucketView.from_full_rank(full)], full.buffer.shape[2])
     return full.native_view

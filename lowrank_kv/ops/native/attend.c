@@ -1,11 +1,11 @@
-/* Decode attention over compressed tokens, and over whole ones beside them, on a CPU.
+/* Decode attention over compressed tokens, and full-rank ones beside them, on a CPU.
  *
  * Each thread serves its share of the slots, a stretch of them at a time, in two passes. Pass 1, a block of tokens at a time:
  * keys are rebuilt (coefficients · decoder), rotated and multiplied with the queries while they are in the core's cache, and
- * only the scores are written. Pass 2 weighs the values' coefficients, which were asked for during the first, by the scores.
- * Values are not rebuilt.
+ * only the scores are written. Pass 2 weighs the values' coefficients, which pass 1 has prefetched, by the scores. Values are
+ * not rebuilt.
  *
- * What is summed of a stretch is scaled by the largest score so far, and scaled again when a later stretch has a larger one.
+ * The sums of a stretch are scaled by the largest score so far, and scaled again when a later stretch has a larger one.
  * The threads' sums are added in order, so that equal inputs give equal bits.
  */
 #include <float.h>
@@ -19,27 +19,27 @@
 #include "scores.h"
 #include "store.h"
 
-enum { BLOCK = 24 }; /* tokens whose keys of one head, and what is summed for their scores, stay in the first cache */
+enum { BLOCK = 24 }; /* tokens whose keys of one head, and partial sums of their scores, stay in the first cache */
 /* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
 enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
 
-/* The tokens of one softmax that are held in one way. Whole ones have no decoders, and as many parts as there are groups. */
+/* The tokens of one softmax that are stored in one way. Full-rank ones have no decoders, and one part for each KV head. */
 struct task {
     const struct store *keys, *values;
     int64_t slots, depth;
     const float *query;     /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
-    const int64_t *place;   /* of each slot, in `cos` and `sin`; NULL: the slot + first_place */
+    const int64_t *place;   /* of each slot, in `cos` and `sin`; NULL: slot + first_place */
     int64_t first_place;
     const uint8_t *mask;    /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
     int64_t mask_stride;
     float *output;          /* (queries, heads / queries, head_dim), out; the same in all tasks of a softmax */
-    const float *cos, *sin; /* (places, pairs): turn rebuilt keys; NULL when they are not rotated */
+    const float *cos, *sin; /* (places, pairs): rotate rebuilt keys; NULL when they are not rotated */
     int64_t pairs;
     const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t decoder_stride, value_width, parts;
     /* The same in all tasks of a call: */
-    int64_t groups;       /* KV heads */
+    int64_t num_kv_heads;
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
     int64_t head_dim;
     int64_t queries, threads;
@@ -58,19 +58,20 @@ struct scratch {
     float *latent;  /* of the running one */
     float *scores;  /* of the stretch (STRETCH, lanes) */
     int64_t start;  /* the stretch's first slot */
-    struct share *keys, *values; /* of the stretch, in each piece */
+    struct share *keys, *values; /* of the stretch, in each bucket */
     struct ahead ahead;          /* of its values */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
 };
 
 /* Whether keys are rebuilt in registers. */
-static inline int stays(const struct task *task) {
-    return task->decoder && task->cos && 2 * task->pairs == task->depth && fits_registers(task->depth, task->heads / task->groups);
+static inline int rebuilds_in_registers(const struct task *task) {
+    return task->decoder && task->cos && 2 * task->pairs == task->depth &&
+           fits_registers(task->depth, task->heads / task->num_kv_heads);
 }
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
 
-/* A token's scores, (lanes): capped, and none where its query may not see it. */
+/* Caps a token's scores, (lanes), and masks those of queries that may not see it. */
 static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     for (int64_t m = 0; m < task->lanes; m++) {
         if (task->softcap) score[m] = task->softcap * tanhf(score[m] / task->softcap);
@@ -79,13 +80,13 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
 }
 
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
-static void score_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
+static void score_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
                         struct scratch *scratch) {
     const struct store *store = task->keys;
     const int64_t lanes = task->lanes;
     int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
-        slot[t] = slot_of(store, piece, first + t);
+        slot[t] = slot_of(store, bucket, first + t);
         if (!task->cos) continue;
         place[t] = task->pairs * (task->place ? task->place[slot[t]] : slot[t] + task->first_place);
         for (int64_t f = 0; f < task->pairs; f += 16) { /* needed once the block is rebuilt */
@@ -93,31 +94,31 @@ static void score_block(const struct task *task, const struct piece *piece, int6
             __builtin_prefetch(task->sin + place[t] + f);
         }
     }
-    const int64_t part_heads = task->heads / task->parts, part_groups = task->groups / task->parts;
-    const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_groups;
+    const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
+    const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
-    const int64_t together = depth % LANES ? part_groups : 1, columns = depth % LANES ? stride : depth;
-    const int in_registers = stays(task);
+    const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
+    const int in_registers = rebuilds_in_registers(task);
     for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
-        const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
+        const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         if (!task->decoder) {
-            score_rows(part_heads, count, piece->rank, query, depth, rows.start, rows.stride, score, lanes);
+            score_rows(part_heads, count, bucket->rank, query, depth, rows.start, rows.stride, score, lanes);
             continue;
         }
         const float *decoder = task->decoder + part * store->rank * stride;
-        for (int64_t group = 0; group < part_groups; group++) {
-            const float *own = query + group * sharing * depth;
-            float *key = scratch->key + group % together * depth, *found = score + group * sharing;
+        for (int64_t kv_head = 0; kv_head < part_kv_heads; kv_head++) {
+            const float *own = query + kv_head * sharing * depth;
+            float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
             if (in_registers) {
-                const struct rebuilt keys = {rows.start, decoder + group * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, piece->rank, depth};
+                const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
+                                             rows.stride, stride, bucket->rank, depth};
                 rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
-            if (group % together == 0)
-                product(count, columns, piece->rank, rows.start, rows.stride, 1, decoder + group * depth, stride, key, columns, 0);
+            if (kv_head % together == 0)
+                product(count, columns, bucket->rank, rows.start, rows.stride, 1, decoder + kv_head * depth, stride, key, columns, 0);
             for (int64_t t = 0; task->cos && t < count; t++)
                 rotate(task->pairs, task->cos + place[t], task->sin + place[t], key + t * columns);
             score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
@@ -130,7 +131,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
         for (int64_t m = 0; m < lanes; m += LANES) {
             const vector new = *(vector *)(found + m), old = *(vector *)(largest + m);
             *(vector *)(score + m) = new;
-            *(vector *)(largest + m) = where(new > old, new, old); /* what is no number counts only in the sum */
+            *(vector *)(largest + m) = where(new > old, new, old); /* NaN counts only in the sum */
         }
     }
 }
@@ -138,7 +139,7 @@ static void score_block(const struct task *task, const struct piece *piece, int6
 /* -- pass 2: values ---------------------------------------------------------------------------------------------- */
 
 /* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
-static void value_block(const struct task *task, const struct piece *piece, int64_t first, int64_t count,
+static void value_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
                         struct scratch *scratch) {
     const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
@@ -146,7 +147,7 @@ static void value_block(const struct task *task, const struct piece *piece, int6
     const float *largest = scratch->largest;
     float *sum = scratch->sum;
     for (int64_t t = 0; t < count; t++) {
-        const float *score = scratch->scores + (slot_of(store, piece, first + t) - scratch->start) * lanes;
+        const float *score = scratch->scores + (slot_of(store, bucket, first + t) - scratch->start) * lanes;
         float *weight = scratch->score + t * lanes;
         for (int64_t m = 0; m < lanes; m += LANES) {
             const vector each = exponential(*(const vector *)(score + m) - *(const vector *)(largest + m));
@@ -155,28 +156,28 @@ static void value_block(const struct task *task, const struct piece *piece, int6
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
-        const struct rows rows = rows_of(store, piece, part, first, count, scratch->coef);
+        const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;
-        const int64_t whole = store->kind == FLOAT32 ? piece->rank / LANES * LANES : padded(piece->rank);
-        product(part_heads, whole, count, weight, 1, lanes, rows.start, rows.stride, latent, stride, 1);
-        if (whole >= piece->rank) continue;
-        for (int64_t t = 0; t < count; t++) { /* what does not fill a vector, and zeros */
+        const int64_t full_vectors = store->kind == FLOAT32 ? bucket->rank / LANES * LANES : padded(bucket->rank);
+        product(part_heads, full_vectors, count, weight, 1, lanes, rows.start, rows.stride, latent, stride, 1);
+        if (full_vectors >= bucket->rank) continue;
+        for (int64_t t = 0; t < count; t++) { /* the rest, which does not fill a vector, and zeros */
             float *rest = scratch->coef + t * LANES;
             *(vector *)rest = (vector){0};
-            for (int64_t r = whole; r < piece->rank; r++) rest[r - whole] = rows.start[t * rows.stride + r];
+            for (int64_t r = full_vectors; r < bucket->rank; r++) rest[r - full_vectors] = rows.start[t * rows.stride + r];
         }
-        product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + whole, stride, 1);
+        product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + full_vectors, stride, 1);
     }
 }
 
 int64_t lanes(void) { return LANES; }
 
-/* -- the whole --------------------------------------------------------------------------------------------------- */
+/* -- all tokens ---------------------------------------------------------------------------------------------------- */
 
 static inline int64_t latents_of(const struct task *task) { return task->heads * padded(task->values->rank); }
 
-/* Scales what is summed to the largest scores where they have risen. */
+/* Rescales the sums if the largest scores have risen. */
 static void rescale(const struct task *tasks, int count, struct scratch *scratch) {
     const int64_t lanes = tasks->lanes;
     float *factor = scratch->scaled, *latent = scratch->latents;
@@ -193,11 +194,12 @@ static void rescale(const struct task *tasks, int count, struct scratch *scratch
     memcpy(scratch->scaled, scratch->largest, lanes * sizeof(float));
 }
 
-/* Slots that are served at once. */
+/* Slots served at once. */
 static int64_t stretch_of(const struct task *task) {
     int64_t bytes = 0;
-    for (const struct piece *piece = task->values->pieces; piece < task->values->pieces + task->values->count; piece++)
-        bytes += *piece->length * piece->row_bytes * task->parts;
+    const struct bucket *buckets = task->values->buckets, *end = buckets + task->values->num_buckets;
+    for (const struct bucket *bucket = buckets; bucket < end; bucket++)
+        bytes += *bucket->length * bucket->row_bytes * task->parts;
     const int64_t fit = task->slots * STRETCH_BYTES / (bytes + 1);
     return fit < 4 * BLOCK ? 4 * BLOCK : fit < STRETCH ? fit : STRETCH;
 }
@@ -207,8 +209,8 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
                   struct scratch *scratch) {
     const struct store *keys = task->keys, *values = task->values;
     const int64_t stretch = stretch_of(task), stretches = (end - first + stretch - 1) / stretch; /* of about equal size */
-    memset(scratch->keys, 0, keys->count * sizeof(struct share));
-    memset(scratch->values, 0, values->count * sizeof(struct share));
+    memset(scratch->keys, 0, keys->num_buckets * sizeof(struct share));
+    memset(scratch->values, 0, values->num_buckets * sizeof(struct share));
     move_shares(keys, first, scratch->keys);
     move_shares(values, first, scratch->values);
     for (int64_t i = 0; i < stretches; i++) {
@@ -216,15 +218,16 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
         scratch->start = first + (end - first) * i / stretches;
         move_shares(keys, last, scratch->keys);
         move_shares(values, last, scratch->values);
-        const int64_t calls = stays(task) ? asked(last - scratch->start, task->groups, task->depth) : 0;
+        const int64_t tokens = last - scratch->start;
+        const int64_t calls = rebuilds_in_registers(task) ? prefetch_calls(tokens, task->num_kv_heads, task->depth) : 0;
         scratch->ahead = ahead_of(values, scratch->values, task->parts, calls);
-        for (int64_t p = 0; p < keys->count; p++)
+        for (int64_t p = 0; p < keys->num_buckets; p++)
             for (int64_t t = scratch->keys[p].first, left; (left = scratch->keys[p].end - t) > 0; t += BLOCK)
-                score_block(task, keys->pieces + p, t, left < BLOCK ? left : BLOCK, scratch);
+                score_block(task, keys->buckets + p, t, left < BLOCK ? left : BLOCK, scratch);
         rescale(tasks, count, scratch);
-        for (int64_t p = 0; p < values->count; p++)
+        for (int64_t p = 0; p < values->num_buckets; p++)
             for (int64_t t = scratch->values[p].first, left; (left = scratch->values[p].end - t) > 0; t += BLOCK)
-                value_block(task, values->pieces + p, t, left < BLOCK ? left : BLOCK, scratch);
+                value_block(task, values->buckets + p, t, left < BLOCK ? left : BLOCK, scratch);
     }
 }
 
@@ -249,7 +252,7 @@ static void decode_values(const struct task *task, const float *latent, float *o
             for (int64_t d = 0; d < head_dim; d++) out[d] += latent[d];
         return;
     }
-    const int64_t part_heads = task->heads / task->parts, sharing = task->heads / task->groups;
+    const int64_t part_heads = task->heads / task->parts, sharing = task->heads / task->num_kv_heads;
     const float *row = task->value_decoder;
     for (int64_t part = 0; part < task->parts; part++, latent += part_heads * stride, out += part_heads * head_dim)
         for (int64_t r = 0; r < rank; r++, row += task->value_width)
@@ -265,21 +268,21 @@ static void decode_values(const struct task *task, const float *latent, float *o
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes, head_dim = tasks->head_dim;
-    int64_t rank = 0, width = 0, latents = 0, pieces = 0;
+    int64_t rank = 0, width = 0, latents = 0, buckets = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);
-        const int64_t most_pieces = task->keys->count > task->values->count ? task->keys->count : task->values->count;
-        if (most_pieces > pieces) pieces = most_pieces;
+        if (task->keys->num_buckets > buckets) buckets = task->keys->num_buckets;
+        if (task->values->num_buckets > buckets) buckets = task->values->num_buckets;
     }
-    const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->groups);
+    const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->num_kv_heads);
     const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
     const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes);
     float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
-    struct share *shares = malloc((threads * 2 * pieces + 1) * sizeof(struct share));
+    struct share *shares = malloc((threads * 2 * buckets + 1) * sizeof(struct share));
     if (!memory || !all || !shares) {
         free(memory);
         free(all);
@@ -296,8 +299,8 @@ int attend(const struct task *tasks, int count) {
         scratch->sum = scratch->scaled + lanes;
         scratch->latents = scratch->sum + lanes;
         scratch->scores = scratch->latents + latents;
-        scratch->keys = shares + thread * 2 * pieces;
-        scratch->values = scratch->keys + pieces;
+        scratch->keys = shares + thread * 2 * buckets;
+        scratch->values = scratch->keys + buckets;
         for (int64_t m = 0; m < 2 * lanes; m++) scratch->largest[m] = -FLT_MAX; /* and `scaled` */
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
@@ -314,7 +317,7 @@ int attend(const struct task *tasks, int count) {
     for (int64_t head = 0; head < heads; head++) {
         float sum = 0;
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
-        /* Who may see nothing has weighed all tokens alike; a sum that is no number is of some that were seen. */
+        /* A query that may see nothing has weighed all tokens alike; a sum that is NaN comes from tokens it saw. */
         const int sees = largest[head] != -FLT_MAX || sum != sum;
         int64_t before = 0;
         for (const struct task *task = tasks; task < tasks + count; before += latents_of(task), task++) {
@@ -328,7 +331,7 @@ int attend(const struct task *tasks, int count) {
     const float *latent = all[0].latents;
     for (const struct task *task = tasks; task < tasks + count; latent += latents_of(task), task++)
         decode_values(task, latent, decoded);
-    /* As a model's layer goes on with it, the heads of a token together. */
+    /* The heads of a token together, as a model's layer reads them. */
     for (int64_t query = 0; query < tasks->queries; query++)
         for (int64_t head = query; head < heads; head += tasks->queries, output += head_dim)
             memcpy(output, decoded + head * head_dim, head_dim * sizeof(float));

@@ -1,4 +1,4 @@
-/* Matrix products of small matrices, and what else the kernels share. */
+/* Products of small matrices, and other functions that the kernels share. */
 #pragma once
 #include <stdint.h>
 
@@ -20,7 +20,7 @@ enum { ROWS = 6, VECTORS = 2, NARROW = 12 };
 #endif
 enum { TILE = ROWS * VECTORS > NARROW ? ROWS * VECTORS : NARROW }; /* sums in registers */
 
-/* Arrays of floats are read and written by whole registers. */
+/* Arrays of floats are read and written by int_vector registers. */
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 enum { LANES = VECTOR_BYTES / sizeof(float) };
 
@@ -35,17 +35,17 @@ enum { LANES = VECTOR_BYTES / sizeof(float) };
 
 static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
-typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t int_vector __attribute__((vector_size(VECTOR_BYTES)));
 
 /* Each lane of a where the mask is −1, of b where it is 0. */
-static inline vector where(const whole mask, const vector a, const vector b) {
-    return (vector)(((whole)a & mask) | ((whole)b & ~mask));
+static inline vector where(const int_vector mask, const vector a, const vector b) {
+    return (vector)(((int_vector)a & mask) | ((int_vector)b & ~mask));
 }
 
 /* e^x for x <= 0, to 2e-7 of its value; 0 below e^-87, NaN of NaN. */
 static inline vector exponential(const vector given) {
     const float round = 12582912.0f; /* 1.5 · 2^23: a sum with it has no fraction */
-    const whole is_tiny = given < -87.0f;
+    const int_vector is_tiny = given < -87.0f;
     const vector x = where(is_tiny, (vector){0}, given);
     const vector n = x * 1.44269504f + round - round;
     const vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -56,14 +56,14 @@ static inline vector exponential(const vector given) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const vector power = (vector)((__builtin_convertvector(n, whole) + 127) << 23);
-    return (vector)((whole)(p * power) & ~is_tiny);
+    const vector power = (vector)((__builtin_convertvector(n, int_vector) + 127) << 23);
+    return (vector)((int_vector)(p * power) & ~is_tiny);
 }
 
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (whole){__VA_ARGS__})
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (int_vector){__VA_ARGS__})
 #endif
 
 /* Lane i of every other `size` lanes, counted through a and then b; the compiler must see that they are constants. */

@@ -1,19 +1,19 @@
-/* A few new tokens of a layer on their way into a cache. Keys are turned back to before their rotation; then keys and values,
- * each on a thread of its own, are projected and gated, which gives their ranks. If the stores have room for all of them, they
- * are written behind those of their ranks. */
+/* Encodes a few new tokens of a layer and appends them to stores. The rotation of keys is undone; then keys and values, each
+ * on a thread of its own, are projected and gated, which gives their ranks. If the stores have room for all of them, they are
+ * written after those of their ranks. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "common.h"
 #include "store.h"
 
-/* What a layer does to its keys, or to its values. */
+/* How a layer's keys, or its values, are encoded. */
 struct gate {
     const float *basis;  /* (width, width) */
     const float *scale;  /* (width): of the coefficients before the gate */
     const float *weight; /* (width, width) */
     const float *bias;   /* (width) */
-    const float *spread; /* (width): what coefficients are divided by once the gate has seen them; NULL: nothing */
+    const float *coef_scale; /* (width): coefficients are divided by it once the gate has seen them; NULL: they are not */
     int64_t granularity;
     float threshold;
 };
@@ -33,11 +33,11 @@ struct encoding {
     int64_t *rank;        /* (2, batch, tokens), out */
     struct store **stores; /* (2, batch): keys' and values' of each sequence; NULL: the tokens go nowhere */
     int64_t batch, tokens, heads, head_dim, threads;
-    int64_t kind; /* of the states, FLOAT32 or BFLOAT16, and what every step rounds to, as torch does: ranks hang on it */
+    int64_t kind; /* of the states, FLOAT32 or BFLOAT16; every step rounds to it, as torch does: ranks depend on it */
 };
 
-/* How many cutoffs i have softmax(logit)[0] + … + softmax(logit)[i] above the threshold; width is a
- * multiple of LANES. */
+/* The number of cutoffs i for which softmax(logit)[0] + … + softmax(logit)[i] exceeds the threshold; width is a multiple of
+ * LANES. */
 static int64_t kept(float *logit, int64_t width, float threshold) {
     float largest = logit[0], sum = 0, cumulative = 0;
     for (int64_t i = 1; i < width; i++) largest = logit[i] > largest ? logit[i] : largest;
@@ -74,7 +74,7 @@ static void gather(const struct encoding *task, int which, float *restrict out) 
                 const int64_t state = b * states->batch_stride + g * states->head_stride + t * states->token_stride;
                 for (int64_t d = 0; d < task->head_dim; d++) out[d] = state_at(task, states, state + d * step);
                 for (int64_t f = 0; rotated && f < half; f++) {
-                    /* out turned by (cos, sin) is state; some rotary kinds scale both, so that the squares do not add up to 1 */
+                    /* out rotated by (cos, sin) is state; some rotary kinds scale both, so that the squares do not add up to 1 */
                     const float c1 = cos[f], s1 = sin[f], c2 = cos[f + half], s2 = sin[f + half], scale = 1 / (c1 * c2 + s1 * s2);
                     const float first = out[f], second = out[f + half];
                     out[f] = (first * c2 + second * s1) * scale;
@@ -116,11 +116,11 @@ static void encode_side(const struct encoding *task, int which, float *scratch) 
         int64_t rank = kept(logit + t * width, width, gate->threshold);
         rank = (rank + granularity / 2) / granularity * granularity;
         ranks[t] = rank < least ? least : rank > width ? width : rank;
-        for (int64_t i = 0; gate->spread && i < width; i++) coef[t * width + i] /= gate->spread[i];
+        for (int64_t i = 0; gate->coef_scale && i < width; i++) coef[t * width + i] /= gate->coef_scale[i];
     }
 }
 
-/* Writes all tokens into the stores, or none where one has no room for its tokens. Returns whether it has. */
+/* Appends all tokens to their stores and returns 1, or appends none and returns 0 if one store has no room for its tokens. */
 static int append_all(const struct encoding *task) {
     const int64_t width = task->heads * task->head_dim;
     for (int64_t i = 0; i < 2 * task->batch; i++)

@@ -1,4 +1,4 @@
-/* Products of queries with keys: of keys that lie in memory, and of keys that are rebuilt and turned on the way. */
+/* Products of queries with keys that lie in memory, and with keys that are rebuilt and rotated in registers. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static void rotate(int64_t pairs, const float *restrict cos, const float *restri
     }
 }
 
-enum { ROWS_AHEAD = 24 }; /* states are asked for so long before they are read */
+enum { ROWS_AHEAD = 24 }; /* states are prefetched this many rows before they are read */
 
 /* Products of queries with the states of tokens, score[t][m]; `tokens` and `queries` are constants here, LANES in product
  * at most. */
@@ -72,7 +72,7 @@ static void score_rows(int64_t queries, int64_t count, int64_t depth, const floa
 
 /* -- keys that never leave the registers ---------------------------------------------------------------------------- */
 
-/* Keys of one head that are rebuilt and turned in all their dims. */
+/* Keys of one head that are rebuilt and rotated in all their dims. */
 struct rebuilt {
     const float *coef, *decoder; /* (tokens, rank), (rank, depth) */
     const float *cos, *sin;      /* (places, depth / 2) */
@@ -80,11 +80,11 @@ struct rebuilt {
     int64_t coef_stride, decoder_stride, rank, depth;
 };
 
-/* HALF vectors of each half of a key, which are turned together, are rebuilt at once: as many as leave registers for ROWS
+/* HALF vectors of each half of a key, which are rotated together, are rebuilt at once: as many as leave registers for ROWS
  * tokens. */
 enum { HALF = VECTORS / 2, STEP = HALF * LANES };
 
-/* Whether heads of `depth` dims that so many queries share are rebuilt so. */
+/* Whether keys of `depth` dims that `queries` queries share are rebuilt in registers. */
 static inline int fits_registers(int64_t depth, int64_t queries) { return depth % (2 * STEP) == 0 && queries <= LANES; }
 
 /* Dims d to d + STEP of both halves of the keys of some tokens, multiplied with the queries: for each token and query a
@@ -151,17 +151,17 @@ static inline int64_t partial_size(int64_t count, int64_t depth, int64_t queries
     return fits_registers(depth, queries) ? (count + LANES) * queries * LANES : 0;
 }
 
-/* Calls of `ask` while so many tokens' keys of so many heads are scored. */
-static inline int64_t asked(int64_t count, int64_t heads, int64_t depth) { return count * heads * (depth / 2 / STEP) / ROWS; }
+/* Calls of `prefetch_some` while the keys of `count` tokens and `heads` heads are scored. */
+static inline int64_t prefetch_calls(int64_t count, int64_t heads, int64_t depth) { return count * heads * (depth / 2 / STEP) / ROWS; }
 
-/* Scores of `count` tokens, while others' coefficients are asked for. */
+/* Scores of `count` tokens, while coefficients of others are prefetched. */
 static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *partial,
                            float *score, int64_t lanes, struct ahead *ahead) {
     const int64_t tiles = (count + ROWS - 1) / ROWS; /* of about equal size */
     for (int64_t d = 0; d < keys->depth / 2; d += STEP)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
-            ask(ahead);
+            prefetch_some(ahead);
             switch (tokens * 2 + (d > 0)) {
 #define REBUILT(T)                                                                      \
     case T * 2: rebuilt_tile(T, 0, keys, first, d, queries, query, partial); break; \

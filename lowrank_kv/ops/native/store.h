@@ -1,4 +1,4 @@
-/* Coefficients as a cache holds them: pieces of one rank each, as floats or as integers with scales. */
+/* A store of coefficients: buckets of one rank each, as floats or as integers with scales. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -7,8 +7,8 @@
 
 enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
 
-/* Tokens of one rank. Where heads are compressed apart, each part's coefficients lie `part_bytes` after the part before. */
-struct piece {
+/* Tokens of one rank. If heads are compressed separately, each part's coefficients lie `part_bytes` after those before. */
+struct bucket {
     uint8_t *rows;         /* (parts, capacity, row_bytes) */
     const uint8_t *scales; /* integers: (parts, capacity, 2K) bfloat16, K steps and then K least values */
     void *slot;            /* each token's row in the scores, rising; NULL: 0, 1, … */
@@ -17,13 +17,13 @@ struct piece {
 };
 
 struct store {
-    struct piece *pieces;
-    int64_t count;      /* of pieces */
-    int64_t *length;    /* tokens of all pieces, and the next one's slot; NULL where nothing is appended */
-    int64_t rank;       /* the largest; with several parts as many as the decoder of each has rows */
+    struct bucket *buckets;
+    int64_t num_buckets;
+    int64_t *length;    /* tokens of all buckets, and the next one's slot; NULL if nothing is appended */
+    int64_t rank;       /* the largest; with several parts, the rows of the decoder of each */
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
-    int64_t group;      /* integers: coefficients that share a scale; 0 when all of a row do */
+    int64_t group_size; /* integers: coefficients that share a scale; 0 when all of a row do */
 };
 
 static inline float from_bfloat16(uint16_t bits) {
@@ -31,33 +31,33 @@ static inline float from_bfloat16(uint16_t bits) {
     return u.value;
 }
 
-/* The nearest, of two as near the even one, as torch rounds. */
+/* Rounds to nearest, ties to even, as torch does. */
 static inline uint16_t to_bfloat16(float value) {
     union { float value; uint32_t bits; } u = {value};
     if (value != value) return 0x7fc0;
     return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
 }
 
-static inline int64_t slot_of(const struct store *store, const struct piece *piece, int64_t token) {
-    if (!piece->slot) return token;
+static inline int64_t slot_of(const struct store *store, const struct bucket *bucket, int64_t token) {
+    if (!bucket->slot) return token;
     switch (store->slot_bytes) {
-    case 2: return ((const int16_t *)piece->slot)[token];
-    case 4: return ((const int32_t *)piece->slot)[token];
-    default: return ((const int64_t *)piece->slot)[token];
+    case 2: return ((const int16_t *)bucket->slot)[token];
+    case 4: return ((const int32_t *)bucket->slot)[token];
+    default: return ((const int64_t *)bucket->slot)[token];
     }
 }
 
-/* Whether pieces have room for tokens of these ranks, and their slots can be written. Pieces are in order of rank. */
+/* Whether the buckets, in order of rank, have room for tokens of these ranks, and their slots can be written. */
 int has_room(const struct store *store, const int64_t *ranks, int64_t tokens);
 
-/* Writes one row behind those of its rank and its slot beside it; returns 1, or 0 where it does not have room. The pieces are
- * in order of rank, have slots and one part and hold floats or bfloat16. */
+/* Writes one row after those of its rank, and its slot beside it; returns 1, or 0 if there is no room for it. The buckets are
+ * in order of rank, have slots and one part, and hold floats or bfloat16. */
 int append(struct store *store, const float *coef, int64_t rank);
 
 /* -- reading coefficients ---------------------------------------------------------------------------------------- */
 
 static void dequantize(const struct store *store, const uint8_t *row, const uint16_t *scales, int64_t rank, float *out) {
-    const int64_t size = store->group ? store->group : rank, groups = (rank + size - 1) / size;
+    const int64_t size = store->group_size ? store->group_size : rank, num_groups = (rank + size - 1) / size;
     if (store->kind == INT8) {
         for (int64_t r = 0; r < rank; r++) out[r] = row[r];
     } else { /* the first half of a row in the low bits, the second in the high ones */
@@ -65,58 +65,58 @@ static void dequantize(const struct store *store, const uint8_t *row, const uint
         for (int64_t r = 0; r < half; r++) out[r] = row[r] & 15;
         for (int64_t r = half; r < rank; r++) out[r] = row[r - half] >> 4;
     }
-    for (int64_t k = 0; k < groups; k++) {
-        const float step = from_bfloat16(scales[k]), least = from_bfloat16(scales[groups + k]);
+    for (int64_t k = 0; k < num_groups; k++) {
+        const float step = from_bfloat16(scales[k]), least = from_bfloat16(scales[num_groups + k]);
         const int64_t end = (k + 1) * size < rank ? (k + 1) * size : rank;
         for (int64_t r = k * size; r < end; r++) out[r] = out[r] * step + least;
     }
 }
 
-/* Tokens `first` to `first + count` of a piece's part as floats, (count, padded(rank)), zero beyond the rank. */
-static void read_block(const struct store *store, const struct piece *piece, int64_t part, int64_t first, int64_t count,
+/* Tokens `first` to `first + count` of a bucket's part as floats, (count, padded(rank)), zero beyond the rank. */
+static void read_block(const struct store *store, const struct bucket *bucket, int64_t part, int64_t first, int64_t count,
                        float *out) {
-    const int64_t rank = piece->rank, width = padded(rank);
+    const int64_t rank = bucket->rank, width = padded(rank);
     if (!rank) return;
-    const int64_t groups = store->group ? (rank + store->group - 1) / store->group : 1;
+    const int64_t num_groups = store->group_size ? (rank + store->group_size - 1) / store->group_size : 1;
     for (int64_t t = 0; t < count; t++, out += width) {
-        const uint8_t *row = piece->rows + part * piece->part_bytes + (first + t) * piece->row_bytes;
-        const uint8_t *scales = piece->scales + part * piece->scale_part_bytes;
+        const uint8_t *row = bucket->rows + part * bucket->part_bytes + (first + t) * bucket->row_bytes;
+        const uint8_t *scales = bucket->scales + part * bucket->scale_part_bytes;
         switch (store->kind) {
         case FLOAT32: memcpy(out, row, rank * sizeof(float)); break;
         case BFLOAT16:
             for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
             break;
-        default: dequantize(store, row, (const uint16_t *)scales + (first + t) * 2 * groups, rank, out);
+        default: dequantize(store, row, (const uint16_t *)scales + (first + t) * 2 * num_groups, rank, out);
         }
         for (int64_t r = rank; r < width; r++) out[r] = 0;
     }
 }
 
-/* The same without copying what is held as floats: where a row is, and after how many floats the next. Beyond the rank may
- * be anything. */
+/* The same without copying floats: where the first row starts, and the floats from one row to the next. What lies beyond the
+ * rank is undefined. */
 struct rows { const float *start; int64_t stride; };
 
-static struct rows rows_of(const struct store *store, const struct piece *piece, int64_t part, int64_t first, int64_t count,
+static struct rows rows_of(const struct store *store, const struct bucket *bucket, int64_t part, int64_t first, int64_t count,
                            float *scratch) {
     if (store->kind == FLOAT32)
-        return (struct rows){(const float *)(piece->rows + part * piece->part_bytes + first * piece->row_bytes),
-                             piece->row_bytes / (int64_t)sizeof(float)};
-    read_block(store, piece, part, first, count, scratch);
-    return (struct rows){scratch, padded(piece->rank)};
+        return (struct rows){(const float *)(bucket->rows + part * bucket->part_bytes + first * bucket->row_bytes),
+                             bucket->row_bytes / (int64_t)sizeof(float)};
+    read_block(store, bucket, part, first, count, scratch);
+    return (struct rows){scratch, padded(bucket->rank)};
 }
 
 /* -- dividing the work ------------------------------------------------------------------------------------------- */
 
-/* Tokens first..end of a piece. */
+/* Tokens first..end of a bucket. */
 struct share { int64_t first, end; };
 
-/* The first token of a piece, none before `first`, that is in this slot or one after it. */
-static int64_t token_from(const struct store *store, const struct piece *piece, int64_t slot, int64_t first) {
-    if (!piece->slot) return slot < *piece->length ? slot : *piece->length;
-    int64_t end = *piece->length;
+/* The first token of a bucket, from `first` on, whose slot is at least this one. */
+static int64_t token_from(const struct store *store, const struct bucket *bucket, int64_t slot, int64_t first) {
+    if (!bucket->slot) return slot < *bucket->length ? slot : *bucket->length;
+    int64_t end = *bucket->length;
     while (first < end) {
         const int64_t middle = (first + end) / 2;
-        if (slot_of(store, piece, middle) < slot)
+        if (slot_of(store, bucket, middle) < slot)
             first = middle + 1;
         else
             end = middle;
@@ -124,10 +124,10 @@ static int64_t token_from(const struct store *store, const struct piece *piece, 
     return first;
 }
 
-/* Moves each piece's share on to the tokens after it that are in slots before this one. */
+/* Moves each bucket's share to the tokens that follow it and have slots before this one. */
 static void move_shares(const struct store *store, int64_t slot, struct share *shares) {
-    for (int64_t p = 0; p < store->count; p++) {
+    for (int64_t p = 0; p < store->num_buckets; p++) {
         shares[p].first = shares[p].end;
-        shares[p].end = token_from(store, store->pieces + p, slot, shares[p].first);
+        shares[p].end = token_from(store, store->buckets + p, slot, shares[p].first);
     }
 }

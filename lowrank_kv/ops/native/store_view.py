@@ -16,8 +16,8 @@ from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {8: 2, 4: 3}
-# The members of `struct piece` and `struct store` in store.h, in their order.
-_PIECE, _STORE = struct.Struct("9q"), struct.Struct("4q2iq")
+# The members of `struct bucket` and `struct store` in store.h, in their order.
+_BUCKET, _STORE = struct.Struct("9q"), struct.Struct("4q2iq")
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
@@ -50,7 +50,7 @@ class RankBucketView:
         self.rank, self.kind, self.group_size = rank, kind, group_size
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
         self._keepalive = rows_PNY, scale_PNS, slot_N, row_count  # addresses in them follow
-        self.members = _PIECE.pack(
+        self.members = _BUCKET.pack(
             rows_PNY.data_ptr(),
             0 if scale_PNS is None else scale_PNS.data_ptr(),
             0 if slot_N is None else slot_N.data_ptr(),
@@ -104,7 +104,7 @@ class StoreView:
     def __init__(self, buckets: list[RankBucketView], rank: int, row_count: ctypes.c_int64 | None = None):
         first = (buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size) if buckets else (0, 0, 0)
         self._keepalive = buckets, row_count  # addresses in them follow
-        self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _PIECE.size)
+        self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _BUCKET.size)
         self.address = ctypes.addressof(self._memory)
         count_address = 0 if row_count is None else ctypes.addressof(row_count)
         store = _STORE.pack(self.address + _STORE.size, len(buckets), count_address, rank, *first)

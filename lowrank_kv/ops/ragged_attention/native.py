@@ -14,7 +14,7 @@ from torch import Tensor
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import contiguous_fp32
-from lowrank_kv.ops.native.ragged_table import table_of
+from lowrank_kv.ops.native.ragged_view import view_of
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.ops.rotation import rotates_in_pairs
 
@@ -51,7 +51,7 @@ def ragged_attention(
     softmaxes = []
     for keys, values, rotation, position_T, mask_QT in sequences:
         rotary = None if rotation is None else rotation.table.packed
-        held = table_of(keys), table_of(values), keys.length
+        held = view_of(keys), view_of(values), keys.length
         softmaxes.append([native.Tokens(queries, *held, read_by, rotary, position_T, mask_QT)])
     output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
     return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

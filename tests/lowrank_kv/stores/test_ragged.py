@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_kv.ops.native.ragged_table import append_few
+from lowrank_kv.ops.native.ragged_view import append_few
 from lowrank_kv.stores.growable_tensor import GROWTH
 from lowrank_kv.stores.ragged import RaggedStore
 

@@ -9,7 +9,7 @@ from lowrank_kv.ops import native
 from lowrank_kv.stores.ragged import RaggedStore
 
 
-def table_of(store: RaggedStore) -> native.StoreView:
+def view_of(store: RaggedStore) -> native.StoreView:
     """The store's rows; kept with the store until anything but compiled code changes it."""
     if store.native_view is None:
         buckets = store.buckets()
@@ -31,5 +31,5 @@ def append_few(store: RaggedStore, coef_TC: Tensor, ranks: list[int]) -> None:
     address, row_bytes = coef_TC.data_ptr(), coef_TC.stride(0) * coef_TC.itemsize
     is_open = store.quantization is None and native.appends(store.dtype, store.device)
     for t, rank in enumerate(ranks):
-        if not (is_open and table_of(store).append(address + t * row_bytes, rank)):
+        if not (is_open and view_of(store).append(address + t * row_bytes, rank)):
             store.append_one(coef_TC[t : t + 1, :rank])
