@@ -1,4 +1,4 @@
-"""What a compressed cache asks of a method: rows to coefficients and back.
+"""The interface between a method and the compressed caches: states to coefficients and back.
 
 Shapes: B batch, T tokens, C joint width, R kept coefficients.
 """
@@ -27,17 +27,28 @@ class Codec(Protocol):
         """The (C, C) matrix whose first R rows rebuild a token from its first R coefficients."""
 
     def energies(self) -> Tensor:
-        """About the second moment of each coefficient, (C,) fp32; asked for only where coefficients are quantized."""
+        """About the second moment of each coefficient, (C,) fp32; used only if coefficients are quantized."""
 
     def token_gate(self) -> "TokenGate | None":
-        """What :meth:`encode` does, for kernels that do it by themselves; None where it is something else."""
+        """The weights by which :meth:`encode` works, for kernels that do the same; None if it does something else."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenGate:
-    """x̃ = x U, of which a token keeps as many coefficients as cumulative sums of softmax(x̃ diag(s) W + b) exceed the
-    threshold, rounded to the granularity (DynaKV, equations 1, 5, 6 and 8). They are held divided by their spread, if there
-    is one."""
+    """The weights of a codec that projects a state and gates its coefficients (DynaKV, equations 1, 5, 6 and 8).
+
+    The coefficients are x̃ = x U. A token keeps as many as there are cumulative sums of softmax(x̃ diag(s) W + b) above the
+    threshold, rounded to the granularity.
+
+    Attributes:
+        basis_CC: U.
+        scale_C: s.
+        weight_CC: W.
+        bias_C: b.
+        threshold: in (0, 1).
+        granularity: ranks are multiples of it, at most C.
+        coef_scale_C: coefficients are divided by it before they are stored; None if they are not.
+    """
 
     basis_CC: Tensor
     scale_C: Tensor
@@ -50,8 +61,15 @@ class TokenGate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCodec:
-    """How one layer's keys (before rotation) and values are compressed and held, which tokens are, and whether a prompt's
-    own attention sees exact keys and values or rebuilt ones."""
+    """How one layer's keys and values are compressed.
+
+    Attributes:
+        key: of keys before rotation; wrapped in a :class:`ScaledCodec` if coefficients are quantized.
+        value: of values, likewise.
+        quantization: how coefficients are stored as integers; None to store them in the model's dtype.
+        eviction: which tokens of a prompt are kept.
+        exact_prefill: whether a prompt's own attention sees exact keys and values instead of rebuilt ones.
+    """
 
     key: Codec
     value: Codec
@@ -61,27 +79,27 @@ class LayerCodec:
 
     def __post_init__(self):
         if self.quantization is not None:
-            for side in ("key", "value"):
-                object.__setattr__(self, side, ScaledCodec(getattr(self, side)))
+            for name in ("key", "value"):
+                object.__setattr__(self, name, ScaledCodec(getattr(self, name)))
 
 
 class ScaledCodec:
-    """A codec whose coefficients are divided by their spread, so that one scale serves all of a token's; the decoder undoes
-    it."""
+    """A codec that divides another's coefficients by a scale of their own, so that one quantization scale serves all of a
+    token's; its decoder multiplies by them."""
 
     def __init__(self, codec: Codec):
         self.codec, self.width = codec, codec.width
         self.coef_scale_C = coef_scale_of(codec.energies())
-        self._decoders: tuple[Tensor, Tensor] | None = None  # the codec's, and the same times the spread
+        self._decoders: tuple[Tensor, Tensor] | None = None  # the other codec's, and the same times the scale
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         coef_BTC, rank_BT = self.codec.encode(states_BTC)
         return coef_BTC / self.coef_scale_C.to(coef_BTC), rank_BT
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        plain_CC = self.codec.decoder(dtype, device)
-        if self._decoders is None or self._decoders[0] is not plain_CC:
-            self._decoders = plain_CC, self.coef_scale_C.to(device, dtype)[:, None] * plain_CC
+        unscaled_CC = self.codec.decoder(dtype, device)
+        if self._decoders is None or self._decoders[0] is not unscaled_CC:
+            self._decoders = unscaled_CC, self.coef_scale_C.to(device, dtype)[:, None] * unscaled_CC
         return self._decoders[1]
 
     def energies(self) -> Tensor:

@@ -47,7 +47,7 @@ class Coefficients:
         tensors = [empty(self.rank, dtype)]
         if quantization is not None:
             codes = empty(quantization.row_bytes(self.rank), torch.uint8)
-            tensors = [codes, empty(2 * quantization.groups(self.rank), SCALE_DTYPE)]
+            tensors = [codes, empty(2 * quantization.num_groups(self.rank), SCALE_DTYPE)]
         self.stored = GrowingRows(*tensors, dim=len(lead))
 
     @classmethod

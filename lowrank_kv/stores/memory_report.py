@@ -1,4 +1,4 @@
-"""What a compressed cache holds, by kind, in bytes."""
+"""Bytes of a compressed cache, by kind."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 COEFFICIENTS = "coefficients"
-SCALES = "scales"  # of coefficients held as integers
-POSITIONS = "positions"  # places of tokens, and what rotates them
-FULL_RANK = "full-rank tokens"  # that stay whole
+SCALES = "scales"  # of quantized coefficients
+POSITIONS = "positions"  # of tokens, and their rotations
+FULL_RANK = "full-rank tokens"  # that are never compressed
 BUFFERS = "buffers"  # tokens that wait to be compressed, and the room for them
-BASES = "bases"  # of each sequence, and what moves them
+BASES = "bases"  # of each sequence, and the state of their trackers
 KINDS = (COEFFICIENTS, SCALES, POSITIONS, FULL_RANK, BUFFERS, BASES)
 
 
@@ -27,9 +27,10 @@ class MemoryReport:
     full: int
 
     @classmethod
-    def of(cls, held: Iterable[tuple[str, Tensor]], full: int) -> "MemoryReport":
+    def from_tensors(cls, tensors_by_kind: Iterable[tuple[str, Tensor]], full: int) -> "MemoryReport":
+        """The bytes of (kind, tensor) pairs; `full` as above."""
         kinds = dict.fromkeys(KINDS, 0)
-        for kind, tensor in held:
+        for kind, tensor in tensors_by_kind:
             kinds[kind] += tensor.nbytes
         return cls(kinds=kinds, full=full)
 

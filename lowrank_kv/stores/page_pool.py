@@ -1,7 +1,7 @@
-"""A pool of equally large pages of coefficients, from which stores take and to which they give back.
+"""A pool of equally large pages of coefficients, which stores take and give back.
 
-A page holds N tokens' coefficients of one granule (g consecutive coefficients), so that a tile of N tokens at rank r takes
-r / g pages wherever they lie: whatever the ranks, no page is of the wrong size, and nothing is ever moved to make room.
+A page has room for one granule (g consecutive coefficients) of N tokens. A tile of N tokens at rank r takes r / g pages,
+wherever they lie: pages fit all ranks, and nothing is ever moved to make room.
 
 Shapes: P pages, N tokens of a page, g coefficients of a granule, Y bytes of a granule's codes.
 """
@@ -13,7 +13,7 @@ from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-# What a tensor core takes at once: 16 tokens or coefficients; 4-bit codes come as two halves of a granule.
+# A tensor core multiplies 16 tokens or coefficients at once; 4-bit codes are two halves of a granule.
 MIN_TOKENS = 16
 MIN_GRANULE = 16
 
@@ -21,18 +21,18 @@ MIN_GRANULE = 16
 class PagePool:
     """Pages and the stack of those that are free, both on the device, so that a kernel can take pages by itself.
 
-    One pool may serve keys and values of all layers whose stores hold coefficients alike.
+    One pool may serve keys and values of all layers whose stores have the same dtype and quantization.
 
     Args:
-        pages: P, how many there are; all memory is taken here, once.
+        pages: P, how many there are; all memory is allocated here, once.
         tokens: N, a power of two, at least 16; 64 for head dims above 128, where 128 rebuilt keys spill registers.
         granule: g, a power of two, at least 16 (32 where codes have 4 bits).
-        dtype: of the coefficients, and of what is read where they are held as integers.
+        dtype: in which coefficients are read, and stored unless quantized.
         device: where the pages live.
-        quantization: how coefficients are held as integers, with one scale for each token; None to hold them in `dtype`.
+        quantization: how coefficients are stored as integers, with one scale for each token; None to store them in `dtype`.
 
     Raises:
-        UserError: a size is not as said above, or the quantization has groups.
+        UserError: a size is not as stated above, or the quantization has a group size.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class PagePool:
         require(_is_power(tokens) and tokens >= MIN_TOKENS, "tokens", tokens, f"a power of two from {MIN_TOKENS} on")
         require(_is_power(granule) and granule >= least, "granule", granule, f"a power of two from {least} on")
         require(
-            quantization is None or quantization.group is None,
+            quantization is None or quantization.group_size is None,
             "group_size",
-            quantization and quantization.group,
+            quantization and quantization.group_size,
             "none where coefficients lie in pages: all of a token's share one scale",
         )
         self.tokens, self.granule, self.dtype, self.quantization = tokens, granule, dtype, quantization
@@ -86,7 +86,7 @@ class PagePool:
         self._min_free -= count
 
     def check_free(self, count: int, *, given_back: int = 0) -> None:
-        """Raise :class:`UserError` unless so many pages are free once `given_back` more are; waits for the device."""
+        """Raise :class:`UserError` unless `count` pages are free once `given_back` more are; waits for the device."""
         free = int(self.free_count) + given_back
         if free < count:
             raise UserError(
@@ -95,7 +95,7 @@ class PagePool:
             )
 
     def take(self, count: int) -> Tensor:
-        """`count` pages off the stack, (count,) int64; :meth:`reserve` must have granted them."""
+        """`count` pages off the stack, (count,) int64; :meth:`reserve` has reserved them."""
         free = int(self.free_count)
         self.free_count -= count
         return self.free_P[free - count : free].long()
@@ -108,15 +108,15 @@ class PagePool:
         self._min_free = free + count
 
     def pack(self, code_XR: Tensor) -> Tensor:
-        """Coefficients or codes (…, R), R whole granules, as they lie in pages, (…, R / g, Y)."""
+        """Coefficients or codes (…, R), R a multiple of g, as they lie in pages, (…, R / g, Y)."""
         granule_XKG = code_XR.unflatten(-1, (-1, self.granule))
-        return granule_XKG if self.quantization is None else self.quantization.packed(granule_XKG)
+        return granule_XKG if self.quantization is None else self.quantization.pack(granule_XKG)
 
     def unpack(self, raw_XKY: Tensor, scale_X2: Tensor | None) -> Tensor:
-        """What :meth:`pack` took, as numbers in the pool's dtype, (…, R)."""
+        """Undo :meth:`pack`, (…, R), in the pool's dtype; scales (…, 2) are None unless the pool is quantized."""
         if self.quantization is None:
             return raw_XKY.flatten(-2)
-        code_XR = self.quantization.unpacked(raw_XKY, self.granule).flatten(-2)
+        code_XR = self.quantization.unpack(raw_XKY, self.granule).flatten(-2)
         return (code_XR.float() * scale_X2[..., :1].float() + scale_X2[..., 1:].float()).to(self.dtype)
 
 

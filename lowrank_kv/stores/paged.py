@@ -1,9 +1,8 @@
 """Coefficient rows of a batch of sequences in pages, each row with a rank of its own.
 
 The store of :mod:`lowrank_kv.stores.ragged` for a GPU: tokens of equal rank still lie together, but in tiles of N
-tokens whose pages may be anywhere in a pool. Nothing is copied as the text grows, sequences do not push one another
-about, and everything a kernel needs (lengths, tables, free pages) is on the device and stays where it is, as CUDA
-graphs ask: decoding needs no word from the host.
+tokens whose pages may be anywhere in a pool. Nothing is copied as a sequence grows. Everything a kernel needs (lengths,
+tables, free pages) is on the device and does not move, as CUDA graphs require, so that the host takes no part in decoding.
 
 Shapes: B batch, T tokens, C width, S tiles a sequence can have, N tokens of a tile, K = C / g granules, Y bytes of
 a granule.
@@ -25,21 +24,21 @@ NO_TILE = -1
 class PagedStore:
     """One layer's keys or values, row t of a sequence keeping its first r_t coefficients (DynaKV section 3.2, equation 2).
 
-    A tile holds up to N rows of one rank. Ranks are whole granules.
+    A tile has up to N rows of one rank. Ranks are multiples of the granule g.
 
     Args:
         batch: B.
-        width: C, the most coefficients a row can have; whole granules.
+        width: C, the most coefficients a row can have; a multiple of g.
         capacity: the most rows a sequence will have.
         pool: where the pages come from.
 
     Attributes:
         length_B: rows of each sequence, int32.
-        tiles_B: tiles of each sequence, int32; tiles beyond it hold nothing.
+        tiles_B: tiles of each sequence, int32; tiles beyond it are empty.
         tile_page_BSK: int32 pages of each tile, one for each of its granules.
         tile_granules_BS, tile_rows_BS: int32 granules of each tile's rows, and how many rows it has.
-        tile_position_BSN: int32 places of the rows in their sequence.
-        tile_scale_BSN2: bf16 step and least value of each row, where coefficients are integers.
+        tile_position_BSN: int32 positions of the rows in their sequence.
+        tile_scale_BSN2: bf16 step and least value of each row; None unless coefficients are quantized.
         open_BK: int32 tile that takes the next row of each number of granules, 0 to K; -1 where there is none.
     """
 
@@ -51,7 +50,7 @@ class PagedStore:
         self._make_tables(batch)
 
     def _make_tables(self, batch: int) -> None:
-        """Tables that hold no rows, of `batch` sequences."""
+        """Make empty tables for `batch` sequences."""
         self.batch, pool = batch, self.pool
         # Every number of granules may have one tile that is not full.
         slots = -(-self.capacity // pool.tokens) + self.granules + 1
@@ -82,15 +81,15 @@ class PagedStore:
 
         Args:
             coef_BTC: coefficients, any floating dtype.
-            rank_BT: integer ranks, whole granules in 0..C.
+            rank_BT: integer ranks in 0..C, multiples of g.
 
         Raises:
-            UserError: a rank is not whole granules, more rows than `capacity`, or too few free pages.
+            UserError: a rank is not a multiple of g, or there are more rows than `capacity`, or too few free pages.
         """
         granules_BT = rank_BT.div(self.pool.granule, rounding_mode="floor")
-        is_whole_BT = (granules_BT * self.pool.granule == rank_BT) & (granules_BT >= 0) & (granules_BT <= self.granules)
+        is_valid_BT = (granules_BT * self.pool.granule == rank_BT) & (granules_BT >= 0) & (granules_BT <= self.granules)
         require(
-            bool(is_whole_BT.all()),
+            bool(is_valid_BT.all()),
             "rank_BT",
             rank_BT.unique().tolist(),
             f"multiples of {self.pool.granule} from 0 to {self.width}: use a granularity that is one",
@@ -107,15 +106,15 @@ class PagedStore:
             length_B.tolist(),
             f"in 0..length, which is {self.length_B.tolist()}",
         )
-        # Positions rise within a tile, so what goes is a suffix.
+        # Positions rise within a tile, so the dropped rows are its last.
         row_N = torch.arange(self.pool.tokens, device=self.pool.device)
-        held_BSN = row_N < self.tile_rows_BS[..., None]
-        kept_BS = (held_BSN & (self.tile_position_BSN < length_B[:, None, None])).sum(dim=-1).to(torch.int32)
+        used_BSN = row_N < self.tile_rows_BS[..., None]
+        kept_BS = (used_BSN & (self.tile_position_BSN < length_B[:, None, None])).sum(dim=-1).to(torch.int32)
         emptied_BS = (self.tile_rows_BS > 0) & (kept_BS == 0)
         self._give_back(emptied_BS)
         self.tile_rows_BS.copy_(kept_BS)
         self.tile_granules_BS.masked_fill_(emptied_BS, 0)
-        # The tiles that stay move to the front, in their order.
+        # Tiles that keep rows move to the front, in their order.
         order_BS = (kept_BS == 0).to(torch.int8).argsort(dim=1, stable=True)
         for table in (
             self.tile_page_BSK,
@@ -131,7 +130,7 @@ class PagedStore:
         self._find_open()
 
     def select(self, index_B: Tensor) -> None:
-        """Make sequence b a copy of what sequence ``index_B[b]`` was, as beam search asks; their number may change."""
+        """Replace sequence b by a copy of sequence ``index_B[b]``, as beam search asks; the batch size may change."""
         raw, scale, granules_BT, present_BT = self._rows()
         pages_B = torch.where(self.tile_rows_BS > 0, self.tile_granules_BS, 0).sum(dim=1)
         self.pool.check_free(int(pages_B[index_B].sum()), given_back=int(pages_B.sum()))
@@ -142,10 +141,10 @@ class PagedStore:
         self._place(raw[index_B], scale, granules_BT[index_B], present_BT[index_B])
 
     def clear(self) -> None:
-        """Hold no rows; all pages go back."""
+        """Forget all rows and give back their pages."""
         self._give_back(self.tile_rows_BS > 0)
-        for held in (self.length_B, self.tiles_B, self.tile_granules_BS, self.tile_rows_BS):
-            held.zero_()
+        for table in (self.length_B, self.tiles_B, self.tile_granules_BS, self.tile_rows_BS):
+            table.zero_()
         self.open_BK.fill_(NO_TILE)
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ class PagedStore:
         return self._rows()[2].long() * self.pool.granule
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of what the store holds beside its pool's pages."""
+        """(kind, tensor) of the tables; the pages belong to the pool."""
         for table in (self.length_B, self.tiles_B, self.tile_page_BSK, self.tile_granules_BS, self.tile_rows_BS):
             yield POSITIONS, table
         yield POSITIONS, self.tile_position_BSN
@@ -268,8 +267,8 @@ class PagedStore:
     def _find_open(self) -> None:
         """The newest tile of each rank, which alone may have room."""
         # A crop empties a rank's tiles from the newest on; of those that stay, the one with the last first row is open.
-        is_held_BS = self.tile_rows_BS > 0
-        first_BS = self.tile_position_BSN[..., 0].masked_fill(~is_held_BS, NO_TILE)
+        is_used_BS = self.tile_rows_BS > 0
+        first_BS = self.tile_position_BSN[..., 0].masked_fill(~is_used_BS, NO_TILE)
         for granules in range(self.granules + 1):
             first_of_BS = first_BS.masked_fill(self.tile_granules_BS != granules, NO_TILE)
             last_B, tile_B = first_of_BS.max(dim=1)

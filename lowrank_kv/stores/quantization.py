@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowrank_kv.utils.config import require
 
-# How coefficients are held: in the model's dtype, or as integers of so many bits.
+# How coefficients are stored: in the model's dtype (None), or as integers of this many bits.
 CACHE_DTYPES = {"model": None, "int8": 8, "int4": 4}
-CACHE_DTYPE_HELP = "how coefficients are held: in the model's dtype, or as integers with a scale for each token"
+CACHE_DTYPE_HELP = "how coefficients are stored: in the model's dtype, or as integers with a scale for each token"
 GROUP_SIZE_HELP = "coefficients that share a scale; all of a token where none is given"
 
-# Scales and offsets are bf16: no coefficient is out of its range, and rounding is taken up before codes are chosen.
+# Scales and offsets are bf16, which has the range of fp32; they are rounded before codes are chosen.
 SCALE_DTYPE = torch.bfloat16
 _ROUNDING = 2.0**-8
 # Before quantizing, coefficients are divided by this power of their calibrated root mean square. 0 would drown the small
@@ -25,22 +25,27 @@ COEF_SCALE_POWER = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How rows are turned into integers.
+    """How rows are encoded as integers.
 
     Attributes:
-        bits: 8, or 4, of which two share a byte.
-        group: coefficients that share a scale; None when all of a row do.
+        bits: 8, or 4, when two codes share a byte.
+        group_size: how many coefficients share a scale; None when all of a row do.
     """
 
     bits: int
-    group: int | None = None
+    group_size: int | None = None
 
     def __post_init__(self):
-        require(self.group is None or self.group >= 2, "group_size", self.group, "at least 2, or none for whole rows")
+        require(
+            self.group_size is None or self.group_size >= 2,
+            "group_size",
+            self.group_size,
+            "at least 2, or none for whole rows",
+        )
 
-    def groups(self, rank: int) -> int:
+    def num_groups(self, rank: int) -> int:
         """K, how many scales a row of `rank` coefficients has."""
-        return -(-rank // (self.group or max(rank, 1)))
+        return -(-rank // (self.group_size or max(rank, 1)))
 
     def row_bytes(self, rank: int) -> int:
         """Y, bytes of a row's codes."""
@@ -48,26 +53,26 @@ class Quantization:
 
     def nbytes(self, rank: int) -> int:
         """Bytes of a row, scales included."""
-        return self.row_bytes(rank) + 2 * self.groups(rank) * SCALE_DTYPE.itemsize
+        return self.row_bytes(rank) + 2 * self.num_groups(rank) * SCALE_DTYPE.itemsize
 
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, two to a byte where they have 4 bits, (…, N, Y) uint8, and scales as :meth:`levels` gives them."""
+        """Codes (…, N, Y) uint8, two to a byte if they have 4 bits, and scales as :meth:`levels` gives them."""
         code_NR, scale_NS = self.levels(rows_NR)
-        return self.packed(code_NR), scale_NS
+        return self.pack(code_NR), scale_NS
 
     def levels(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (…, N, R) uint8, one to a byte, and scales (…, N, 2·K) bf16: K steps, then K least values.
 
-        A value x of a group is rounded to ``least + step · code``, code in 0..2^bits − 1; a group's least and largest value
-        are within its range, so nothing is clipped.
+        A value is rounded to ``least + step · code``, code in 0..2^bits − 1. The least and the largest value of a group are
+        within its range, so nothing is clipped.
         """
         rank = rows_NR.shape[-1]
         rows_NR = rows_NR.float()
         group_of_R = self._group_of(rank, rows_NR.device)
         steps, least = [], []
-        for part_NG in rows_NR.split(self.group or max(rank, 1), dim=-1):
+        for part_NG in rows_NR.split(self.group_size or max(rank, 1), dim=-1):
             low_N, high_N = part_NG.aminmax(dim=-1)
-            # Outwards by what rounding to bf16 may take away.
+            # Widen the range by the most that rounding to bf16 may take away.
             low_N = (low_N - low_N.abs() * _ROUNDING).to(SCALE_DTYPE)
             step_N = (high_N - low_N.float()) * (1 + _ROUNDING) / (2**self.bits - 1)
             steps.append(step_N.to(SCALE_DTYPE))
@@ -79,19 +84,20 @@ class Quantization:
         return code_NR, torch.cat([scale_NK, least_NK], dim=-1)
 
     def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """The rows that :meth:`encode` took, rounded, (…, N, R) in `dtype`."""
+        """The rounded rows, (…, N, R) in `dtype`, from what :meth:`encode` returned."""
         # In place and in fp32, which a CPU does several times as fast as a fused operation on broadcast halves.
         scale_NK, least_NK = scale_NS.float().chunk(2, dim=-1)
-        if self.group is not None:
+        if self.group_size is not None:
             group_of_R = self._group_of(rank, code_NY.device)
             scale_NK, least_NK = scale_NK[..., group_of_R], least_NK[..., group_of_R]
-        return self.unpacked(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
+        return self.unpack(code_NY, rank).float().mul_(scale_NK).add_(least_NK).to(dtype)
 
     def _group_of(self, rank: int, device: torch.device) -> Tensor:
-        return torch.arange(rank, device=device) // (self.group or max(rank, 1))
+        return torch.arange(rank, device=device) // (self.group_size or max(rank, 1))
 
-    def packed(self, code_NR: Tensor) -> Tensor:
-        """4-bit codes: the first half of a row in the low bits, the second half in the high ones."""
+    def pack(self, code_NR: Tensor) -> Tensor:
+        """Codes (…, N, R) as they are stored, (…, N, Y). With 4 bits, the first half of a row is in the low bits, the second
+        half in the high ones."""
         if self.bits == 8:
             return code_NR
         half = self.row_bytes(code_NR.shape[-1])
@@ -99,21 +105,26 @@ class Quantization:
         low_NY[..., : high_NY.shape[-1]] |= high_NY << 4
         return low_NY
 
-    def unpacked(self, code_NY: Tensor, rank: int) -> Tensor:
-        """What :meth:`packed` took."""
+    def unpack(self, code_NY: Tensor, rank: int) -> Tensor:
+        """Undo :meth:`pack`, (…, N, R); `rank` is R."""
         if self.bits == 8:
             return code_NY
         return torch.cat([code_NY & 15, code_NY >> 4], dim=-1)[..., :rank]
 
 
-def quantization_of(cache_dtype: str, group: int | None) -> Quantization | None:
-    """The quantization a configuration's `cache_dtype` and `group_size` ask for."""
+def quantization_of(cache_dtype: str, group_size: int | None) -> Quantization | None:
+    """The quantization that a configuration's `cache_dtype` and `group_size` ask for; None for the model's dtype."""
     bits = CACHE_DTYPES[cache_dtype]
-    require(bits is not None or group is None, "group_size", group, "none where coefficients are held as they are")
-    return None if bits is None else Quantization(bits=bits, group=group)
+    require(
+        bits is not None or group_size is None,
+        "group_size",
+        group_size,
+        "none where coefficients are stored in the model's dtype",
+    )
+    return None if bits is None else Quantization(bits=bits, group_size=group_size)
 
 
 def coef_scale_of(energy_R: Tensor) -> Tensor:
-    """What to divide coefficients by before they are quantized, from their calibrated energies, same shape, fp32."""
+    """The fp32 numbers (…, R) that coefficients are divided by before they are quantized, from their calibrated energies."""
     floor = energy_R.amax(dim=-1, keepdim=True) * 1e-6
     return energy_R.float().clamp(min=floor).clamp(min=torch.finfo(torch.float32).tiny) ** (COEF_SCALE_POWER / 2)

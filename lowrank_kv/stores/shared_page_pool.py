@@ -21,14 +21,14 @@ class SharedPagePool:
 
     Args:
         max_length: the most tokens a sequence will have.
-        rate: share of all coefficients that there is to be room for.
+        rate: the share of all coefficients that fits in the pages.
         stores: how many stores will share the pages: keys and values of every layer.
         granularity: of the ranks.
         width: C, of every store.
-        quantization: how coefficients are held as integers; None to hold them in the model's dtype.
+        quantization: how coefficients are stored as integers; None to store them in the model's dtype.
 
     Raises:
-        UserError: a size out of range, or ranks that are not whole granules of 16 coefficients (32 in 4 bits).
+        UserError: a size is out of range, or ranks are not multiples of 16 coefficients (32 in 4 bits).
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class SharedPagePool:
     ):
         require(max_length >= 1, "max_length", max_length, "at least 1 token")
         require(
-            quantization is None or quantization.group is None,
+            quantization is None or quantization.group_size is None,
             "group_size",
-            quantization and quantization.group,
+            quantization and quantization.group_size,
             "null for a paged cache: all coefficients of a token share one scale",
         )
         require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
@@ -96,11 +96,11 @@ class SharedPagePool:
         self.pool = None
 
     def free_nbytes(self) -> int:
-        """Bytes of the pages that hold nothing; waits for the device."""
+        """Bytes of the free pages; waits for the device."""
         return 0 if self.pool is None else int(self.pool.free_count) * self.pool.page_PNY[0].nbytes
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of the pages, free ones included, and of what is free."""
+        """(kind, tensor) of the pages, free ones included, and of the stack of free pages."""
         if self.pool is not None:
             yield COEFFICIENTS, self.pool.page_PNY
             yield POSITIONS, self.pool.free_P

@@ -56,7 +56,7 @@ class LowRankCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Bytes by kind, and those of an uncompressed cache; ``print(cache.memory())`` shows a table."""
-        return MemoryReport.of(self.tensors_by_kind(), self.full_nbytes)
+        return MemoryReport.from_tensors(self.tensors_by_kind(), self.full_nbytes)
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [self.layers[index] for index in self.geometry.layers]

@@ -24,16 +24,17 @@ from lowrank_kv.stores.shared_page_pool import SharedPagePool
 from lowrank_kv.utils.dispatch_log import log_choice
 from lowrank_kv.utils.errors import UserError
 
-# Of a KV head: the kernel that rebuilds keys holds the scores of a tile's tokens with all of them.
+# Rows of queries that share a KV head: the kernel that rebuilds keys scores a tile's tokens with all of them at
+# once.
 MAX_QUERY_ROWS = 128
 
 
 class PagedLayer(CodecLayer):
-    """Keys and values of one layer in stores that share their pages with the other layers'.
+    """Keys and values of one layer, in stores that share a pool of pages with the other layers' stores.
 
-    A decoded token is projected, gated and packed in one launch a side, by the compressor as it was when the first token
-    came, and attended over in three; the host seldom waits. Prompts and chunks go the way of
-    :class:`lowrank_kv.hf.cache.ragged_layer.RaggedLayer`.
+    A decoded token takes five kernel launches: keys and values are each projected, gated and packed in one, by the
+    compressor's weights as they were at the first token, and attention takes three. The host seldom waits. Prompts and
+    chunks are handled as in :class:`lowrank_kv.hf.cache.ragged_layer.RaggedLayer`.
     """
 
     def __init__(self, codec: LayerCodec, shared_page_pool: SharedPagePool, *, is_first: bool):
@@ -63,7 +64,7 @@ class PagedLayer(CodecLayer):
             log_choice("gated_append", "triton", self.dtype, self.device)
 
     def _append_of(self, codec: Codec) -> dict[str, Any] | None:
-        """Arguments of the kernel that takes in one token of each sequence; None where the codec has no gate for it."""
+        """Arguments of the kernel that appends one token of each sequence; None if the codec has no gate for it."""
         gate = codec.token_gate()
         if gate is None:
             return None
@@ -103,7 +104,7 @@ class PagedLayer(CodecLayer):
         try:
             self.value.append(*value)
         except UserError:
-            self.key.crop(self.length)  # a key without its value would put all later ones beside the wrong values
+            self.key.crop(self.length)  # otherwise all later keys would be paired with the wrong values
             raise
         self.length += key[0].shape[1]
 
@@ -112,8 +113,8 @@ class PagedLayer(CodecLayer):
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on the exact ones, where so
-        configured); a few queries at a time attend in the kernels."""
+        """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on exact ones if configured
+        so); the kernels serve a few queries at a time."""
         if not self.is_decoding(query):
             return inner(module, query, *self._rebuild(), mask, **kwargs)
         with launching_on(self.device):
@@ -154,7 +155,7 @@ class PagedLayer(CodecLayer):
 
     def clear(self) -> None:
         super().clear()
-        # The next text may come in another number of sequences; nothing may keep the pages of this one.
+        # The next batch may have another size; nothing may keep the pages of this one.
         self.shared_page_pool.release()
         self.key = self.value = None
         self.length = 0
@@ -164,7 +165,7 @@ class PagedLayer(CodecLayer):
 
     def __deepcopy__(self, memo: dict) -> "PagedLayer":
         twin = super().__deepcopy__(memo)
-        # An empty layer's, too, which is not forked: the first of both would take the pages for both.
+        # Also of an empty layer, whose state is not copied: otherwise both would share the pool that the first one makes.
         twin.shared_page_pool = copy.deepcopy(self.shared_page_pool, memo)
         return twin
 

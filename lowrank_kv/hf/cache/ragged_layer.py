@@ -137,13 +137,13 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on the exact
-        ones, where so configured); a few queries at a time attend in the compressed form."""
+        """A prompt, and long chunks after it, run `inner` on this layer's rebuilt keys and values (a prompt on exact ones if
+        configured so); a few queries at a time attend in the compressed form."""
         if not self.codec.eviction.is_on:
             return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
         end, queries = self.get_seq_length(), query.shape[2]
         if end - queries < self.prompt_end < end:
-            # Drafts came with the end of a prompt. They see what is left of it, as they would if they came later.
+            # Drafts came with the end of a prompt. They see the tokens left of it, as they would in a later call.
             if mask is None:
                 mask = torch.ones(queries, end, dtype=torch.bool, device=query.device).tril(end - queries)[None, None]
             prompt = self.prompt_end - end + queries
@@ -160,8 +160,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def _attend(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of queries that see none but the first `length` tokens, and the rotated keys of these, (B, G, T, D),
-        where it needed them all."""
+        """Attention of queries that see only the first `length` tokens, and the rotated keys of these, (B, G, T, D), if it
+        needed all of them."""
         if self.is_decoding(query):
             return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
         if any(sequence.fixed for sequence in self.sequences):
@@ -170,8 +170,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         return inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0], key
 
     def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
-        """Of a prompt just read to its end, forget the tokens that the last of them do not look at. Latents are shared by
-        the heads, so all heads choose together, by the keys that this call's attention saw, where it saw all."""
+        """Evict the tokens of a prompt just completed that its last queries do not look at. Heads share their coefficients,
+        so all heads choose together, by the keys that this call's attention saw if it saw all."""
         eviction = self.codec.eviction
         finished = self.finished_prompt(query, eviction.window_size)
         if finished is None:
@@ -196,8 +196,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any
     ) -> Tensor:
-        """`inner` on those of the first `length` tokens that each sequence still has; sequences need no longer have equally
-        many."""
+        """`inner` on those of the first `length` tokens that each sequence still has; their number may differ between
+        sequences."""
         outputs, later = [], self.get_seq_length() - length
         for b, sequence in enumerate(self.sequences):
             rows = slice(0, sequence.key.length - later)

@@ -39,7 +39,7 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
         return "there are no low-rank tokens"
     if tokens.parts_differ:
         return "each part holds tokens of its own"
-    if quantization is not None and quantization.group is not None:
+    if quantization is not None and quantization.group_size is not None:
         return "kernels take integers of which all of a row share one scale"
     if dtype not in _DTYPES:
         return "kernels compute in fp32, fp16 and bf16"

@@ -77,7 +77,7 @@ class RankBucketView:
             scale_PNS=scale_PNS,
             slot_N=slot_N,
             kind=KINDS[coef.dtype] if quantization is None else _QUANTIZED[quantization.bits],
-            group_size=0 if quantization is None else quantization.group or 0,
+            group_size=0 if quantization is None else quantization.group_size or 0,
         )
 
     @classmethod

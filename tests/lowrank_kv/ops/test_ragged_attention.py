@@ -158,7 +158,7 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     generator = torch.Generator().manual_seed(2)
-    query, stores, decoders, options = operands(generator, dtype, Quantization(bits=bits, group=group))
+    query, stores, decoders, options = operands(generator, dtype, Quantization(bits=bits, group_size=group))
     actual = attend(operation, query, *stores, decoders, **options)
     expected = attend(reference, query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()

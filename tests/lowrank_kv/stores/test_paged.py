@@ -122,6 +122,6 @@ def test_what_cannot_be_held_is_refused():
     with pytest.raises(UserError, match="`length` must be in 0..length, which is .20, 20."):
         paged.crop(21)
     with pytest.raises(UserError, match="`group_size` must be none"):
-        PagePool(8, dtype=torch.float32, device=CPU, quantization=Quantization(bits=8, group=32))
+        PagePool(8, dtype=torch.float32, device=CPU, quantization=Quantization(bits=8, group_size=32))
     with pytest.raises(UserError, match="`granule` must be a power of two from 32 on"):
         PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantization=Quantization(bits=4))

@@ -27,11 +27,11 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 )
 def test_a_value_is_rounded_to_its_nearest_level(bits, group, rank, rows, scale, offset, seed):
     values = (torch.randn(2, rows, rank, generator=torch.Generator().manual_seed(seed)) + offset) * scale
-    quantization = Quantization(bits=bits, group=group)
+    quantization = Quantization(bits=bits, group_size=group)
     codes, scales = quantization.encode(values)
     assert codes.dtype == torch.uint8
     assert codes.shape == (2, rows, quantization.row_bytes(rank))
-    assert scales.shape == (2, rows, 2 * quantization.groups(rank))
+    assert scales.shape == (2, rows, 2 * quantization.num_groups(rank))
     decoded = quantization.decode(codes, scales, rank, torch.float32)
     for start in range(0, rank, group or rank):
         part = values[..., start : start + (group or rank)]
@@ -45,9 +45,9 @@ def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 1)
     for rank in (1, 2, 15, 16):
         quantization = Quantization(bits=4)
-        packed = quantization.packed(codes[:, :rank])
+        packed = quantization.pack(codes[:, :rank])
         assert packed.shape == (3, -(-rank // 2))
-        assert torch.equal(quantization.unpacked(packed, rank), codes[:, :rank])
+        assert torch.equal(quantization.unpack(packed, rank), codes[:, :rank])
 
 
 @BITS

@@ -35,7 +35,7 @@ class LatentRows:
     quantization: Quantization | None = None
 
     def __post_init__(self):
-        group = None if self.quantization is None else self.quantization.group
+        group = None if self.quantization is None else self.quantization.group_size
         require(group is None, "group_size", group, "none for this operation: all of a row's codes share one scale")
 
     @property

@@ -130,7 +130,9 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     keys, values = (operands(40, 3, 8, dtype=torch.float32, generator=generator) for _ in range(2))
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
-    grouped = Coefficients((GROUPS, 8), dtype=torch.float32, device="cpu", quantization=Quantization(bits=8, group=4))
+    grouped = Coefficients(
+        (GROUPS, 8), dtype=torch.float32, device="cpu", quantization=Quantization(bits=8, group_size=4)
+    )
     grouped.append(keys.coef.rows())
     grouped.reserve(49)
     there = LowRankTokens(on(device, keys), on(device, values))
