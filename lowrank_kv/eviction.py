@@ -72,9 +72,15 @@ class Eviction:
             score_PT[:, ~present_T] = -torch.inf
         return score_PT
 
-    def count(self, tokens: int) -> int:
-        """How many of a prompt's tokens are kept."""
-        return min(tokens, max(self.window_size, round(self.keep_ratio * tokens)))
+    def num_kept(self, tokens: int, *, beside: int = 0) -> int:
+        """How many of a prompt's tokens are kept, at least those of the window.
+
+        Args:
+            tokens: those that may be evicted.
+            beside: other tokens of the prompt, all of which are kept and count as kept.
+        """
+        wanted = max(self.window_size, round(self.keep_ratio * (tokens + beside)))
+        return min(tokens, max(0, wanted - beside))
 
 
 def top_scores(score_PT: Tensor, count: int) -> Tensor:
@@ -83,18 +89,23 @@ def top_scores(score_PT: Tensor, count: int) -> Tensor:
     return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
 
 
-def fixed_by(start: int, kept_PN: Tensor, tokens: int) -> int:
-    """How many of a sequence's first tokens can no longer be cropped once, of `tokens` tokens from place `start` on, those
-    at `kept_PN` alone are kept: all up to the last that any part forgets."""
+def min_crop_length_after(start: int, kept_PN: Tensor, tokens: int) -> int:
+    """The fewest tokens a sequence can be cropped to after an eviction: all up to the last one that any part forgets.
+
+    Args:
+        start: position of the first of the tokens that could be evicted.
+        kept_PN: which of these are kept, counted from `start`.
+        tokens: how many they are.
+    """
     is_kept_PT = torch.zeros(len(kept_PN), tokens, dtype=torch.bool, device=kept_PN.device).scatter_(1, kept_PN, True)
     forgotten = torch.nonzero(~is_kept_PT.all(dim=0))
     return start + int(forgotten.max()) + 1 if len(forgotten) else 0
 
 
-def check_croppable(length: int, fixed: int) -> None:
-    """Raise :class:`UserError` for a crop into tokens of which some were evicted."""
-    if length < fixed:
+def check_croppable(length: int, min_crop_length: int) -> None:
+    """Raise :class:`UserError` for a crop into tokens some of which were evicted."""
+    if length < min_crop_length:
         raise UserError(
-            f"the cache cannot be cropped to {length} tokens: of the first {fixed} some were evicted; read the prompt "
-            f"again, or keep all of it (`eviction.keep_ratio: 1`)"
+            f"the cache cannot be cropped to {length} tokens: of the first {min_crop_length} some were evicted; read the "
+            f"prompt again, or keep all of it (`eviction.keep_ratio: 1`)"
         )

@@ -9,9 +9,84 @@ from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import InitialBasis, Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig
+from ojakv.retention import CompressionStep, RetentionSchedule
 
 # Halvings of the range of rates.
 _STEPS = 12
+# A position is an int32.
+_POSITION_BYTES = 4
+
+
+class PlannedSequence:
+    """An unpadded sequence of which there are only counts: it follows the retention schedule as a real one does.
+
+    Attributes:
+        length: tokens read.
+        num_pinned, num_waiting: tokens at full rank, which stay or wait.
+        num_low_rank: tokens that are coefficients.
+        has_started: whether the bases have followed any token.
+        full_rank_capacity, low_rank_capacity: tokens for which there is room, those held included.
+        has_evicted: whether any token has been evicted.
+    """
+
+    def __init__(self, config: OjaKVConfig):
+        self.config, self.schedule = config, RetentionSchedule(config)
+        self.length = self.num_pinned = self.num_waiting = self.num_low_rank = 0
+        self.full_rank_capacity = self.low_rank_capacity = 0
+        self.has_started = self.has_evicted = False
+
+    @classmethod
+    def after(cls, config: OjaKVConfig, *, prompt: int, tokens: int) -> "PlannedSequence":
+        """A prompt read in one call, the first of the sequence, then tokens decoded one at a time, `tokens` in all."""
+        sequence = cls(config)
+        first = max(prompt, 1)
+        sequence._read_prompt(first)
+        for _ in range(tokens - first):
+            sequence._decode()
+        return sequence
+
+    def _read_prompt(self, tokens: int) -> None:
+        self._append(tokens)
+        if self.config.keep_prompt_full_rank:
+            for step in self.schedule.keep_prompt(num_pinned=0, num_earlier=0, num_prompt=tokens, num_seen=tokens):
+                self._compress(step)
+        else:
+            self._compress_due(0, is_prompt=True)
+        if self.config.eviction.is_on:
+            num_kept = self.config.eviction.num_kept(self.num_low_rank, beside=tokens - self.num_low_rank)
+            self.has_evicted = num_kept < self.num_low_rank
+            self.num_low_rank = num_kept
+        self.low_rank_capacity = self.num_low_rank
+
+    def _decode(self) -> None:
+        self._append(1)
+        self._compress_due(0 if self.schedule.compresses_at_once else 1, is_prompt=False)
+
+    def _append(self, count: int) -> None:
+        self.length += count
+        self.num_waiting += count
+        self.full_rank_capacity = grown(self.full_rank_capacity, self.num_pinned + self.num_waiting)
+
+    def _compress_due(self, num_uncommitted: int, *, is_prompt: bool) -> None:
+        step = self.schedule.due(
+            num_pinned=self.num_pinned,
+            num_waiting=self.num_waiting - num_uncommitted,
+            num_seen=self.length - num_uncommitted,
+            has_started=self.has_started,
+            is_prompt=is_prompt,
+        )
+        if step is not None:
+            self._compress(step)
+
+    def _compress(self, step: CompressionStep) -> None:
+        num_full_rank = self.num_pinned + self.num_waiting - step.num_due + step.num_kept
+        self.num_pinned = step.num_pinned + step.num_kept
+        self.num_waiting = num_full_rank - self.num_pinned
+        self.num_low_rank += step.num_due - step.num_kept
+        self.has_started = True
+        self.full_rank_capacity = max(num_full_rank, self.schedule.full_rank_capacity(self.num_pinned))
+        leaves_room = self.config.update_period == 1
+        self.low_rank_capacity = grown(self.low_rank_capacity, self.num_low_rank) if leaves_room else self.num_low_rank
 
 
 def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
@@ -23,59 +98,41 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         tokens: all tokens, `prompt` included.
         itemsize: bytes of a number in the model's dtype.
     """
-    config = plan.config
-    # The newest token is held, but for a prompt's.
-    settled = tokens if tokens == prompt or config.compresses_tokens_alone else tokens - 1
-    if tokens < config.min_length:
-        staying, low = tokens, 0
-    elif config.keep_prompt_full_rank:
-        staying, low = prompt, _full_periods(settled - prompt - config.recent_window, config)
-    else:
-        staying = min(config.num_sink_tokens, tokens)
-        # What is compressed at once: a prompt, or all there is when the sequence is long enough.
-        first = max(prompt, config.min_length)
-        candidates = max(0, first - staying - config.recent_window)
-        waited = settled - first if candidates else settled - staying - config.recent_window
-        low = candidates + _full_periods(waited, config)
-        kept = round(config.full_rank_ratio * candidates) if first == prompt else 0
-        staying, low = staying + kept, low - kept
-    # When a period's tokens leave, room is made for as many again.
-    room = max(staying + config.recent_window + config.full_period, tokens - low) if low else grown(prompt, tokens)
-    evicted = 0
-    if config.eviction.is_on:
-        seen_low = max(0, prompt - staying - config.recent_window)
-        evicted = seen_low - min(seen_low, max(0, config.eviction.count(prompt) - (prompt - seen_low)))
-        low -= evicted
-    if config.update_period == 1:
-        low = grown(prompt - evicted, low)
-    positions = 4 * room
-    held = sum(
-        _side_bytes(side, config, low=low, whole=room, itemsize=itemsize, width=plan.geometry.width)
+    return _rate(plan, PlannedSequence.after(plan.config, prompt=prompt, tokens=tokens), itemsize)
+
+
+def _rate(plan: Plan, sequence: PlannedSequence, itemsize: int) -> float:
+    width = plan.geometry.width
+    layer_bytes = [
+        sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in pair)
+        + _POSITION_BYTES * _num_positions(sequence, eviction_parts(pair))
         for pair in plan.layers.values()
-        for side in pair
-    )
-    held += len(plan.layers) * positions
-    if evicted:
-        held += len(plan.layers) * 4 * low * eviction_parts(next(iter(plan.layers.values())))
-    if config.rotates:
-        held += 4 * tokens
-    return held / plan.geometry.full_nbytes(tokens, itemsize)
+    ]
+    held = sum(layer_bytes)
+    if plan.config.rotates:
+        held += _POSITION_BYTES * sequence.length
+    return held / plan.geometry.full_nbytes(sequence.length, itemsize)
 
 
-def _full_periods(tokens: int, config: OjaKVConfig) -> int:
-    return max(0, tokens) // config.update_period * config.update_period
+def _num_positions(sequence: PlannedSequence, parts: int) -> int:
+    """Of full-rank tokens and, once some are evicted, of low-rank ones."""
+    return sequence.full_rank_capacity + (parts * sequence.low_rank_capacity if sequence.has_evicted else 0)
 
 
-def _side_bytes(side: InitialBasis, config: OjaKVConfig, *, low: int, whole: int, itemsize: int, width: int) -> int:
-    parts, part_width, rank = side.vectors_PWR.shape
-    quantization = config.quantization if side.is_compressed else None
-    row = rank * itemsize if quantization is None else quantization.nbytes(rank)
-    held = low * parts * row + whole * width * itemsize
-    if side.is_compressed and config.tracker != "fixed":
-        # A sketch has two bases' worth of rows, a sum of deferred steps one. Until its first step a basis is the plan's.
-        bases = 2 if config.tracker == "frequent_directions" else int(config.update == "triggered" and low > 0)
-        bases += low > 0
-        held += bases * parts * part_width * rank * 4
+def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
+    config = sequence.config
+    parts, part_width, rank = initial.vectors_PWR.shape
+    quantization = config.quantization if initial.is_compressed else None
+    row_bytes = rank * itemsize if quantization is None else quantization.nbytes(rank)
+    held = sequence.low_rank_capacity * parts * row_bytes + sequence.full_rank_capacity * width * itemsize
+    if initial.is_compressed and config.tracker != "fixed":
+        # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
+        if config.tracker == "frequent_directions":
+            num_bases = 2
+        else:
+            num_bases = int(config.update == "triggered" and sequence.has_started)
+        num_bases += sequence.has_started
+        held += num_bases * parts * part_width * rank * 4
     return held
 
 
@@ -93,10 +150,11 @@ def plan_for_bytes(
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
     config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
+    sequence = PlannedSequence.after(config, prompt=prompt, tokens=tokens)  # its counts do not depend on the rate
 
     def planned(rate: float) -> tuple[Plan, float]:
         plan = make_plan(calibration, dataclasses.replace(config, rate=rate))
-        return plan, planned_rate(plan, prompt=prompt, tokens=tokens, itemsize=itemsize)
+        return plan, _rate(plan, sequence, itemsize)
 
     geometry = calibration.geometry
     narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width

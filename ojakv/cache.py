@@ -22,6 +22,7 @@ from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig
+from ojakv.prompts import OnlinePromptTracker
 from ojakv.sequence import OnlineSequence, columns_of
 
 
@@ -31,6 +32,7 @@ class OjaKVLayer(SequenceLayer):
     def __init__(self, plan: Plan, index: int):
         super().__init__()
         self.plan, self.config, self.index = plan, plan.config, index
+        self.prompts = OnlinePromptTracker(plan.config)
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
     @property
@@ -75,41 +77,39 @@ class OjaKVLayer(SequenceLayer):
         past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
         is_exact = self.config.prefill == "exact"
-        # Few tokens after others, and after the prompt, may be drafts, whoever drives the cache.
-        may_be_cropped = self.record_past or bool(past and is_few and past >= self.prompt_end)
         if not is_exact:
-            self._settle(query, scaling, may_be_cropped)
+            self._compress_due(query, scaling)
         if past and is_few and self.config.attention == "low_rank":
             output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
-        elif any(sequence.fixed for sequence in self.sequences):
+        elif any(sequence.min_crop_length for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
         else:
             if past or not is_exact:
                 key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
-            self._settle(query, scaling, may_be_cropped)
+            self._compress_due(query, scaling)
         if self.config.eviction.is_on:
             self._evict(query, new_key, mask, scaling)
         return output
 
     def _evict(self, query: Tensor, new_key: Tensor, mask: Tensor | None, scaling: float) -> None:
-        """Of a prompt just read to its end, forget the tokens that the last of them do not look at: one choice for all heads
-        where they share their coefficients, one for each where it has its own. Chosen by the keys as they came, or as the
-        cache gives them back where they came in more calls than this one."""
+        """Forget the tokens of a prompt, once it is complete, that its last tokens do not look at. Heads that share their
+        coefficients choose together. They choose by the exact keys of a prompt that this call brought alone, by rebuilt keys
+        where it took several calls."""
         eviction = self.config.eviction
-        finished = self.finished_prompt(query, eviction.window_size)
-        if finished is None:
-            return
-        places, query_BHWD = finished
         end = self.get_seq_length()
-        is_whole = places == slice(end - new_key.shape[2], end)
+        completed = self.prompts.completed(query, end, eviction.window_size)
+        if completed is None:
+            return
+        prompt, query_BHWD = completed
+        is_of_this_call = prompt == slice(end - new_key.shape[2], end)
         parts = eviction_parts(self.plan.layers[self.index])
         for b, sequence in enumerate(self.sequences):
-            key_GTD = new_key[b] if is_whole else sequence.keys_at(places, self._rotation(b))
-            present_T = None if mask is None else _present(mask, b, places)
+            key_GTD = new_key[b] if is_of_this_call else sequence.keys_at(prompt, self._rotation(b))
+            present_T = None if mask is None else _present(mask, b, prompt)
             score_PT = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=parts)
-            sequence.evict(score_PT, places, eviction)
+            sequence.evict(score_PT, prompt, eviction)
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
@@ -117,19 +117,25 @@ class OjaKVLayer(SequenceLayer):
         """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
         outputs = []
         for b, sequence in enumerate(self.sequences):
-            key, value, place = sequence.in_order(self._rotation(b))
+            key, value, position = sequence.in_order(self._rotation(b))
             mask_1HQT = None
             if mask is not None:
-                columns = columns_of(mask_of_row(mask, b), place, query.shape[1])
+                columns = columns_of(mask_of_row(mask, b), position, query.shape[1])
                 mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return torch.cat(outputs)
 
-    def _settle(self, query: Tensor, scaling: float, may_be_cropped: bool) -> None:
+    def _compress_due(self, query: Tensor, scaling: float) -> None:
+        prompt, is_uncommitted = self.prompts.committed(query, self.get_seq_length())
+        if self.prompts.uncommitted is not None:
+            return  # all tokens wait until the next call
         for b, sequence in enumerate(self.sequences):
-            rotation, unrotate = self._rotation(b), self._unrotate(b)
-            sequence.settle(
-                query[b], scaling, rotation, unrotate, may_be_cropped=may_be_cropped, prompt_end=self.prompt_end
+            sequence.compress_due(
+                None if prompt is None else prompt.select([b]),
+                scaling,
+                self._rotation(b),
+                self._unrotate(b),
+                is_uncommitted=is_uncommitted,
             )
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
@@ -137,12 +143,12 @@ class OjaKVLayer(SequenceLayer):
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
             if mask is not None:
-                mask_QT = columns_of(mask_of_row(mask, b), sequence.places(), query.shape[1])
+                mask_QT = columns_of(mask_of_row(mask, b), sequence.positions.stored(), query.shape[1])
             tokens = LowRankTokens(
                 sequence.key.operands(),
                 sequence.value.operands(),
                 self._rotation(b),
-                sequence.low_places() if self.rotates else None,
+                sequence.positions.low_rank_places() if self.rotates else None,
                 mask_QT,
             )
             outputs.append(lowrank_attention(query[b], tokens, scaling=scaling, softcap=softcap))
@@ -160,9 +166,9 @@ class OjaKVLayer(SequenceLayer):
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
 
 
-def _present(mask: Tensor, b: int, places: slice) -> Tensor:
-    """False for what no query of a sequence may see at some places, which is padding; a later call cannot bring it back."""
-    return mask_of_row(mask, b)[:, places].any(dim=0)
+def _present(mask: Tensor, b: int, positions: slice) -> Tensor:
+    """False for padding: tokens that no query of the call may see. A later call cannot bring them back."""
+    return mask_of_row(mask, b)[:, positions].any(dim=0)
 
 
 class OjaKVCache(LowRankCache):

@@ -175,23 +175,6 @@ class OjaKVConfig:
         """Whether keys are compressed before rotation; keys that are stored whole are always rotated."""
         return self.rope == "pre" and self.compress != "values"
 
-    @property
-    def compresses_tokens_alone(self) -> bool:
-        """Whether what becomes of a token depends on no other: it then is compressed the moment it arrives."""
-        waits = self.update_period > 1 or self.recent_window or self.min_length
-        return not (
-            self.tracker != "fixed"
-            or waits
-            or self.num_sink_tokens
-            or self.full_rank_ratio
-            or self.keep_prompt_full_rank
-        )
-
-    @property
-    def full_period(self) -> int:
-        """The most tokens that wait beside the recent ones, decoding one at a time; the newest is held."""
-        return self.update_period + (not self.compresses_tokens_alone)
-
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "OjaKVConfig":
         """A named preset (see :data:`PRESETS`) with some of its keys replaced.

@@ -196,11 +196,11 @@ class OnlineStore:
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def tensors_by_kind(self, staying: int) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of everything held; the first `staying` full-rank tokens stay, the others wait."""
+    def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of everything held; the first `num_pinned` full-rank tokens stay, the others wait."""
         yield from self.coef.tensors_by_kind()
-        yield FULL_RANK, self.full.buffer[:, :staying]
-        yield BUFFERS, self.full.buffer[:, staying:]
+        yield FULL_RANK, self.full.buffer[:, :num_pinned]
+        yield BUFFERS, self.full.buffer[:, num_pinned:]
         for tensor in self.tracker.tensors():
             yield BASES, tensor
 

@@ -1,82 +1,90 @@
-"""Which of a prompt's tokens stay at full rank: those that compression would serve largest_residuals (OjaKV, section 5.1).
+"""How many tokens stay at full rank, and when the others are compressed (OjaKV, Algorithm 1): counts in, counts out.
 
-Shapes: H query heads, G KV heads, Q queries, N tokens, D head dim.
+The full-rank tokens of a sequence lie in one row: first those that are *pinned*, which stay, then, oldest first, those that
+*wait* to be compressed. A sequence and the byte budget follow the same schedule, one with tokens, the other with counts.
 """
 
 import dataclasses
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import NamedTuple
 
 from ojakv.config import OjaKVConfig
 
-# So many of a prompt's last queries weigh its residuals together.
-QUERIES_AT_ONCE = 8
+
+class CompressionStep(NamedTuple):
+    """Compress the tokens that have waited longest.
+
+    Attributes:
+        num_pinned: full-rank tokens in front of them.
+        num_due: the tokens that the bases follow.
+        num_kept: how many of these stay at full rank, pinned from now on; the others become coefficients.
+        is_prompt: whether the bases follow them at a prompt's rate.
+    """
+
+    num_pinned: int
+    num_due: int
+    num_kept: int
+    is_prompt: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A run of tokens that is compressed as one, and the queries that weigh what compression costs them.
+class RetentionSchedule:
+    """The rules of one configuration. It has no state."""
 
-    Attributes:
-        start, end: places of its first token and after its last; drafts may follow.
-        query_HQD: of the last call that brought some of it; None where there are none, or nobody will ask.
-        query_end: the place after the last of them.
-    """
+    config: OjaKVConfig
 
-    start: int
-    end: int
-    query_HQD: Tensor | None
-    query_end: int
+    @property
+    def compresses_at_once(self) -> bool:
+        """Whether each token is compressed in the call that brings it, because no other token matters to it."""
+        config = self.config
+        waits = config.update_period > 1 or config.recent_window or config.min_length
+        keeps = config.num_sink_tokens or config.full_rank_ratio or config.keep_prompt_full_rank
+        return config.tracker == "fixed" and not waits and not keeps
 
-    def held(self, earlier: "Prompt | None", *, with_queries: bool) -> "Prompt":
-        """The same for a later call, with what of it was held before."""
-        # A copy, since a call's queries of all sequences share one tensor.
-        query_HQD = self.query_HQD.detach().clone() if with_queries else None
-        start = self.start if earlier is None else earlier.start
-        return dataclasses.replace(self, start=start, query_HQD=query_HQD)
+    def full_rank_capacity(self, num_pinned: int) -> int:
+        """The most tokens at full rank while tokens are decoded one at a time; the newest may be uncommitted."""
+        return num_pinned + self.config.recent_window + self.config.update_period + (not self.compresses_at_once)
 
-    def cropped(self, length: int) -> "Prompt | None":
-        """What is left of it when the sequence keeps its first `length` tokens."""
-        if length <= self.start:
+    def due(
+        self, *, num_pinned: int, num_waiting: int, num_seen: int, has_started: bool, is_prompt: bool
+    ) -> CompressionStep | None:
+        """The step that a call makes; None where no token is due. A prompt that stays whole: :meth:`keep_prompt`.
+
+        Args:
+            num_pinned: full-rank tokens that stay.
+            num_waiting: full-rank tokens that wait, without uncommitted ones.
+            num_seen: all tokens of the sequence, without padding and uncommitted ones.
+            has_started: whether there has been a step before.
+            is_prompt: whether the call ends a prompt, or a chunk of one.
+        """
+        config = self.config
+        if num_seen < config.min_length:
             return None
-        query_HQD, query_end = self.query_HQD, min(self.query_end, length)
-        if query_HQD is not None and query_end < self.query_end:
-            left = query_HQD.shape[1] - (self.query_end - query_end)
-            query_HQD = query_HQD[:, :left].clone() if left > 0 else None
-        return Prompt(self.start, min(self.end, length), query_HQD, query_end)
+        if has_started:
+            num_due = max(0, num_waiting - config.recent_window) // config.update_period * config.update_period
+        else:
+            num_due = max(0, num_pinned + num_waiting - config.num_sink_tokens - config.recent_window)
+            num_pinned = config.num_sink_tokens
+            # A prompt is compressed at once. If it was too short for that, its tokens wait until a period is full.
+            if not is_prompt and num_due < config.update_period:
+                return None
+        if not num_due:
+            return None
+        return CompressionStep(
+            num_pinned, num_due, round(config.full_rank_ratio * num_due) if is_prompt else 0, is_prompt
+        )
 
+    def keep_prompt(
+        self, *, num_pinned: int, num_earlier: int, num_prompt: int, num_seen: int
+    ) -> list[CompressionStep]:
+        """The steps of a call that ends a prompt all of which stays at full rank: bases follow it all the same.
 
-def largest_residuals(
-    residual_GND: Tensor, position_N: Tensor, prompt: Prompt, scaling: float, config: OjaKVConfig
-) -> Tensor:
-    """True for the share `full_rank_ratio` of tokens whose query-weighted residual is largest, (N,).
-
-    e_t is the mean of |q · r_t| · scaling over the last w of the prompt's queries that may see token t and over all heads.
-
-    Args:
-        residual_GND: rotated keys less what their coefficients rebuild, fp32.
-        position_N: places of their tokens.
-        scaling: the model's score scale.
-    """
-    groups, tokens, head_dim = residual_GND.shape
-    heads, queries = prompt.query_HQD.shape[:2]
-    position_Q = torch.arange(prompt.query_end - queries, prompt.query_end, device=residual_GND.device)
-    error_N = residual_GND.new_zeros(tokens)
-    seen_N = residual_GND.new_zeros(tokens)
-    # A few queries at a time: the products of all would be w times the size of a layer's keys.
-    for start in range(max(0, queries - config.observation_window), queries, QUERIES_AT_ONCE):
-        some = slice(start, start + QUERIES_AT_ONCE)
-        query_GMD = prompt.query_HQD[:, some].float().reshape(groups, -1, head_dim)
-        error_HQN = (query_GMD @ residual_GND.mT).abs_().view(heads, -1, tokens)
-        may_see_QN = position_N <= position_Q[some, None]
-        error_N += (error_HQN.sum(dim=0) * may_see_QN).sum(dim=0) * scaling
-        seen_N += may_see_QN.sum(dim=0)
-    score_N = error_N / (seen_N * heads).clamp(min=1)
-    if config.score_pool > 1:
-        pad = config.score_pool // 2
-        score_N = F.avg_pool1d(score_N[None], config.score_pool, 1, pad, count_include_pad=False)[0]
-    picked_N = torch.zeros(tokens, dtype=torch.bool, device=score_N.device)
-    picked_N[score_N.topk(round(config.full_rank_ratio * tokens)).indices] = True
-    return picked_N
+        Args:
+            num_earlier: waiting tokens from before the prompt, such as those of an earlier turn.
+            num_prompt: waiting tokens of the prompt.
+            num_pinned, num_seen: as for :meth:`due`.
+        """
+        if num_earlier and num_seen >= self.config.min_length:
+            earlier = [CompressionStep(num_pinned, num_earlier, 0, is_prompt=False)]
+        else:
+            earlier, num_prompt = [], num_earlier + num_prompt
+        return [*earlier, CompressionStep(num_pinned, num_prompt, num_prompt, is_prompt=True)]

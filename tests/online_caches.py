@@ -17,4 +17,4 @@ def filled(model, calibration, ids, prompt: int, step: int = 1, **settings) -> O
 
 
 def whole_positions(cache, layer: int = 1, sequence: int = 0) -> list[int]:
-    return cache.layers[layer].sequences[sequence].full_position.rows.tolist()
+    return cache.layers[layer].sequences[sequence].positions.full_rank.rows.tolist()

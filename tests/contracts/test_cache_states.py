@@ -17,6 +17,7 @@ from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
+from ojakv.sequence import OnlineSequence
 
 VOCABULARY, MAX_TOKENS, MAX_BATCH = 97, 150, 6
 EVICTION = Eviction(keep_ratio=0.5, window_size=4, kernel_size=1)
@@ -41,10 +42,8 @@ def online_maker(model):
 
 def places_of(sequence) -> list[int]:
     """Places of the tokens a sequence still has."""
-    if hasattr(sequence, "places"):
-        places = sequence.places()
-        return list(range(sequence.length)) if places is None else places.tolist()
-    return sorted([*sequence.low_position().tolist(), *sequence.full_position.rows.tolist()])
+    positions = sequence.positions.stored() if isinstance(sequence, OnlineSequence) else sequence.places()
+    return list(range(sequence.length)) if positions is None else positions.tolist()
 
 
 class CacheLife(RuleBasedStateMachine):
@@ -90,7 +89,7 @@ class CacheLife(RuleBasedStateMachine):
                 assert gone == self.forgotten[row], "a few tokens must not make the cache forget"
             else:
                 assert gone >= self.forgotten[row], "what is forgotten cannot come back"
-                assert len(gone - self.forgotten[row]) == count - EVICTION.count(count)
+                assert len(gone - self.forgotten[row]) == count - EVICTION.num_kept(count)
             self.forgotten[row] = gone
         assert self.cache.get_seq_length() == self.tokens.shape[1]
         assert self.cache.nbytes == sum(tensor.nbytes for _, tensor in self.cache.tensors_by_kind())
@@ -112,7 +111,7 @@ class CacheLife(RuleBasedStateMachine):
     def crop(self, count):
         type(self).steps += 1
         length = self.tokens.shape[1] - count
-        fixed = max(sequence.fixed for sequence in self.cache.layers[0].sequences)
+        fixed = max(sequence.min_crop_length for sequence in self.cache.layers[0].sequences)
         if length < max(fixed, 1):
             if count and length < fixed:
                 with pytest.raises(UserError, match="evicted" if length >= 0 else "must be between"):

@@ -8,6 +8,7 @@ import dynakv
 from lowrank_kv.eviction import Eviction, top_scores
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
+from ojakv.sequence import OnlineSequence
 
 PROMPT = 40
 
@@ -47,7 +48,8 @@ def ids():
 
 def places_of(sequence) -> torch.Tensor:
     """Places of the tokens a sequence still has, (1 or P, N)."""
-    return torch.atleast_2d(sequence.places()).sort().values
+    position = sequence.positions.stored() if isinstance(sequence, OnlineSequence) else sequence.places()
+    return torch.atleast_2d(position).sort().values
 
 
 def test_of_equal_scores_the_first_are_kept_whatever_is_beside_them():
@@ -305,7 +307,7 @@ def test_a_refused_crop_leaves_every_layer_as_it_was(make):
         cache = make_cache()
         ids = torch.randint(1, 97, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
         model(ids, past_key_values=cache, use_cache=True)
-        return cache, [layer.sequences[0].fixed for layer in cache.layers]
+        return cache, [layer.sequences[0].min_crop_length for layer in cache.layers]
 
     # A text of which the first layer could be cropped further than another.
     cache, fixed = next((cache, fixed) for cache, fixed in map(read, range(50)) if fixed[0] < max(fixed))

@@ -91,14 +91,14 @@ def read(model, cache, *, tokens: int = TOKENS, drafts: int = 0, drafted_prompt:
 def assert_same_state(actual, expected, *, tokens: int = TOKENS):
     [mine], [theirs] = actual.layers[0].sequences, expected.layers[0].sequences
     assert actual.get_seq_length() == expected.get_seq_length() == tokens
-    assert mine.full_position.rows.tolist() == theirs.full_position.rows.tolist()
-    assert torch.equal(mine.low_position(), theirs.low_position())
-    assert (mine.staying, mine.has_settled) == (theirs.staying, theirs.has_settled)
+    assert mine.positions.full_rank.rows.tolist() == theirs.positions.full_rank.rows.tolist()
+    assert torch.equal(mine.positions.low_rank(), theirs.positions.low_rank())
+    assert (mine.num_pinned, mine.has_started) == (theirs.num_pinned, theirs.has_started)
     for one, other in ((mine.key, theirs.key), (mine.value, theirs.value)):
         assert (one.updates, one.regret, one.kept_energy) == (other.updates, other.regret, other.kept_energy)
         assert torch.equal(one.tracker.vectors_PWR, other.tracker.vectors_PWR)
         # A token compressed by itself, drafts and all, is a product of another size: the same but for its rounding.
-        rounding = 1e-5 if mine.config.compresses_tokens_alone else 0
+        rounding = 1e-5 if mine.schedule.compresses_at_once else 0
         torch.testing.assert_close(one.coef.rows(), other.coef.rows(), atol=rounding, rtol=0)
         assert torch.equal(one.full.rows, other.full.rows)
 
@@ -134,13 +134,13 @@ def test_a_prompt_that_may_be_cropped_is_compressed_one_call_later(build):
     later.activate_past_recording()
     for cache in (at_once, later):
         read(model, cache, tokens=30)
-    alone = at_once.layers[0].config.compresses_tokens_alone
-    assert later.layers[0].sequences[0].key.coef.length == (30 if alone else 0)
+    is_at_once = at_once.layers[0].sequences[0].schedule.compresses_at_once
+    assert later.layers[0].sequences[0].key.coef.length == (30 if is_at_once else 0)
     # Another token comes to both; the prompt's own queries have chosen what stays whole.
     for cache in (at_once, later):
         Reader(model, cache).call(1, 0)
     assert_same_state(later, at_once, tokens=31)
-    assert later.layers[0].sequences[0].held_prompt is None
+    assert later.layers[0].prompts.uncommitted is None
 
 
 def test_a_prompt_that_is_cropped_away_starts_again():
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_cropped_away_starts_again():
 
 
 @torch.no_grad()
-def test_queries_kept_for_a_held_prompt_are_counted():
+def test_queries_of_an_uncommitted_prompt_are_counted():
     [method] = [method for method in ONLINE if method.name == "ojakv-pf"]
     ids = torch.randint(1, 97, (2, TOKENS), generator=torch.Generator().manual_seed(5))
     model = tiny_model()
@@ -167,7 +167,7 @@ def test_queries_kept_for_a_held_prompt_are_counted():
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in cache.tensors_by_kind()
     }
     assert cache.nbytes == sum(storages.values())
-    assert cache.layers[0].sequences[0].held_prompt.query_HQD.shape == (4, TOKENS, 16)
+    assert cache.layers[0].prompts.uncommitted.query_BHQD.shape == (2, 4, TOKENS, 16)
 
 
 def test_drafts_and_eviction_are_refused_together():

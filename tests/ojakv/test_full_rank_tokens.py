@@ -65,7 +65,7 @@ def test_every_token_is_stored_once(model, calibration, ids):
     cache = filled(model, calibration, ids, 120, full_rank_ratio=0.1, update_period=8)
     for layer in cache.compressed_layers():
         for sequence in layer.sequences:
-            low, whole = sequence.low_position().tolist(), sequence.full_position.rows.tolist()
+            low, whole = sequence.positions.low_rank().tolist(), sequence.positions.full_rank.rows.tolist()
             assert sorted(low + whole) == list(range(150))
             assert sequence.key.coef.length == sequence.value.coef.length == len(low)
             assert sequence.key.full.length == sequence.value.full.length == len(whole)
@@ -80,7 +80,7 @@ def test_padding_is_not_stored(model, calibration, ids):
     first, second = cache.layers[0].sequences
     assert first.key.coef.length == 60 - 4 - 16
     assert second.key.coef.length == 40 - 4 - 16
-    assert second.absent_position.tolist() == list(range(20))
+    assert second.positions.padding.tolist() == list(range(20))
 
 
 def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
@@ -88,7 +88,7 @@ def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibra
         cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent_window=20, update_period=10)
         # 20 recent ones, and ten that have waited a full period but leave with the next token only.
         assert whole_positions(cache) == [*range(prompt), *range(120, 150)]
-        assert cache.layers[0].sequences[0].low_position().tolist() == list(range(prompt, 120))
+        assert cache.layers[0].sequences[0].positions.low_rank().tolist() == list(range(prompt, 120))
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 17, 25, 59])
@@ -113,9 +113,9 @@ def test_a_prompt_of_generate_stays_whole_in_whatever_chunks_it_comes(model, cal
         prompt_lookup_num_tokens=drafts,
     )
     for sequence, begin in zip(cache.layers[0].sequences, (0, 26), strict=False):
-        whole = sequence.full_position.rows.tolist()
+        whole = sequence.positions.full_rank.rows.tolist()
         assert whole[: 60 - begin] == list(range(begin, 60))
-        low = sequence.low_position().tolist()
+        low = sequence.positions.low_rank().tolist()
         assert len(low) >= 12
         assert low == list(range(60, 60 + len(low)))
 
@@ -137,8 +137,8 @@ def test_accepted_drafts_are_no_prompt(model, calibration, ids):
         **with_drafts,
     )
     sequence = cache.layers[0].sequences[0]
-    assert sequence.staying == 50
-    assert len(sequence.low_position())
+    assert sequence.num_pinned == 50
+    assert len(sequence.positions.low_rank())
 
 
 @pytest.mark.parametrize("settings", [{"keep_prompt_full_rank": True}, {"full_rank_ratio": 0.25}])
@@ -167,8 +167,8 @@ def test_a_prompt_ends_where_it_was_cropped_and_single_tokens_go_on(model, calib
         text = model.generate(text, max_new_tokens=1, past_key_values=single, **common)
     for cache in (cropped, single):
         sequence = cache.layers[0].sequences[0]
-        assert sequence.staying == 40
-        assert len(sequence.low_position()) >= 12
+        assert sequence.num_pinned == 40
+        assert len(sequence.positions.low_rank()) >= 12
 
 
 def test_drafts_of_one_turn_say_nothing_of_the_next(model, calibration, ids):
@@ -213,8 +213,11 @@ def test_a_cache_cropped_to_nothing_starts_again(model, calibration, ids):
     for token in ids[:, 60:].split(1, dim=1):
         model(token, past_key_values=cache)
     held, expected = (c.layers[1].sequences[0] for c in (cache, fresh))
-    assert (held.staying, held.full_position.length) == (expected.staying, expected.full_position.length)
-    assert held.full_position.rows[:4].tolist() == [0, 1, 2, 3]
+    assert (held.num_pinned, held.positions.full_rank.length) == (
+        expected.num_pinned,
+        expected.positions.full_rank.length,
+    )
+    assert held.positions.full_rank.rows[:4].tolist() == [0, 1, 2, 3]
 
 
 def test_first_tokens_that_were_cropped_are_kept_again(model, calibration, ids):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_kv.codec import Codec, Encoded
-from lowrank_kv.eviction import fixed_by, top_scores
+from lowrank_kv.eviction import min_crop_length_after, top_scores
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
@@ -29,7 +29,7 @@ class RaggedSequence:
     def __init__(self, key: RaggedStore, value: RaggedStore):
         self.key, self.value = key, value
         self.num_evicted = 0
-        self.fixed = 0
+        self.min_crop_length = 0
         self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
 
     @property
@@ -61,7 +61,7 @@ class RaggedSequence:
         self.num_evicted += self.key.length - len(row_N)
         self.key.keep(row_N)
         self.value.keep(row_N)
-        self.fixed = fixed_by(places.start, kept_N[None], rows.stop - rows.start)
+        self.min_crop_length = min_crop_length_after(places.start, kept_N[None], rows.stop - rows.start)
 
     def crop(self, length: int) -> None:
         rows = length - self.num_evicted
@@ -142,11 +142,11 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         if not self.codec.eviction.is_on:
             return self._attend(module, query, mask, inner, self.get_seq_length(), **kwargs)[0], None
         end, queries = self.get_seq_length(), query.shape[2]
-        if end - queries < self.prompt_end < end:
+        if end - queries < self.prompts.end < end:
             # Drafts came with the end of a prompt. They see the tokens left of it, as they would in a later call.
             if mask is None:
                 mask = torch.ones(queries, end, dtype=torch.bool, device=query.device).tril(end - queries)[None, None]
-            prompt = self.prompt_end - end + queries
+            prompt = self.prompts.end - end + queries
         else:
             prompt = queries
         rows = None if mask is None else mask[:, :, :prompt]
@@ -164,7 +164,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         needed all of them."""
         if self.is_decoding(query):
             return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
-        if any(sequence.fixed for sequence in self.sequences):
+        if any(sequence.min_crop_length for sequence in self.sequences):
             return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
         key, value = (states[:, :, :length] for states in self._rebuild())
         return inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0], key
@@ -173,10 +173,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """Evict the tokens of a prompt just completed that its last queries do not look at. Heads share their coefficients,
         so all heads choose together, by the keys that this call's attention saw if it saw all."""
         eviction = self.codec.eviction
-        finished = self.finished_prompt(query, eviction.window_size)
-        if finished is None:
+        completed = self.prompts.completed(query, self.get_seq_length(), eviction.window_size)
+        if completed is None:
             return
-        places, query_BHWD = finished
+        places, query_BHWD = completed
         for b, sequence in enumerate(self.sequences):
             rows = sequence.rows_of(places)
             if key is not None:
@@ -189,7 +189,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)
                 tokens = int(present_T.sum())
             score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
-            count = eviction.count(tokens)
+            count = eviction.num_kept(tokens)
             if count < tokens:
                 sequence.evict(places, top_scores(score_1T, count)[0])
 

@@ -1,0 +1,115 @@
+"""The positions in the text of the tokens that one sequence of one layer holds.
+
+Shapes: N low-rank tokens, F tokens at full rank, Q new tokens, P parts.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.rotation import Positions
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+
+
+class TokenPositions:
+    """Positions of full-rank tokens and of padding. All others are low-rank tokens, until some of these are evicted.
+
+    Attributes:
+        length: tokens seen, padding and evicted ones included.
+        full_rank: positions of the tokens at full rank, in the order of their rows, (F,) int32.
+        padding: positions of padding, which is never stored, int32.
+    """
+
+    def __init__(self, device: torch.device):
+        self.length = 0
+        self.full_rank = GrowingTensor(torch.empty(0, dtype=torch.int32, device=device))
+        self.padding = torch.empty(0, dtype=torch.int32, device=device)
+        self._low_rank: GrowingTensor | None = None  # (1 or P, N), once the others no longer tell
+        self._low_rank_run: slice | None = None  # the low-rank tokens, where they follow one another
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_present(self) -> int:
+        """Tokens seen, without padding."""
+        return self.length - self.padding.shape[0]
+
+    def low_rank(self) -> Tensor:
+        """Positions of the low-rank tokens, rising, (N,) int64, or (P, N) where each part has tokens of its own."""
+        if self._low_rank is not None:
+            position_PN = self._low_rank.rows.long()
+            return position_PN[0] if len(position_PN) == 1 else position_PN
+        is_low_rank = torch.ones(self.length, dtype=torch.bool, device=self.padding.device)
+        is_low_rank[self.full_rank.rows.long()] = False
+        is_low_rank[self.padding.long()] = False
+        return torch.nonzero(is_low_rank).flatten()
+
+    def low_rank_places(self) -> Positions:
+        """The same, as a slice where the low-rank tokens follow one another."""
+        return self._low_rank_run or self.low_rank()
+
+    def stored(self) -> Tensor:
+        """Positions of all tokens held, low-rank ones first, (N + F,) int64, or (P, N + F) where parts differ."""
+        low_rank, full_rank_F = self.low_rank(), self.full_rank.rows.long()
+        return torch.cat([low_rank, full_rank_F.expand(*low_rank.shape[:-1], -1)], dim=-1)
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def append_one(self) -> None:
+        """A token at full rank."""
+        self.full_rank.append_number(self.length)
+        self.length += 1
+
+    def append(self, count: int, present_Q: Tensor | None, *, exact: bool) -> None:
+        """`count` tokens at full rank, or padding where `present_Q` is False; `exact` as for `GrowingTensor.append`."""
+        position_Q = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.padding.device)
+        if present_Q is not None:
+            self.padding = torch.cat([self.padding, position_Q[~present_Q]])
+            position_Q = position_Q[present_Q]
+        self.full_rank.append(position_Q, exact=exact)
+        self.length += count
+
+    def keep_full_rank(self, is_kept_F: Tensor, capacity: int) -> None:
+        """The other full-rank tokens are no longer at full rank: they are low-rank tokens, or will be cropped."""
+        self.full_rank = GrowingTensor(self.full_rank.rows[is_kept_F])
+        self.full_rank.reserve(max(capacity, self.full_rank.length))
+
+    def append_low_rank(self, position_N: Tensor) -> None:
+        """These tokens have become low rank."""
+        if self._low_rank is not None:
+            self._low_rank.append(position_N.to(torch.int32).expand(self._low_rank.buffer.shape[0], -1))
+        self._find_run()
+
+    def set_low_rank(self, position_PN: Tensor) -> None:
+        """Only these low-rank tokens are left, (1 or P, N)."""
+        self._low_rank = GrowingTensor(position_PN.to(torch.int32), dim=1)
+        self._find_run()
+
+    def crop(self, length: int, num_low_rank: int) -> None:
+        """Keep the first `length` tokens, `num_low_rank` of them low rank; full-rank ones are cropped already."""
+        if self._low_rank is not None:
+            self._low_rank.crop(num_low_rank)
+        self.padding = self.padding[self.padding < length]
+        self.length = length
+        self._find_run()
+
+    def _find_run(self) -> None:
+        low_N = self.low_rank()
+        is_run = low_N.dim() == 1 and len(low_N) and int(low_N[-1] - low_N[0]) == len(low_N) - 1
+        self._low_rank_run = slice(int(low_N[0]), int(low_N[-1]) + 1) if is_run else None
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def clone(self) -> "TokenPositions":
+        twin = copy.copy(self)
+        twin.full_rank, twin.padding = self.full_rank.clone(), self.padding.clone()
+        twin._low_rank = None if self._low_rank is None else self._low_rank.clone()
+        return twin
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.full_rank.buffer
+        yield self.padding
+        if self._low_rank is not None:
+            yield self._low_rank.buffer
