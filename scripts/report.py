@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from evaluation.report.publish import problems, publish
-from evaluation.report.published import ReportError
+from lowrank_kv.utils import cli
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, and fail where something would be")
     parser.add_argument("--root", type=Path, default=Path(), metavar="DIR", help="of the repository [default: .]")
@@ -22,15 +22,10 @@ def main(argv: list[str]) -> int:
     if arguments.check:
         found = problems(arguments.root)
         print("\n".join(found) if found else "the documents say what the results say")
-        return 1 if found else 0
-    try:
-        changed = publish(arguments.root)
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(1 if found else 0)
+    changed = publish(arguments.root)
     print("\n".join(f"wrote {path}" for path in changed) if changed else "nothing to write")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    cli.run(main)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from lowrank_kv.utils import run_record
+from lowrank_kv.utils.errors import UserError
 
 PUBLISHED = "published.yaml"
 SELECTION = {"run", "runs", "where", "field", "path", "format", "scale", "show", "each", "join"}
@@ -24,7 +25,7 @@ SHOWN = ("range", "mean", "min", "max", "ratio", "count")
 _PARTS = ("runs", "numbers", "tables", "figures")
 
 
-class ReportError(ValueError):
+class ReportError(UserError):
     """A published value that cannot be made; says where it stands, what is wrong and what to do."""
 
 

@@ -72,13 +72,16 @@ def write_text(target: str | Path, text: str) -> None:
 
 
 def write_bytes(target: str | Path, content: bytes) -> None:
-    """Write a whole file under its final name in one step."""
+    """Write a whole file under its final name in one step, and only when its content is on the disk."""
     target = Path(target)
     check_directory(target.parent).mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", delete=False) as file:
-        partial = Path(file.name)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    partial = Path(name)
     try:
-        partial.write_bytes(content)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         _make_readable(partial, 0o666)
         os.replace(partial, target)
     finally:

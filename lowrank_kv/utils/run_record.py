@@ -22,13 +22,13 @@ legacy         only of runs older than this schema: where they were found, and w
 import datetime
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import code_state, environment, without_paths
 from lowrank_kv.utils.provenance import command as own_command
 
@@ -70,7 +70,7 @@ _MAY_BE_NULL = {"environment.gpu", "environment.vector", "environment.accelerate
 _OF_MACHINE = re.compile(r"(?<![\w.\-/\\}:])(?:~|[A-Za-z]:)?[/\\]\w[^\s]*[/\\]\w")
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """A record that does not follow the schema; names the file, the key and the remedy."""
 
 
@@ -138,7 +138,7 @@ def write(record: Mapping[str, Any], root: str | Path = "results") -> Path:
         ) from error
     check(record, name)
     path = Path(root) / name
-    _write_whole(path, text_of(record))
+    write_text(path, text_of(record))
     return path
 
 
@@ -265,19 +265,3 @@ def _check_portable(value: Any, key: str, name: str) -> None:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
