@@ -1,1 +1,1 @@
-"""Speed as ratios measured in one run. Each benchmark checks its result before it times anything, and writes JSON."""
+"""Speed as ratios measured in one run. Each benchmark checks its result before it times anything and writes a run record."""

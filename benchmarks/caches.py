@@ -70,7 +70,9 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         help="share of all coefficients that dynakv-paged, on a GPU, has room for [default %(default)s]",
     )  # fmt: skip
     parser.add_argument("--text", metavar="FILE", help="what the context is filled with [default: random tokens]")
-    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     return parser
 
 

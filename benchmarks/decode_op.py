@@ -1,7 +1,7 @@
 """Time of one decode-attention step on compressed caches against scaled_dot_product_attention on an uncompressed one.
 
-    python -m benchmarks.decode_op --device cpu --json out.json
-    python -m benchmarks.decode_op --device cuda --json out.json
+    python -m benchmarks.decode_op --device cpu --results results
+    python -m benchmarks.decode_op --device cuda --results results
 
 On a GPU the shapes are an 8 B model's and every step is replayed from a CUDA graph; on a CPU they are the demo model's.
 Rows name what a step must read and compute, and which share of this machine's measured copy bandwidth and matrix rate that
@@ -70,7 +70,9 @@ def main(argv: list[str]) -> None:
         "--layers", type=count, help="caches, one after another [default 4, on a GPU as many as make 32 with the batch]"
     )
     parser.add_argument("--repeats", type=count, default=20, help="[default %(default)s]")
-    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     arguments = parser.parse_args(argv)
     for name, value in DEFAULTS[arguments.device].items():
         if getattr(arguments, name) is None:
@@ -93,11 +95,11 @@ def main(argv: list[str]) -> None:
         if device.type == "cuda" and dtype.itemsize == 2:
             makers[FLASH] = flash
         rows += measured(shape, makers, arguments, bandwidth, rate)
-    if arguments.json:
+    if arguments.results:
         versions = {"copy_bandwidth": bandwidth, "matmul_flops": rate}
         if device.type == "cuda":
             versions["triton"] = importlib.metadata.version("triton")
-        write_results(arguments.json, "decode_op", vars(arguments) | versions, rows)
+        write_results(arguments.results, "decode_op", vars(arguments) | versions, rows)
 
 
 def _counts(text: str) -> list[int]:

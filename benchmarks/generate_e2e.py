@@ -1,6 +1,6 @@
 """Milliseconds per decoded token, end to end, of compressed caches against uncompressed ones at one context length.
 
-    python -m benchmarks.generate_e2e --checkpoint runs/demo/checkpoint --bases bases/demo --context 4096 --json out.json
+    python -m benchmarks.generate_e2e --checkpoint runs/demo/checkpoint --bases bases/demo --context 4096 --results results
 
 Only speed is measured, on random tokens or on --text; beside it, which share of this machine's copy bandwidth reading the
 weights and the cache once would take of that time. Before timing, every compressed step is checked. By default one
@@ -77,8 +77,14 @@ def main(argv: list[str]) -> None:
     )
     for row in rows:
         print(line.format(**row))
-    if arguments.json:
-        write_results(arguments.json, "generate_e2e", vars(arguments) | {"copy_bandwidth": bandwidth}, rows)
+    if arguments.results:
+        write_results(
+            arguments.results,
+            "generate_e2e",
+            vars(arguments) | {"copy_bandwidth": bandwidth},
+            rows,
+            model=found[DYNAMIC][0],
+        )
 
 
 def stepper(model, cache, batch):

@@ -1,9 +1,6 @@
-"""Timing that survives a noisy machine, and the record of where it was taken."""
+"""Timing that survives a noisy machine, and the run record of a benchmark."""
 
 import argparse
-import json
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -11,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lowrank_kv.hf.loading import device_of
-from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils import run_record
+from lowrank_kv.utils.provenance import file_inputs, model_input, path_input
+
+COUNTS = ("tokens", "repeats", "sequences", "batch", "context", "layers", "length")  # settings that say how many
 
 
 def count(text: str) -> int:
@@ -68,33 +67,36 @@ def forget_tuning(device: torch.device) -> None:
         launch.forget_tuning()
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Hardware and versions, for the JSON beside every figure."""
-    return {
-        "device": _processor() if torch.device(device).type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+def write_results(
+    root: str | Path,
+    name: str,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    *,
+    model: PreTrainedModel | None = None,
+) -> None:
+    """Write the run record of a benchmark under `root`, as ``memory`` or else as ``speed``, and print where it lies.
 
-
-def write_results(path: str | Path, name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write one benchmark's JSON, whole or not at all. The settings name a `device`; of a path in them only the last part is
-    kept."""
-    settings = {key: value for key, value in settings.items() if key != "json" and value is not None}
-    settings = {key: name_of(value) if isinstance(value, str) else value for key, value in settings.items()}
-    values = {"benchmark": name, "settings": settings, "environment": environment(settings["device"]), "rows": rows}
-    write_text(path, json.dumps(values, indent=2) + "\n")
-
-
-def _processor() -> str:
-    """The processor's name, where the system says it, and what vector instructions torch uses on it."""
-    found = []
-    if (listing := Path("/proc/cpuinfo")).exists():
-        found = re.findall(r"^model name\s*: (.+)$", listing.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    name = found[0] if found else platform.processor() or platform.machine()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    Args:
+        root: directory of all records.
+        name: of the benchmark.
+        settings: its arguments, which name a `device`, and what it measured of the machine.
+        rows: one for each method.
+        model: uncompressed; None where none is run.
+    """
+    settings = {key: value for key, value in settings.items() if key != "results"}
+    inputs = [path_input(role, settings[role]) for role in ("checkpoint", "bases") if settings.get(role)]
+    inputs += file_inputs("text", filter(None, [settings.get("text")]))
+    inputs += [] if model is None else [model_input(model)]
+    record = run_record.new_record(
+        "memory" if name == "memory" else "speed",
+        config={"benchmark": name, **settings},
+        inputs=inputs,
+        n={key: settings[key] for key in COUNTS if settings.get(key)},
+        rows=rows,
+        device=settings["device"],
+    )
+    print(f"record: {run_record.write(record, root)}")
 
 
 def _synchronize() -> None:

@@ -1,6 +1,6 @@
 """Bytes of compressed caches against uncompressed ones: by their own count, by the allocator's, and how many sequences fit.
 
-    python -m benchmarks.memory --checkpoint runs/demo/checkpoint --bases bases/demo --context 2048 --json out.json
+    python -m benchmarks.memory --checkpoint runs/demo/checkpoint --bases bases/demo --context 2048 --results results
 
 Three things of each cache after a prompt of --context tokens: the bytes it counts itself and those the allocator has given
 out for it; the most that a decoded token needs beside them for a moment; and the largest batch whose cache and decoded token
@@ -55,8 +55,10 @@ def main(argv: list[str]) -> None:
     for each in rows:
         each["share_of_ideal"] = each["largest_batch"] / most * each["rate"]
         print(line.format(**each))
-    if arguments.json:
-        write_results(arguments.json, "memory", vars(arguments) | {"budget_bytes": budget}, rows)
+    if arguments.results:
+        write_results(
+            arguments.results, "memory", vars(arguments) | {"budget_bytes": budget}, rows, model=found[PREALLOCATED][0]
+        )
 
 
 class Prompted:

@@ -1,6 +1,6 @@
 """Time to the first token of a prompt, compressed caches against uncompressed ones.
 
-    python -m benchmarks.prefill --bases bases/demo --model MODEL --context 4096 --json out.json
+    python -m benchmarks.prefill --bases bases/demo --model MODEL --context 4096 --results results
 
 Only speed is measured, on random tokens or on --text; beside it, which share of this machine's matrix rate an uncompressed
 forward pass would take of that time. Before timing, every compressed cache is checked.
@@ -47,8 +47,8 @@ def main(argv: list[str]) -> None:
     )
     for row in rows:
         print(line.format(**row))
-    if arguments.json:
-        write_results(arguments.json, "prefill", vars(arguments) | {"matmul_flops": rate}, rows)
+    if arguments.results:
+        write_results(arguments.results, "prefill", vars(arguments) | {"matmul_flops": rate}, rows, model=plain)
 
 
 if __name__ == "__main__":

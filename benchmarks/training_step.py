@@ -1,6 +1,6 @@
 """Time of a training step of the compressor against forward and backward of the same model without compression.
 
-    python -m benchmarks.training_step --model ~/.cache/lowrank-kv/SmolLM2-135M-Instruct --json out.json
+    python -m benchmarks.training_step --model ~/.cache/lowrank-kv/SmolLM2-135M-Instruct --results results
 
 Three candidates are called in turn: `plain`, forward and backward of the uncompressed model; `dynakv`, forward and backward
 of the compressed one, whose U has changed since the last pass, so that its inverse is taken anew; `dynakv, whole step`,
@@ -35,7 +35,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=count, default=5, help="timed steps of each [default %(default)s]")
     parser.add_argument("--decoder", choices=dynakv.DECODERS, default="exact", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
-    parser.add_argument("--json", type=cli.output_file, metavar="FILE", help="where to write the rows")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     arguments = parser.parse_args(argv)
 
     name = os.path.expanduser(arguments.model)
@@ -93,8 +95,8 @@ def main(argv: list[str]) -> None:
     line = "{method:>18}  {ms_per_step:9.0f} ms/step  {ratio_to_plain:.3f}× plain  {flop_fraction:.0%} of the FLOP/s"
     for row in rows:
         print(line.format(**row))
-    if arguments.json:
-        write_results(arguments.json, "training_step", vars(arguments) | {"matmul_flops": rate}, rows)
+    if arguments.results:
+        write_results(arguments.results, "training_step", vars(arguments) | {"matmul_flops": rate}, rows, model=plain)
 
 
 def loss_of(model, ids, **inputs):

@@ -1,6 +1,7 @@
 """What a measurement can prove of itself: the code, the machine, and the content of the files it read."""
 
 import getpass
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -9,9 +10,16 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.paths import name_of
+
+if TYPE_CHECKING:  # a record is read without loading torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 DISTRIBUTIONS = ("lowrank-kv", "adaptive-kv")
 RUN_FILE = "run.json"
@@ -19,6 +27,7 @@ RUN_FILE = "run.json"
 
 _CHUNK = 1 << 20
 _PATH = re.compile(r"(?<![\w.\-/\\}])(?:~\w*|\.\.|[A-Za-z]:)?[/\\](?=[\w.~$/\\])[^\s,;=:'\"\[\](){}]*")
+_NOT_OF_MODEL = {"_name_or_path", "transformers_version", "dtype"}
 _NOT_SOURCES = (":(exclude)results", ":(exclude)docs", ":(exclude)*.md")
 
 
@@ -53,9 +62,30 @@ def content_input(role: str, name: str, content: str | bytes) -> dict[str, Any]:
     return {"role": role, "name": without_paths(name), "sha256": hashlib.sha256(content).hexdigest(), "run_id": None}
 
 
+def file_inputs(role: str, names: Iterable[str]) -> list[dict[str, Any]]:
+    """The entries of the files that data sets' names stand for: one for a file, several for a pattern, none for a hub id or
+    an address."""
+    paths = [path for name in names for path in sorted(glob.glob(os.path.expanduser(name), recursive=True))]
+    return [path_input(role, path) for path in paths]
+
+
+def token_input(role: str, name: str, ids: "Tensor") -> dict[str, Any]:
+    """The entry of a text by its token ids, int64, whatever file or data set they are from."""
+    return content_input(role, name, ids.cpu().numpy().tobytes())
+
+
+def model_input(model: "PreTrainedModel") -> dict[str, Any]:
+    """The entry of an uncompressed model by its configuration, without the directory, version and dtype it was loaded with.
+
+    The weights are not read: they are gigabytes, and the name stands for them.
+    """
+    values = {key: value for key, value in model.config.to_diff_dict().items() if key not in _NOT_OF_MODEL}
+    return content_input("model", name_of(model.config._name_or_path), json.dumps(values, sort_keys=True))
+
+
 def name_trainer(directory: str | Path, run_id: str) -> None:
     """Write into a checkpoint's directory which run trained it."""
-    Path(directory, RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n", encoding="utf-8")
+    write_text(Path(directory, RUN_FILE), json.dumps({"run_id": run_id}) + "\n")
 
 
 def trained_by(path: str | Path) -> str | None:

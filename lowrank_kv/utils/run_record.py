@@ -91,7 +91,7 @@ def new_record(
     Args:
         kind: one of :data:`KINDS`.
         config: the whole configuration.
-        inputs: from :func:`lowrank_kv.utils.provenance.path_input` and `content_input`.
+        inputs: from :func:`lowrank_kv.utils.provenance.path_input` and its neighbours.
         n: how many blocks, tokens, repeats, … were measured.
         rows, summary, outputs: what was measured and written; may be set later.
         device: what computes; a GPU is named in the environment.

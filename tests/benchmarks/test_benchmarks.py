@@ -1,7 +1,6 @@
 """Every benchmark as it is called, on a tiny model: it checks what it times, and writes what it says it writes."""
 
 import importlib
-import json
 import platform
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ import dynakv
 from benchmarks import decode_shapes
 from benchmarks.caches import lay_out_by_columns
 from benchmarks.harness import check_close
+from lowrank_kv.utils import provenance, run_record
 from lowrank_kv.utils.errors import UserError
 
 CACHES = ["dynamic_cache", "preallocated", "dynakv", "ojakv-pf", "ojakv-joint"]
@@ -39,21 +39,39 @@ def rows(capsys, tmp_path):
     """Call a benchmark in this process; returns the rows it writes by method, each of which it also prints."""
 
     def call(name: str, *arguments: object) -> dict[str, dict]:
-        output = tmp_path / "out.json"
-        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments), "--json", str(output)])
-        return read(output, name, capsys.readouterr().out)
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments), "--results", str(tmp_path / "out")])
+        return read(tmp_path / "out", name, capsys.readouterr().out)
 
     return call
 
 
 def read(output: Path, name: str, printed: str) -> dict[str, dict]:
-    written = json.loads(output.read_text())
-    assert written["benchmark"] == name
-    assert written["environment"]["device"] not in ("", platform.machine())
-    found = {row["method"]: row for row in written["rows"]}
-    for method in found:
-        assert f"{method}  " in printed
+    record = only_record(output)
+    assert record["kind"] == ("memory" if name == "memory" else "speed")
+    assert record["config"]["benchmark"] == name
+    assert record["environment"]["cpu"] not in ("", platform.machine())
+    found = {row["method"]: row for row in record["rows"]}
+    for text in (*(f"{method}  " for method in found), f"record: {output}"):
+        assert text in printed
     return found
+
+
+def only_record(output: Path) -> dict:
+    [path] = output.glob("*/*.json")
+    return run_record.load(path)
+
+
+def test_a_record_says_what_was_timed_and_how_often(rows, caches, tmp_path):
+    rows("prefill", *caches, "--repeats", 1)
+    record = only_record(tmp_path / "out")
+    checkpoint = caches[caches.index("--checkpoint") + 1]
+    assert [each["role"] for each in record["inputs"]] == ["checkpoint", "bases", "model"]
+    assert record["inputs"][0] == provenance.path_input("checkpoint", checkpoint)
+    assert record["inputs"][2]["name"] == "model"
+    assert record["n"] == {"repeats": 1, "context": 80}
+    assert record["config"]["checkpoint"] == "checkpoint"
+    assert record["config"]["matmul_flops"] > 0
+    assert "results" not in record["config"]
 
 
 def test_flash_attends_as_torch_chooses():
@@ -109,8 +127,8 @@ def test_a_model_that_is_only_a_configuration(rows, tmp_path):
 def test_without_a_compressor_and_bases_both_are_made_up_and_it_is_said(caches, capsys, tmp_path):
     from benchmarks import generate_e2e
 
-    output = tmp_path / "out.json"
-    arguments = (*caches[:2], "--context", 200, "--tokens", 2, "--granularity", 4, "--json", output)
+    output = tmp_path / "out"
+    arguments = (*caches[:2], "--context", 200, "--tokens", 2, "--granularity", 4, "--results", output)
     generate_e2e.main([*map(str, arguments)])
     printed = capsys.readouterr().out
     assert (
@@ -186,9 +204,9 @@ def test_memory(rows, caches):
 
 
 def test_one_operation_from_the_shell(run, tmp_path):
-    arguments = ("--context", 64, "--layers", 1, "--repeats", 1, "--json", tmp_path / "out.json")
+    arguments = ("--context", 64, "--layers", 1, "--repeats", 1, "--results", tmp_path / "out")
     done = run("-m", "benchmarks.decode_op", *arguments)
-    found = read(tmp_path / "out.json", "decode_op", done.stdout)
+    found = read(tmp_path / "out", "decode_op", done.stdout)
     ours = ["ojakv 0.6", "ojakv 0.3", "ojakv-joint 0.5", "ojakv-joint 0.3", "dynakv 0.30", "dynakv 0.12"]
     assert list(found) == ["preallocated", "concatenated", *ours]
     for row in found.values():

@@ -5,7 +5,10 @@ import os
 import subprocess
 
 import pytest
+import torch
+from methods import tiny_model
 
+from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import provenance, run_record
 from lowrank_kv.utils.run_record import RecordError
 
@@ -176,6 +179,32 @@ def test_a_checkpoint_names_the_run_that_trained_it(tmp_path):
     entry = provenance.path_input("checkpoint", tmp_path)
     assert entry["run_id"] == "20261124T101530-3f9a1c"
     assert entry["name"] == tmp_path.name
+
+
+def test_a_pattern_stands_for_its_files_and_a_hub_id_for_none(tmp_path):
+    for name in ("b.txt", "a.txt", "c.json"):
+        (tmp_path / name).write_text(name)
+    names = [str(tmp_path / "*.txt"), "Salesforce/wikitext", str(tmp_path / "c.json"), "https://host.example/a.txt"]
+    found = provenance.file_inputs("text", names)
+    assert [each["name"] for each in found] == ["a.txt", "b.txt", "c.json"]
+    assert found[0] == provenance.path_input("text", tmp_path / "a.txt")
+
+
+def test_a_model_is_its_configuration_wherever_it_lies_and_however_it_is_loaded(tmp_path):
+    model = tiny_model()
+    for name in ("one/tiny", "two/tiny"):
+        model.save_pretrained(tmp_path / name)
+    first = provenance.model_input(load_model(str(tmp_path / "one/tiny")))
+    assert first == provenance.model_input(load_model(str(tmp_path / "two/tiny"), dtype="bfloat16"))
+    assert first["name"] == "tiny"
+    assert first["sha256"] != provenance.model_input(tiny_model(num_hidden_layers=1))["sha256"]
+
+
+def test_a_text_is_its_tokens():
+    ids = torch.arange(6).view(2, 3)
+    entry = provenance.token_input("text", "news", ids)
+    assert entry == provenance.token_input("text", "news", ids.flatten())
+    assert entry["sha256"] != provenance.token_input("text", "news", ids + 1)["sha256"]
 
 
 def test_the_commit_is_that_of_a_checkout_that_tracks_the_code(tmp_path):
