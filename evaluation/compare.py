@@ -1,13 +1,12 @@
 """Which method is best at equal bytes: DynaKV, OjaKV and its fixed relatives, and the full cache on the same text."""
 
 import dataclasses
-import importlib.util
-import io
 import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,10 +14,11 @@ import dynakv
 from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
-from lowrank_kv.utils.atomic_write import write_bytes, write_text
-from lowrank_kv.utils.config import configuration, option, require, section
+from lowrank_kv.utils import run_record
+from lowrank_kv.utils.config import configuration, option, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.provenance import model_input, path_input, token_input, without_paths
 from lowrank_kv.utils.text_data import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
@@ -121,7 +121,7 @@ class CompareConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of `comparison.json`; bytes are summed over the scored blocks."""
+    """One row of a comparison; bytes are summed over the scored blocks."""
 
     method: str
     dataset: str
@@ -132,14 +132,14 @@ class Row:
     perplexity_ratio: float
 
 
-def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
-    """After each measurement: (model name, the rows so far, text by text). The full cache comes first, then every
-    checkpoint, every preset at equal bytes, and the baselines.
+def compare(config: CompareConfig) -> Iterator[dict[str, Any]]:
+    """Yield, after each measurement, the record of this run with the rows so far, text by text.
+
+    The full cache comes first, then every checkpoint, every preset at equal bytes, and the baselines.
 
     A preset's rate is set, for each text, so that its cache takes the bytes the first checkpoint's took there; further
     rows follow for `byte_rates`.
     """
-    check_plot()
     settings = [read_config(directory) for directory in config.checkpoint]
     if config.prefill is None:
         found = zip(config.checkpoint, settings, strict=True)
@@ -148,22 +148,47 @@ def compare(config: CompareConfig) -> Iterator[tuple[str, list[Row]]]:
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     check_length(model, config.block_length, "block_length")
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
-    order = {label: i for i, label in enumerate(texts)}
-    name = name_of(name)
-    rows: list[Row] = []
-    for row in _measurements(config, model, tokenizer, texts):
-        rows = sorted([*rows, row], key=lambda row: order[row.dataset])
-        yield name, rows
-
-
-def _measurements(
-    config: CompareConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, Tensor]
-) -> Iterator[Row]:
+    inputs = [path_input("checkpoint", directory) for directory in config.checkpoint]
     calibration = None
     if config.bases:
         calibration = Calibration.load(config.bases).for_model(model)
+        inputs.append(path_input("bases", config.bases))
     elif config.presets or SNAPKV in config.baselines:
-        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer))
+        ids = config.calibration.blocks(tokenizer)
+        calibration = Calibration.from_text(model, ids)
+        inputs.append(token_input("calibration", ",".join(config.calibration.name), ids))
+    record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
+    order = {label: i for i, label in enumerate(texts)}
+    rows: list[dict[str, Any]] = []
+    for row in _measurements(config, model, calibration, texts):
+        rows = sorted([*rows, dataclasses.asdict(row)], key=lambda row: order[row["dataset"]])
+        yield record | {"rows": rows}
+
+
+def new_comparison(
+    config: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    model: PreTrainedModel,
+    texts: dict[str, Tensor],
+    device: torch.device,
+) -> dict[str, Any]:
+    """The record of a comparison that begins, without rows.
+
+    Args:
+        config: of the run; `model` in it is the model's name.
+        inputs: other than model and texts.
+        model: uncompressed.
+        texts: label → token ids of the scored blocks, (N, T) int64.
+        device: that measures.
+    """
+    inputs = [*inputs, model_input(model), *(token_input("text", *text) for text in texts.items())]
+    n = {"blocks": sum(map(len, texts.values())), "tokens": sum(map(Tensor.numel, texts.values()))}
+    return run_record.new_record("quality", config=config, inputs=inputs, n=n, device=str(device))
+
+
+def _measurements(
+    config: CompareConfig, model: PreTrainedModel, calibration: Calibration | None, texts: dict[str, Tensor]
+) -> Iterator[Row]:
     full: dict[str, Score] = {}
 
     def measure(method: str, label: str, make_cache: Callable[[], Cache]) -> Row:
@@ -173,9 +198,10 @@ def _measurements(
     for label in texts:
         yield measure("full", label, lambda: full_cache(model))
     targets: dict[str, list[float]] = {label: list(config.byte_rates) for label in texts}
-    for directory, cache_dtype in itertools.product(config.checkpoint, config.cache_dtypes):
+    checkpoints = zip(config.checkpoint, _checkpoint_methods(config.checkpoint), strict=True)
+    for (directory, method), cache_dtype in itertools.product(checkpoints, config.cache_dtypes):
         dynakv.attach(model, directory, cache_dtype=cache_dtype, **config.overrides())
-        method = _named("dynakv" if len(config.checkpoint) == 1 else f"dynakv:{directory}", cache_dtype)
+        method = _named(method, cache_dtype)
         for label in texts:
             row = measure(method, label, lambda: dynakv.DynaKVCache.from_model(model))
             if (directory, cache_dtype) == (config.checkpoint[0], config.cache_dtypes[0]):
@@ -202,12 +228,6 @@ def _measurements(
             yield measure(baseline, label, maker)
 
 
-def check_plot() -> None:
-    """Raise :class:`UserError` now rather than when the first rows are written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the comparison's plot needs matplotlib; pip install -c constraints.txt -e '.[demo]'")
-
-
 def check_texts(texts: list[TextConfig]) -> None:
     """Raise :class:`UserError` unless there are texts, each under a label of its own."""
     require(bool(texts), "texts", texts, "at least one text")
@@ -225,29 +245,17 @@ def read_texts(
     return found
 
 
-def write_comparison(directory: str | Path, model: str, rows: list[Row]) -> None:
-    """Write `comparison.json`, `comparison.md` and `pareto.png` into `directory`."""
-    directory = Path(directory)
-    figure = plot(rows)
-    values = {"model": model, "rows": [dataclasses.asdict(row) for row in rows]}
-    write_text(directory / "comparison.json", json.dumps(values, indent=2) + "\n")
-    write_text(directory / "comparison.md", markdown(model, rows))
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    write_bytes(directory / "pareto.png", picture.getvalue())
-
-
-def markdown(model: str, rows: list[Row]) -> str:
-    """The rows as a table, one section for each text."""
-    lines = [f"# KV-cache methods on {model}", ""]
-    for label in dict.fromkeys(row.dataset for row in rows):
+def markdown(record: Mapping[str, Any]) -> str:
+    """The rows of a comparison as a table, one section for each text."""
+    lines = [f"# KV-cache methods on {record['config']['model']}", ""]
+    for label in dict.fromkeys(row["dataset"] for row in record["rows"]):
         lines += [
             f"## {label}",
             "",
             "| method | rate | cache MiB | perplexity | ratio to full |",
             "|---|--:|--:|--:|--:|",
         ]
-        for row in (row for row in rows if row.dataset == label):
+        for row in (Row(**row) for row in record["rows"] if row["dataset"] == label):
             lines.append(
                 f"| {row.method} | {row.rate:.3f} | {row.cache_bytes / 2**20:.2f} | {row.perplexity:.2f} "
                 f"| {row.perplexity_ratio:.3f} |"
@@ -256,21 +264,12 @@ def markdown(model: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[Row]):
-    """A figure of perplexity ratio against the share of bytes, a panel for each text."""
-    from matplotlib.figure import Figure
-
-    labels = list(dict.fromkeys(row.dataset for row in rows))
-    figure = Figure(figsize=(5 * len(labels), 4), layout="constrained")
-    axes = figure.subplots(1, len(labels), squeeze=False)
-    for axis, label in zip(axes[0], labels, strict=True):
-        for method in dict.fromkeys(row.method for row in rows):
-            points = sorted((r.rate, r.perplexity_ratio) for r in rows if (r.method, r.dataset) == (method, label))
-            axis.plot(*zip(*points, strict=True), marker="o", label=method)
-        axis.set(title=label, xlabel="bytes of the cache / full cache", ylabel="perplexity / full cache", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    axes[0][0].legend(fontsize="small")
-    return figure
+def _checkpoint_methods(directories: list[str]) -> list[str]:
+    """What rows call each checkpoint. A record cuts paths of the machine to names; names that occur twice are numbered."""
+    if len(directories) == 1:
+        return ["dynakv"]
+    names = [without_paths(directory) for directory in directories]
+    return [f"dynakv:{name} {i}" if names.count(name) > 1 else f"dynakv:{name}" for i, name in enumerate(names, 1)]
 
 
 def _named(method: str, cache_dtype: str) -> str:

@@ -20,14 +20,16 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
+from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.config import configuration, option, read_yaml, require, section
+from lowrank_kv.utils.config import configuration, option, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand, name_of
+from lowrank_kv.utils.provenance import path_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
-from .compare import Row, TextConfig, check_plot, check_texts, comparison_row, read_texts, write_comparison
+from .compare import TextConfig, check_texts, comparison_row, new_comparison, read_texts
 from .perplexity import full_cache, score
 
 BASES, POINTS = "bases", "points"
@@ -110,18 +112,20 @@ def points(config: SweepConfig) -> list[Point]:
     return found
 
 
-def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[str, list[Row]]:
-    """(model name, rows of the full cache and of every point), written to `output` after every point.
+def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> dict[str, Any]:
+    """The record of this run, with rows of the full cache and of every point; it is written after every point.
+
+    A sweep that is started again takes the rows of finished points over: `summary.measured_by` names the run that measured
+    each point, whose record stays in the same place.
 
     Args:
         config: of the sweep.
-        output: `comparison.json`, `comparison.md` and `pareto.png` are written here, bases and runs beside them.
+        output: the record is written into `quality/` here; bases and training runs lie beside that.
         command: of training, without its arguments.
 
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
-    check_plot()
     recipe = read_yaml(config.train)
     gradients = starts_from_gradients(config, recipe)
     for variant in _variants(config):
@@ -150,7 +154,10 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     with _moved(model, device):
         full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
-    rows = [comparison_row("full", label, full[label], full[label]) for label in texts]
+    settings = to_dict(config) | {"model": name, "recipe": recipe}
+    record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
+    record["rows"] = [dataclasses.asdict(comparison_row("full", label, full[label], full[label])) for label in texts]
+    record["summary"] = {"measured_by": {}}
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
@@ -169,10 +176,18 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> tuple[st
                     for label, of in texts.items()
                 ]
                 dynakv.detach(model)
-            write_text(directory / ROWS, json.dumps([dataclasses.asdict(row) for row in found], indent=2) + "\n")
-        rows += [Row(**row) for row in json.loads((directory / ROWS).read_text(encoding="utf-8"))]
-        write_comparison(output, name, rows)
-    return name, rows
+            measurement = {
+                "run_id": record["run_id"],
+                "checkpoint": path_input("checkpoint", checkpoint) | {"name": point.name},
+                "rows": [dataclasses.asdict(row) for row in found],
+            }
+            write_text(directory / ROWS, json.dumps(measurement, indent=2) + "\n")
+        measurement = json.loads((directory / ROWS).read_text(encoding="utf-8"))
+        record["summary"]["measured_by"][point.name] = measurement["run_id"]
+        record["inputs"].append(measurement["checkpoint"])
+        record["rows"] += measurement["rows"]
+        run_record.write(record, output)
+    return record
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
     python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
 
-Writes comparison.json, comparison.md and pareto.png into the output directory, anew after every measurement, and prints the
-table.
+Writes the run's record into `quality/` of the output directory, anew after every measurement, and prints the table. Records
+of earlier runs stay beside it.
 """
 
-from evaluation.compare import CompareConfig, compare, markdown, write_comparison
-from lowrank_kv.utils import cli
+from evaluation.compare import CompareConfig, compare, markdown
+from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.config import parse_config
 
 
@@ -17,12 +17,13 @@ def main(argv: list[str]) -> None:
         "type": cli.output_directory,
         "metavar": "DIR",
         "required": True,
-        "help": "of the results",
+        "help": "of the records",
     }
     config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    for model, rows in compare(config):
-        write_comparison(arguments.output, model, rows)
-    print(markdown(model, rows))
+    for record in compare(config):
+        path = run_record.write(record, arguments.output)
+    print(markdown(record))
+    print(f"record: {path}")
 
 
 if __name__ == "__main__":

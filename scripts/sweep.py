@@ -3,8 +3,8 @@
     python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/sweep
     python scripts/sweep.py --config configs/sweep-demo.yaml --output runs/prices --variants "" --targets "" --alphas 1,4,16
 
-All runs start from one calibration. Writes comparison.json, comparison.md and pareto.png into the output directory after
-every run; started again with the same output directory it goes on with what is missing.
+All runs start from one calibration. Writes its record into `quality/` of the output directory after every run; started again
+with the same output directory it goes on with what is missing.
 """
 
 import sys
@@ -27,8 +27,7 @@ def main(argv: list[str]) -> None:
         "help": "of the runs",
     }
     config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
-    model, rows = sweep(config, arguments.output, [*(config.launch or [sys.executable]), str(TRAIN)])
-    print(markdown(model, rows))
+    print(markdown(sweep(config, arguments.output, [*(config.launch or [sys.executable]), str(TRAIN)])))
 
 
 if __name__ == "__main__":

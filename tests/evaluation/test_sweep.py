@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from evaluation.compare import TextConfig
 from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
+from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText
 
@@ -28,12 +29,17 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
     path.write_text(yaml.safe_dump(settings))
     done = run("scripts/sweep.py", "--config", path, "--output", output)
-    rows = json.loads((output / "comparison.json").read_text())["rows"]
+    [path_of_first] = (output / "quality").iterdir()
+    first = run_record.load(path_of_first)
+    rows = first["rows"]
     assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
     keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
     assert all(set(row) == keys for row in rows)
-    assert (output / "comparison.md").read_text() in done.stdout
-    assert (output / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count("| dynakv |") == 2
+    assert first["n"] == {"blocks": 2, "tokens": 128}
+    assert first["config"]["recipe"]["optimizer"]["steps"] == 4
+    names = ["dynakv-target-0.9", "dynakv-alpha-4"]
+    assert [each["name"] for each in first["inputs"] if each["role"] == "checkpoint"] == names
     points = {path.name: path for path in (output / "points").iterdir()}
     assert points.keys() == {"dynakv-target-0.9", "dynakv-alpha-4"}
     # Both start from the bases beside them, not from their own.
@@ -43,7 +49,11 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     (points["dynakv-alpha-4"] / "rows.json").unlink()
     trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
     here("scripts/sweep.py", "--config", path, "--output", output)
-    assert json.loads((output / "comparison.json").read_text())["rows"] == rows
+    [path_of_second] = {*(output / "quality").iterdir()} - {path_of_first}
+    second = run_record.load(path_of_second)
+    assert run_record.load(path_of_first) == first
+    assert second["rows"] == rows
+    assert second["summary"]["measured_by"] == {names[0]: first["run_id"], names[1]: second["run_id"]}
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     error = mistake("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
     assert "begun with other settings" in error

@@ -15,6 +15,7 @@ from evaluation.kv_retrieval import score_lookup
 from evaluation.perplexity import full_cache
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import load_model
+from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
 
 
@@ -55,11 +56,20 @@ def compare_config(checkpoint, text_file, tmp_path):
     return path
 
 
-def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
+def only_record(output):
+    [path] = output.glob("*/*.json")
+    return run_record.load(path)
+
+
+def test_compare_writes_a_record_and_a_table(run, compare_config, tmp_path):
     done = run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
     assert "leaving out `missing`" in done.stdout
-    results = json.loads((tmp_path / "out/comparison.json").read_text())
-    rows = results["rows"]
+    record = only_record(tmp_path / "out")
+    assert record["n"] == {"blocks": 4, "tokens": 4 * 64}
+    names = [(each["role"], each["name"]) for each in record["inputs"]]
+    made_of = [("checkpoint", "checkpoint"), ("calibration", "text.jsonl"), ("model", record["config"]["model"])]
+    assert names == [*made_of, ("text", "same"), ("text", "other")]
+    rows = record["rows"]
     keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
     assert all(set(row) == keys for row in rows)
     for label in ("same", "other"):
@@ -74,10 +84,8 @@ def test_compare_writes_rows_table_and_plot(run, compare_config, tmp_path):
         for row in static[::2]:
             assert row["cache_bytes"] == pytest.approx(learned["cache_bytes"], rel=0.05)
             assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
-    assert (tmp_path / "out/pareto.png").read_bytes().startswith(b"\x89PNG")
-    table = (tmp_path / "out/comparison.md").read_text()
-    assert table.count("| dynakv |") == 2
-    assert table in done.stdout
+    assert done.stdout.count("| dynakv |") == 2
+    assert f"record: {tmp_path / 'out' / 'quality' / record['run_id']}.json" in done.stdout
 
 
 def test_two_checkpoints_keep_their_rows_apart(here, compare_config, checkpoint, tmp_path):
@@ -85,14 +93,24 @@ def test_two_checkpoints_keep_their_rows_apart(here, compare_config, checkpoint,
     shutil.copytree(checkpoint, twin)
     arguments = ("--checkpoint", f"{checkpoint},{twin}", "--presets", "static-pca-joint")
     here("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
-    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
-    assert {row["method"] for row in rows} >= {f"dynakv:{checkpoint}", f"dynakv:{twin}"}
+    rows = only_record(tmp_path / "out")["rows"]
+    assert {row["method"] for row in rows} >= {"dynakv:checkpoint 1", "dynakv:checkpoint 2"}
+
+
+def test_an_earlier_comparison_stays(here, compare_config, tmp_path):
+    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--presets", "[]")
+    here(*command)
+    [first] = (tmp_path / "out/quality").iterdir()
+    before = first.read_bytes()
+    here(*command, "--blocks", 1)
+    assert len(list((tmp_path / "out/quality").iterdir())) == 2
+    assert first.read_bytes() == before
 
 
 def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, compare_config, tmp_path):
     command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
     assert "no rate brings this cache to 0.001" in mistake(*command, "--byte_rates", "0.001")
-    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    rows = only_record(tmp_path / "out")["rows"]
     found = [(row["dataset"], row["method"]) for row in rows]
     preset = ("same", "static-pca-joint")  # at the compressor's bytes
     assert found == [("same", "full"), ("same", "dynakv"), preset, ("other", "full"), ("other", "dynakv")]
@@ -197,7 +215,7 @@ def test_online_presets_are_compared_after_a_prompt(here, compare_config, bases,
     arguments = ("--presets", "ojakv-pf,ojakv-joint,subspace-a", "--prefix", 240, "--block_length", 320)
     command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
     here(*command, *arguments, "--blocks", 1, "--byte_rates", "0.8,0.95")
-    rows = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    rows = only_record(tmp_path / "out")["rows"]
     for method in ("ojakv-pf", "ojakv-joint", "subspace-a"):
         rates = [row["rate"] for row in rows if row["method"] == method and row["dataset"] == "same"]
         # One row at the compressor's bytes and one for each of `byte_rates`, met to within a coefficient or two of 32.
@@ -242,9 +260,7 @@ def test_storages_and_peers_are_compared_at_their_own_bytes(here, compare_config
     )
     command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
     here(*command, *arguments, *peers)
-    rows = [
-        row for row in json.loads((tmp_path / "out/comparison.json").read_text())["rows"] if row["dataset"] == "same"
-    ]
+    rows = [row for row in only_record(tmp_path / "out")["rows"] if row["dataset"] == "same"]
     rates = {}
     for row in rows:
         rates.setdefault(row["method"], []).append(row["rate"])
