@@ -1,6 +1,6 @@
 """Measure how far calibrated bases miss other text, and how much an online update mends (OjaKV, table 1).
 
-    python scripts/measure_domain_shift.py --model MODEL --bases DIR --text address=address.jsonl --output shift.json
+    python scripts/measure_domain_shift.py --model MODEL --bases DIR --text address=address.jsonl --results results
 
 Relative residual energy (RER) and overlap with the oracle's subspace (SO) of the calibrated, the adapted and the oracle
 basis, for each head after rotation and for all heads together before it.
@@ -8,13 +8,12 @@ basis, for each head after rotation and for all heads together before it.
 
 import argparse
 import dataclasses
-import json
 
 from evaluation.domain_shift import measure_shift
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, load_model, load_tokenizer
-from lowrank_kv.utils import cli
-from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.provenance import model_input, path_input, token_input
 from lowrank_kv.utils.text_data import labelled_block
 from ojakv import OjaKVConfig
 
@@ -28,7 +27,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens measured after them [default %(default)s]")
     parser.add_argument("--rate", type=float, default=0.4, help="rank over width [default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     arguments = parser.parse_args(argv)
 
     model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)
@@ -41,9 +42,11 @@ def main(argv: list[str]) -> None:
         "joint, η = 0.1": OjaKVConfig.preset("ojakv-joint", **common, **plain),
         "joint, preconditioned": OjaKVConfig.preset("ojakv-joint", **common),
     }
+    inputs = [path_input("bases", arguments.bases), model_input(model)]
     rows = []
     for argument in arguments.text:
         label, tokens_T = labelled_block(argument, tokenizer, arguments.prefix + arguments.tokens)
+        inputs.append(token_input("text", label, tokens_T))
         rows += measure_shift(model, calibration, label, tokens_T, prefix=arguments.prefix, configs=configs)
     print("| text | side | update | RER static | adapted | oracle | SO static | adapted |")
     print("|---|---|---|--:|--:|--:|--:|--:|")
@@ -51,8 +54,17 @@ def main(argv: list[str]) -> None:
         errors = " | ".join(f"{row.relative_error:.3f}" for row in (static, adapted, oracle))
         overlaps = f"{static.overlap:.3f} | {adapted.overlap:.3f}"
         print(f"| {static.text} | {static.side} | {static.update} | {errors} | {overlaps} |")
-    if arguments.output:
-        write_text(arguments.output, json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    if arguments.results:
+        settings = {name: value for name, value in vars(arguments).items() if name != "results"}
+        record = run_record.new_record(
+            "quality",
+            config=settings | {"updates": {name: dataclasses.asdict(each) for name, each in configs.items()}},
+            inputs=inputs,
+            n={"texts": len(arguments.text), "tokens": len(arguments.text) * arguments.tokens},
+            rows=map(dataclasses.asdict, rows),
+            device=str(model.device),
+        )
+        print(f"record: {run_record.write(record, arguments.results)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure what caches still find in a long prompt: key-value lookup, by method and share of bytes.
 
-python scripts/measure_kv_retrieval.py --checkpoint runs/demo/checkpoint --evict 0.5 0.3 --output lookup.json
+python scripts/measure_kv_retrieval.py --checkpoint runs/demo/checkpoint --evict 0.5 0.3 --results results
 """
 
 import argparse
@@ -15,8 +15,8 @@ from evaluation.kv_retrieval import LookupScore, lookup_prompts, score_lookup
 from evaluation.perplexity import full_cache
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
-from lowrank_kv.utils import cli
-from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.provenance import content_input, model_input, path_input
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,9 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--prefill", choices=["exact", "reconstructed"], default="exact", help="[default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     arguments = parser.parse_args(argv)
 
     checkpoint = read_config(arguments.checkpoint)
@@ -75,6 +77,8 @@ def main(argv: list[str]) -> None:
         checkpoint.compressor.overridden(**settings)  # what is refused is refused before minutes of the full cache
     model, tokenizer = load_model(name, dtype=arguments.dtype, device=arguments.device), load_tokenizer(name)
     pairs = lookup_prompts(arguments.prompts, arguments.facts, arguments.seed)
+    inputs = [path_input("checkpoint", arguments.checkpoint), model_input(model)]
+    inputs.append(content_input("text", "key-value pairs", json.dumps(pairs)))
     full = score_lookup(model, tokenizer, pairs, lambda: full_cache(model), description="full")
     rows = [row("full", None, 1.0, full, full)]
     for settings in chosen:
@@ -102,8 +106,17 @@ def main(argv: list[str]) -> None:
                 **vars(line)
             )
         )
-    if arguments.output:
-        write_text(arguments.output, json.dumps([dataclasses.asdict(line) for line in rows], indent=2) + "\n")
+    if arguments.results:
+        settings = {name: value for name, value in vars(arguments).items() if name != "results"}
+        record = run_record.new_record(
+            "quality",
+            config=settings | {"model": name, "thresholds": thresholds},
+            inputs=inputs,
+            n={"prompts": arguments.prompts, "facts": arguments.facts},
+            rows=map(dataclasses.asdict, rows),
+            device=str(model.device),
+        )
+        print(f"record: {run_record.write(record, arguments.results)}")
 
 
 def row(method: str, threshold: float | None, keep: float, measured: LookupScore, full: LookupScore) -> Row:

@@ -1,17 +1,16 @@
 """Measure what fewer basis updates cost: periodic against triggered ones on long texts (OjaKV's future work).
 
-python scripts/measure_update_policies.py --model MODEL --bases DIR --text book=book.jsonl --output updates.json
+python scripts/measure_update_policies.py --model MODEL --bases DIR --text book=book.jsonl --results results
 """
 
 import argparse
 import dataclasses
-import json
 
 from evaluation.update_policies import continued, measure_updates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, load_model, load_tokenizer
-from lowrank_kv.utils import cli
-from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.provenance import model_input, path_input, token_input
 from lowrank_kv.utils.text_data import labelled_block
 from ojakv import OjaKVConfig
 
@@ -34,7 +33,9 @@ def main(argv: list[str]) -> None:
         "--triggers", type=float, nargs="*", default=[0.2, 0.5, 1.0], help="thresholds [default %(default)s]"
     )
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--output", type=cli.output_file, metavar="FILE", help="where to write the rows as JSON")
+    parser.add_argument(
+        "--results", type=cli.output_directory, metavar="DIR", help="where to write the run record, e.g. results"
+    )
     arguments = parser.parse_args(argv)
 
     model, tokenizer = load_model(arguments.model, device=arguments.device), load_tokenizer(arguments.model)
@@ -48,11 +49,13 @@ def main(argv: list[str]) -> None:
         **{f"triggered {t:g}": config(update="triggered", trigger=t) for t in arguments.triggers},
         "prompt only": config(decode_learning_rate=0.0),
     }
+    inputs = [path_input("bases", arguments.bases), model_input(model)]
     rows = []
     for argument in arguments.text:
         label, tokens_T = labelled_block(argument, tokenizer, arguments.prefix + arguments.tokens)
         if arguments.generate:
             label, tokens_T = f"{label}, generated", continued(model, tokens_T[: arguments.prefix], arguments.tokens)
+        inputs.append(token_input("text", label, tokens_T))
         rows += measure_updates(model, calibration, label, tokens_T, prefix=arguments.prefix, configs=configs)
     print("| text | updates | number | error of the cache | perplexity | byte rate |")
     print("|---|---|--:|--:|--:|--:|")
@@ -62,8 +65,17 @@ def main(argv: list[str]) -> None:
                 **vars(row)
             )
         )
-    if arguments.output:
-        write_text(arguments.output, json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    if arguments.results:
+        settings = {name: value for name, value in vars(arguments).items() if name != "results"}
+        record = run_record.new_record(
+            "quality",
+            config=settings | {"updates": {name: dataclasses.asdict(each) for name, each in configs.items()}},
+            inputs=inputs,
+            n={"texts": len(arguments.text), "tokens": len(arguments.text) * arguments.tokens},
+            rows=map(dataclasses.asdict, rows),
+            device=str(model.device),
+        )
+        print(f"record: {run_record.write(record, arguments.results)}")
 
 
 if __name__ == "__main__":

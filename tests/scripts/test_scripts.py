@@ -1,8 +1,6 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
 import contextlib
-import json
-import re
 import shutil
 
 import pytest
@@ -224,20 +222,36 @@ def test_online_presets_are_compared_after_a_prompt(here, compare_config, bases,
         assert rates[2] <= 0.95
 
 
-@pytest.mark.parametrize("output", [".", "file.json/rows.json"])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, output):
+@pytest.mark.parametrize("results", ["file.json", "file.json/results"])
+def test_a_place_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, results):
     (tmp_path / "file.json").write_text("{}")
-    arguments = ("--model", "./nowhere", "--bases", "nowhere", "--text", "a=b", "--output", tmp_path / output)
+    arguments = ("--model", "./nowhere", "--bases", "nowhere", "--text", "a=b", "--results", tmp_path / results)
     with pytest.raises(SystemExit) as ended:
         here("scripts/measure_domain_shift.py", *arguments)
     assert ended.value.code == 2
-    assert re.search("is a directory, and a file is to be|cannot be a directory, since", capsys.readouterr().err)
+    assert "cannot be a directory, since" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [(".", "is a directory, and a file is to be written"), ("file.json/rows.json", "cannot be a directory, since")],
+)
+def test_a_file_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, output, message):
+    (tmp_path / "file.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        here("scripts/tokenize_as_wikitext.py", "--name", "nowhere.txt", "--output", tmp_path / output)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
     command = ("scripts/measure_domain_shift.py", "--model", tiny_dir, "--bases", bases, "--text", f"same={text_file}")
-    done = run(*command, "--prefix", 128, "--tokens", 128, "--output", tmp_path / "shift.json")
-    rows = json.loads((tmp_path / "shift.json").read_text())
+    done = run(*command, "--prefix", 128, "--tokens", 128, "--results", tmp_path)
+    record = only_record(tmp_path)
+    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "text"]
+    assert record["n"] == {"texts": 1, "tokens": 128}
+    assert record["config"]["updates"].keys() == {row["update"] for row in record["rows"]}
+    rows = record["rows"]
     assert len(rows) == 4 * 2 * 3
     oracle = [row for row in rows if row["basis"] == "oracle"]
     assert all(row["overlap"] == pytest.approx(1) for row in oracle)
@@ -284,10 +298,8 @@ def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
         "--text",
         f"same={text_file}",
     )
-    done = run(
-        *command, "--prefix", 128, "--tokens", 256, "--triggers", 0.01, 1e9, "--output", tmp_path / "updates.json"
-    )
-    rows = {row["rule"]: row for row in json.loads((tmp_path / "updates.json").read_text())}
+    done = run(*command, "--prefix", 128, "--tokens", 256, "--triggers", 0.01, 1e9, "--results", tmp_path)
+    rows = {row["rule"]: row for row in only_record(tmp_path)["rows"]}
     assert list(rows) == ["periodic", "triggered 0.01", "triggered 1e+09", "prompt only"]
     # No update is ever worth so much: the basis stays as the prompt left it.
     assert rows["triggered 1e+09"]["updates"] == rows["prompt only"]["updates"]
@@ -308,8 +320,10 @@ def test_lookup_is_measured(run, checkpoint, tmp_path):
         "--prompts",
         3,
     )
-    done = run(*command, "--cache-dtypes", "model", "int8", "--evict", 1, 0.5, "--output", tmp_path / "lookup.json")
-    full, *rows = json.loads((tmp_path / "lookup.json").read_text())
+    done = run(*command, "--cache-dtypes", "model", "int8", "--evict", 1, 0.5, "--results", tmp_path)
+    record = only_record(tmp_path)
+    assert record["n"] == {"prompts": 3, "facts": 6}
+    full, *rows = record["rows"]
     assert (full["method"], full["rate"], full["asked"]) == ("full", 1.0, 3)
     assert [(row["method"], row["keep"]) for row in rows] == [
         ("dynakv", 1.0),
