@@ -51,4 +51,4 @@ demo: assets ## train on the demo model, compare at equal bytes, generate
 		--prompt "Mr. Speaker, Mr. President, my fellow citizens: the state of our economy"
 
 clean: ## remove runs and build leftovers
-	rm -rf runs build *.egg-info
+	rm -rf runs build dist *.egg-info

@@ -52,7 +52,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "--granularity", type=count, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
     )
     parser.add_argument(
-        "--bases", metavar="DIR", help="what scripts/calibrate.py wrote; with it OjaKV presets are timed"
+        "--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; with it OjaKV presets are timed"
     )
     parser.add_argument("--presets", default="ojakv-pf,ojakv-joint", help="OjaKV presets [default %(default)s]")
     parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")

@@ -70,7 +70,9 @@ class CompareConfig:
         unit="tokens",
     )
     blocks: int = option(4, help="blocks of each text", unit="blocks")
-    bases: str | None = option(None, help="directory written by scripts/calibrate.py; by default `calibration` is run")
+    bases: str | None = option(
+        None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run"
+    )
     calibration: CalibrationText = section(CalibrationText)
 
     def __post_init__(self):

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from .compare import TextConfig, check_texts, comparison_row, new_comparison, re
 from .perplexity import full_cache, score
 
 BASES, POINTS = "bases", "points"
+# Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
+TRAIN = ("-m", "lowrank_kv_cli", "train")
 START, COMPRESSOR = "--calibration.start", "compressor"
 CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
 
@@ -64,7 +67,7 @@ class SweepConfig:
     )
     variants: list[Variant] = option([], help="recipes to compare; by default the training run's own, as `dynakv`")
     launch: list[str] = option(
-        [], help="what starts training, e.g. accelerate,launch,--config_file,FILE; by default this Python, one process"
+        [], help="launcher of the training module, e.g. accelerate,launch,--config_file,FILE; by default this Python"
     )
     texts: list[TextConfig] = option(help="texts to measure on")
     dtype: str = option("float32", help="of the model when measured", choices=DTYPES)
@@ -112,7 +115,7 @@ def points(config: SweepConfig) -> list[Point]:
     return found
 
 
-def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> dict[str, Any]:
+def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     """The record of this run, with rows of the full cache and of every point; it is written after every point.
 
     A sweep that is started again takes the rows of finished points over: `summary.measured_by` names the run that measured
@@ -121,7 +124,6 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> dict[str
     Args:
         config: of the sweep.
         output: the record is written into `quality/` here; bases and training runs lie beside that.
-        command: of training, without its arguments.
 
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
@@ -163,7 +165,7 @@ def sweep(config: SweepConfig, output: Path, command: Sequence[str]) -> dict[str
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
         _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
-            checkpoint = _train(directory, [*command, *arguments])
+            checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
             with _moved(model, device):
                 dynakv.attach(model, checkpoint)
                 found = [

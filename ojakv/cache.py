@@ -194,7 +194,7 @@ class OjaKVCache(LowRankCache):
 
         Args:
             config: the settings; see :meth:`OjaKVConfig.preset`.
-            bases: a calibration of this very model, or the directory `scripts/calibrate.py` wrote it to.
+            bases: a calibration of this very model, or the directory `lowrank-kv calibrate` wrote it to.
 
         Raises:
             UserError: the calibration is missing, damaged, or of a model of another shape.

@@ -183,5 +183,5 @@ class OjaKVConfig:
             UserError: unknown preset or key, or a value out of range.
         """
         if name not in PRESETS:
-            raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS)}")
+            raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS, 'presets')}")
         return build(cls, {**read_yaml(_PRESETS / f"{name}.yaml"), **overrides}, source=f"preset {name}")

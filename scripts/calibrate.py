@@ -1,50 +1,12 @@
-"""Calibrate the bases an OjaKV cache starts from, on any text.
+"""`lowrank-kv calibrate` in a checkout, installed or not: python scripts/calibrate.py --help"""
 
-    python scripts/calibrate.py --model meta-llama/Llama-3.1-8B --dtype bfloat16 --output bases/llama \\
-        --name Salesforce/wikitext --subset wikitext-2-raw-v1
+import sys
+from pathlib import Path
 
-Writes second moments of keys, values and queries, from which every layout, rank and preset is made; with `--gradients true`
-also those of the loss's gradients, which training can start from.
-"""
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
-import dataclasses
-
-from lowrank_kv.calibration.calibration import MOMENTS, Calibration
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils import cli
-from lowrank_kv.utils.atomic_write import check_replaceable
-from lowrank_kv.utils.config import option, parse_config
-from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.text_data import CalibrationText
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(CalibrationText):
-    """One calibration."""
-
-    model: str = option(help="hub id or directory")
-    output: str = option(help="directory for the calibration; an earlier one there is replaced")
-    dtype: str = option("float32", help="of the model", choices=DTYPES)
-    device: str | None = option(None, help=DEVICE_HELP)
-    gradients: bool = option(
-        False, help="also take the loss's gradients, for training with `calibration.start: gradient`"
-    )
-
-
-def main(argv: list[str]) -> None:
-    config, _ = parse_config(CalibrateConfig, argv, description=__doc__)
-    check_replaceable(config.output, MOMENTS)
-    model = load_model(config.model, dtype=config.dtype, device=config.device)
-    check_length(model, min(config.length, config.tokens), "length")
-    blocks_NT = config.blocks(load_tokenizer(config.model))
-    calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
-    digest = calibration.save(
-        config.output,
-        model=name_of(config.model),
-        text=[name_of(name) for name in config.name],
-    )
-    print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
-
+from lowrank_kv_cli.calibrate import main
 
 if __name__ == "__main__":
     cli.run(main)

@@ -1,30 +1,12 @@
-"""Compare DynaKV with static bases and the full cache at equal bytes.
+"""`lowrank-kv compare` in a checkout, installed or not: python scripts/compare_ranks.py --help"""
 
-    python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
+import sys
+from pathlib import Path
 
-Writes the run's record into `quality/` of the output directory, anew after every measurement, and prints the table. Records
-of earlier runs stay beside it.
-"""
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
-from evaluation.compare import CompareConfig, compare, markdown
-from lowrank_kv.utils import cli, run_record
-from lowrank_kv.utils.config import parse_config
-
-
-def main(argv: list[str]) -> None:
-    output = {
-        "flag": "--output",
-        "type": cli.output_directory,
-        "metavar": "DIR",
-        "required": True,
-        "help": "of the records",
-    }
-    config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    for record in compare(config):
-        path = run_record.write(record, arguments.output)
-    print(markdown(record))
-    print(f"record: {path}")
-
+from evaluation.compare_command import main
+from lowrank_kv.utils import cli
 
 if __name__ == "__main__":
     cli.run(main)

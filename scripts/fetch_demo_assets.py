@@ -28,6 +28,8 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
+
 from lowrank_kv.utils import cli, paths
 from lowrank_kv.utils.atomic_write import new_directory, write_text
 from lowrank_kv.utils.errors import UserError

@@ -8,6 +8,10 @@ basis, for each head after rotation and for all heads together before it.
 
 import argparse
 import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
 from evaluation.domain_shift import measure_shift
 from lowrank_kv.calibration.calibration import Calibration
@@ -21,7 +25,7 @@ from ojakv import OjaKVConfig
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or directory")
-    parser.add_argument("--bases", required=True, metavar="DIR", help="what scripts/calibrate.py wrote")
+    parser.add_argument("--bases", required=True, metavar="DIR", help="written by `lowrank-kv calibrate`")
     parser.add_argument("--text", required=True, action="append", metavar="LABEL=FILE", help="may be repeated")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens adapted to [default %(default)s]")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens measured after them [default %(default)s]")

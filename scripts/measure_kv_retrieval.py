@@ -8,6 +8,10 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
 import dynakv
 from dynakv.checkpoint import read_config

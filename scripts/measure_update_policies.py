@@ -5,6 +5,10 @@ python scripts/measure_update_policies.py --model MODEL --bases DIR --text book=
 
 import argparse
 import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
 from evaluation.update_policies import continued, measure_updates
 from lowrank_kv.calibration.calibration import Calibration
@@ -18,7 +22,7 @@ from ojakv import OjaKVConfig
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or directory")
-    parser.add_argument("--bases", required=True, metavar="DIR", help="what scripts/calibrate.py wrote")
+    parser.add_argument("--bases", required=True, metavar="DIR", help="written by `lowrank-kv calibrate`")
     parser.add_argument("--text", required=True, action="append", metavar="LABEL=FILE", help="may be repeated")
     parser.add_argument("--preset", default="ojakv-joint", help="[default %(default)s]")
     parser.add_argument("--rate", type=float, default=0.4, help="of the preset [default %(default)s]")

@@ -11,8 +11,12 @@ measured on such text may train on some of it: one more entry of `dataset.name`.
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.atomic_write import write_text

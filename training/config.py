@@ -1,4 +1,4 @@
-"""Every key of a training run. `train_dynakv.py --help` prints this."""
+"""Every key of a training run. `lowrank-kv train --help` lists them."""
 
 from dynakv.config import GRADIENT, STARTS, DynaKVConfig
 from lowrank_kv.utils.config import configuration, option, require, section, within
@@ -75,7 +75,7 @@ class CalibrationConfig:
     tokens: int = option(16384, help="leading training text that is calibrated on", unit="tokens")
     bases: str | None = option(
         None,
-        help="directory written by scripts/calibrate.py (with `--gradients true` where the start asks for them), whose "
+        help="directory written by `lowrank-kv calibrate` (with `--gradients true` where the start asks for them), whose "
         "moments are used instead; runs of a sweep share one",
     )
 

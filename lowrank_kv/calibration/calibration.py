@@ -110,7 +110,7 @@ class Calibration:
             data = moments_path.read_bytes()
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(
-                f"`{directory}` is no calibration ({error}); make one with python scripts/calibrate.py"
+                f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`"
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
@@ -159,7 +159,7 @@ class Calibration:
             UserError: the shapes differ.
         """
         geometry_of(model).check_equal(self.geometry, self.origin)
-        warn_of_another(model, self.model, self.origin, "make one on this model with python scripts/calibrate.py")
+        warn_of_another(model, self.model, self.origin, "make one on this model with `lowrank-kv calibrate`")
         return self
 
 

@@ -97,10 +97,10 @@ def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: s
             raise UserError(f"{source} is damaged: {what}; restore the file, or make it again")
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """A ' (did you mean …?)' hint, or the list of valid names when nothing is near."""
+def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
+    """A 'did you mean …?' hint, or the list of valid names when nothing is near; `kind` says what they name."""
     near = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(sorted(valid))}"
+    return f"did you mean `{near[0]}`?" if near else f"valid {kind}: {', '.join(sorted(valid))}"
 
 
 def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = "config") -> Config:

@@ -89,7 +89,7 @@ def test_a_sweep_says_when_its_recipe_has_no_model(tmp_path):
     texts = [TextConfig(label="t", name="t")]
     config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
     with pytest.raises(UserError, match="`model` must be a hub id or directory in .*train.yaml; got None"):
-        sweep(config, tmp_path / "out", [])
+        sweep(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

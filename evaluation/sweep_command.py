@@ -1,0 +1,26 @@
+"""Train and measure a compressor at several retain rates or prices: the rate–quality curve of a recipe, or of several.
+
+    lowrank-kv sweep --config sweep.yaml --output runs/sweep
+    lowrank-kv sweep --config sweep.yaml --output runs/prices --variants "" --targets "" --alphas 1,4,16
+
+All runs start from one calibration. Writes its record into `quality/` of the output directory after every run; a
+sweep started again with the same output directory continues with the runs that are missing.
+"""
+
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import parse_config
+
+from .compare import markdown
+from .sweep import SweepConfig, sweep
+
+
+def main(argv: list[str]) -> None:
+    output = {
+        "flag": "--output",
+        "type": cli.output_directory,
+        "metavar": "DIR",
+        "required": True,
+        "help": "of the runs",
+    }
+    config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
+    print(markdown(sweep(config, arguments.output)))

@@ -1,0 +1,73 @@
+"""Learned (DynaKV) and online (OjaKV) low-rank compression of a language model's key-value cache."""
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+
+from lowrank_kv.utils import cli
+from lowrank_kv.utils.config import nearest
+from lowrank_kv.utils.errors import UserError
+
+PROGRAM = "lowrank-kv"
+# Command → its module, imported when it runs, since most take seconds; and what it does.
+COMMANDS = {
+    "calibrate": (
+        "lowrank_kv_cli.calibrate",
+        "calibrate the bases of an OjaKV cache, or of a training run, on any text",
+    ),
+    "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
+    "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
+    "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
+    "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
+}
+EPILOG = """\
+`lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
+
+    accelerate launch -m lowrank_kv_cli train --config train.yaml
+"""
+
+
+def main() -> None:
+    """The console script; ``python -m lowrank_kv_cli`` is the same."""
+    cli.run(dispatch)
+
+
+def dispatch(argv: list[str]) -> None:
+    """Run the command that `argv` begins with.
+
+    Raises:
+        UserError: there is no such command.
+    """
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description=f"{__doc__}\n\ncommands:\n"
+        + "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    if not argv or argv[0].startswith("-"):
+        unknown = parser.parse_known_args(argv)[1]
+        if unknown:
+            raise UserError(f"unknown argument `{unknown[0]}`; a command comes first: {', '.join(COMMANDS)}")
+        parser.print_help()
+        return
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UserError(f"unknown command `{name}`; {nearest(name, list(COMMANDS), 'commands')}")
+    sys.argv = [f"{PROGRAM} {name}", *rest]  # argparse names the program by it, in usage and errors
+    importlib.import_module(COMMANDS[name][0]).main(rest)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(PROGRAM)
+    except importlib.metadata.PackageNotFoundError:
+        return "(a checkout that is not installed)"
+
+
+if __name__ == "__main__":
+    main()

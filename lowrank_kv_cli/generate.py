@@ -1,0 +1,101 @@
+"""Generate text from a compressed cache and report how many bytes the cache took.
+
+    lowrank-kv generate --checkpoint runs/demo/checkpoint --prompt "My fellow citizens,"
+
+The checkpoint is a compressor directory written by training, or a full checkpoint directory.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import TextStreamer
+
+import dynakv
+from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.quantization import CACHE_DTYPES
+from lowrank_kv.utils.errors import UserError
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="compressor or full checkpoint")
+    parser.add_argument("--prompt", required=True, help="text to continue; @FILE reads it from a file")
+    parser.add_argument("--model", metavar="ID", help="base model [default: the one the checkpoint was trained on]")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="[default %(default)s]")
+    parser.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling [default %(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of coefficients [default: the checkpoint's]")
+    parser.add_argument(
+        "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the checkpoint's]"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
+    parser.add_argument("--device", help=DEVICE_HELP)
+    arguments = parser.parse_args(argv)
+
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
+    if arguments.temperature <= 0:
+        raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
+    model, tokenizer = load(arguments)
+    given = {
+        "cache_dtype": arguments.cache_dtype,
+        "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
+    }
+    dynakv.configure(model, **{key: value for key, value in given.items() if value is not None})
+    inputs = encode(tokenizer, arguments).to(model.device)
+    if not inputs["input_ids"].numel():
+        raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
+    check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
+    torch.manual_seed(arguments.seed)
+    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
+    output = model.generate(
+        **inputs,
+        **sampling,
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=TextStreamer(tokenizer),
+        return_dict_in_generate=True,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    cache = output.past_key_values
+    print(f"\n{cache.memory()}")
+    print(
+        f"cache: {cache.nbytes:,} bytes for {cache.get_seq_length():,} tokens, rate {cache.rate:.3f} "
+        f"(uncompressed: {cache.full_nbytes:,} bytes)"
+    )
+
+
+def load(arguments: argparse.Namespace):
+    directory = Path(arguments.checkpoint)
+    if not directory.is_dir():
+        raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with `lowrank-kv train`")
+    if (directory / WEIGHTS).exists() or not (directory / CONFIG).exists():
+        name = arguments.model or read_config(directory).base_model
+        model = dynakv.attach(load_model(name, dtype=arguments.dtype, device=arguments.device), directory)
+    else:
+        name = str(directory)
+        model = load_model(name, dtype=arguments.dtype, device=arguments.device)
+        dynakv.compressors(model)  # a checkpoint of an uncompressed model is an error, not a silent full cache
+    return model, load_tokenizer(name)
+
+
+def encode(tokenizer, arguments: argparse.Namespace):
+    prompt = arguments.prompt
+    if prompt.startswith("@"):
+        try:
+            prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"the prompt file `{prompt[1:]}` is not UTF-8 text: {error.reason}; convert it") from error
+    if arguments.chat:
+        if tokenizer.chat_template is None:
+            raise UserError(f"`--chat` needs a chat template, which `{tokenizer.name_or_path}` has not; leave it out")
+        messages = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    return tokenizer(prompt, return_tensors="pt")

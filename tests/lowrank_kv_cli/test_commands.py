@@ -1,0 +1,103 @@
+"""The dispatcher of `lowrank-kv`, in a checkout that need not be installed."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli import __main__ as cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_command_is_there_and_listed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.dispatch(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name, (module, summary) in cli.COMMANDS.items():
+        assert callable(importlib.import_module(module).main)
+        assert f"{name} " in text
+        assert summary in text
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lowrank-kv", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.dispatch([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: lowrank-kv {name} ")
+    assert f"    lowrank-kv {name} " in text, "an example"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown command `trian`; did you mean `train`?"),
+        (["x"], "unknown command `x`; valid commands: calibrate, compare, generate, sweep, train"),
+        (["--model", "m"], "unknown argument `--model`; a command comes first: calibrate, train"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(argv, message):
+    with pytest.raises(UserError) as error:
+        cli.dispatch(argv)
+    assert message in str(error.value)
+
+
+def test_help_needs_no_torch():
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from lowrank_kv_cli.__main__ import dispatch
+dispatch([])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "commands:" in done.stdout
+
+
+def test_a_checkout_has_the_names_of_a_wheel():
+    """`lowrank_kv_cli` extends its path by the checkout: no copies, no links, no hook of an editable installation."""
+    import evaluation.sweep
+    import training.command
+    from lowrank_kv_cli.evaluation import sweep
+    from lowrank_kv_cli.training import command
+
+    assert command.__file__ == training.command.__file__
+    assert sweep.__file__ == evaluation.sweep.__file__
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_import_the_checkout_they_stand_in(script):
+    assert "sys.path.insert(0, str(Path(__file__).parents[1]))" in script.read_text() or script.stem == "report"
+
+
+def test_training_is_launched_as_a_module(four_steps, tmp_path):
+    """The form that the help and the documents name, from another directory than the checkout."""
+    values = {**yaml.safe_load(four_steps.read_text()), "output": str(tmp_path / "launched")}
+    four_steps.write_text(yaml.safe_dump(values))
+    flags = [
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--cpu",
+    ]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, "-m", "lowrank_kv_cli", "train"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--config", str(four_steps)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"checkpoint: {tmp_path}/launched/checkpoint" in done.stdout
