@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
     "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
+    "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:

@@ -6,7 +6,7 @@
     accelerate launch train_dynakv.py --config train.yaml            # the same, in a checkout
 
 Every key of the YAML file can be given on the command line as ``--section.key value``. Writes OUTPUT/checkpoint, which
-`lowrank-kv generate` and `compare` read.
+`lowrank-kv generate`, `compare` and `inspect` read.
 """
 
 from accelerate import PartialState

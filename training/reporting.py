@@ -124,13 +124,13 @@ class Reporter:
         _append(self.inspections, row)
 
     def note(self, name: str, values: dict[str, Any], step: int) -> None:
-        """Report values measured once."""
+        """Report the numbers among values measured once."""
         if not self.enabled:
             return
-        for key, value in values.items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(f"{name}/{key}", value, step)
-        self.bar.write(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        for key, value in numbers.items():
+            self.writer.add_scalar(f"{name}/{key}", value, step)
+        self.bar.write(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
 
     def close(self) -> None:
         if self.enabled:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,14 @@ from .data import Batch
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
+def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, Any]:
     """Hard retain rate and perplexity over text, through the uncached hard mask.
 
     Returns:
-        ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted.
+        ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted; ``layer_rates``, the hard
+        rate of each layer's ``keys`` and ``values``, to four places.
     """
-    loss, predicted, rates = 0.0, 0, []
+    loss, predicted, rates, layers = 0.0, 0, [], []
     with evaluating(model), RateRecorder(model) as recorder:
         for batch in batches:
             batch = batch.to(model.device)
@@ -29,8 +31,18 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
             targets = batch.targets.flatten()
             loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
             predicted += int((targets >= 0).sum())
-            rates.append(recorder.rates().hard)
-    return {"hard_rate": sum(rates) / len(rates), "perplexity": math.exp(loss / max(predicted, 1))}
+            found = recorder.rates()
+            rates.append(found.hard)
+            layers.append(found.hard_L2)
+    keys_L, values_L = torch.stack(layers).mean(dim=0).T.tolist()
+    return {
+        "hard_rate": sum(rates) / len(rates),
+        "perplexity": math.exp(loss / max(predicted, 1)),
+        "layer_rates": {
+            "keys": [round(rate, 4) for rate in keys_L],
+            "values": [round(rate, 4) for rate in values_L],
+        },
+    }
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -43,6 +43,20 @@ def load_model(name: str, *, dtype: str = "float32", device: str | torch.device 
         raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}")
     model = _pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     return model.to(device).eval()
+
+
+def load_shape(name: str) -> PreTrainedModel:
+    """A model whose parameters have shapes and no numbers (device ``meta``), made from its configuration file only.
+
+    Raises:
+        UserError: nothing there, or no causal language model.
+    """
+    config = _pretrained(AutoConfig, name)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise UserError(f"`{name}` is no causal language model: {' '.join(str(error).split())}") from error
 
 
 def shard_while_loading(deepspeed: dict[str, Any], *, dtype: str) -> object:

@@ -1,0 +1,191 @@
+"""Describe a checkpoint or calibration, or predict the bytes of a cache before anything runs.
+
+    lowrank-kv inspect runs/demo/checkpoint
+    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --batch 4
+    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --checkpoint runs/llama/checkpoint
+    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --preset ojakv-pf --rate 0.4
+
+PATH is a compressor checkpoint, a full checkpoint or a calibration: prints its model, shape, rates for each layer, bytes,
+and how it was made. With `--model` it reads the model's configuration, no weights, and prints the bytes of an uncompressed
+cache and of the compressed cache that `--checkpoint` or `--preset` names, each sequence being one prompt.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynakv.checkpoint import read_config
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.loading import DTYPES, load_shape
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli.planned_cache import dynakv_nbytes, preset_nbytes, sliding_window_nbytes
+from lowrank_kv_cli.saved import describe, measured_rates
+
+# Keys of a training run's configuration that the text shows; `--json` has all.
+SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", metavar="PATH", help="a checkpoint or calibration")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    group = parser.add_argument_group("the bytes of a cache")
+    group.add_argument("--model", metavar="ID", help="hub id or directory; only its configuration is read")
+    group.add_argument("--tokens", type=int, default=4096, metavar="N", help="of each sequence [default %(default)s]")
+    group.add_argument("--batch", type=int, default=1, metavar="B", help="sequences [default %(default)s]")
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model [default %(default)s]")
+    method = group.add_mutually_exclusive_group()
+    method.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it")
+    method.add_argument("--preset", metavar="NAME", help="OjaKV preset")
+    group.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
+    group.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`, for presets that need it")
+    arguments = parser.parse_args(argv)
+
+    if (arguments.path is None) == (arguments.model is None):
+        raise UserError("inspect one thing: PATH of a checkpoint or calibration, or `--model` for the bytes of a cache")
+    if arguments.path is not None:
+        described = describe(arguments.path)
+        print(json.dumps(described, indent=2) if arguments.json else description_text(described))
+    else:
+        planned = plan(arguments)
+        print(json.dumps(planned, indent=2) if arguments.json else plan_text(planned))
+
+
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The bytes of the caches that the arguments ask for, ready for JSON.
+
+    Raises:
+        UserError: an argument is out of range or needs another, or the checkpoint or bases are of another shape.
+    """
+    require(arguments.tokens >= 1, "--tokens", arguments.tokens, "at least 1")
+    require(arguments.batch >= 1, "--batch", arguments.batch, "at least 1")
+    for name in ("rate", "bases"):
+        if getattr(arguments, name) is not None and arguments.preset is None:
+            raise UserError(f"`--{name}` is of a preset: give `--preset`, too")
+    model = load_shape(arguments.model)
+    geometry = geometry_of(model)
+    size = {"tokens": arguments.tokens, "itemsize": getattr(torch, arguments.dtype).itemsize}
+    full, windows = geometry.full_nbytes(**size), sliding_window_nbytes(model, geometry, **size)
+    caches = [{"cache": "uncompressed", "bytes": full * arguments.batch}]
+    notes = []
+    if arguments.checkpoint is not None:
+        config = read_config(arguments.checkpoint)
+        geometry.check_equal(config.geometry, f"the checkpoint `{arguments.checkpoint}`")
+        rates = measured_rates(arguments.checkpoint, config)
+        if rates is None:
+            raise UserError(
+                f"nobody measured what the checkpoint `{arguments.checkpoint}` keeps; train with `dataset.heldout` or "
+                f"`rate.target_retain_rate`, which does, or see what `lowrank-kv generate` reports"
+            )
+        held = dynakv_nbytes(config, rates, **size)
+        caches.append({"cache": f"DynaKV, {Path(arguments.checkpoint)}", "bytes": held * arguments.batch})
+        notes.append(
+            f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
+        )
+    if arguments.preset is not None:
+        calibration = None if arguments.bases is None else Calibration.load(arguments.bases)
+        held = preset_nbytes(
+            geometry, arguments.preset, rate=arguments.rate, calibration=calibration, model=arguments.model, **size
+        )
+        caches.append({"cache": f"OjaKV, {arguments.preset}", "bytes": held * arguments.batch})
+    for cache in caches:
+        cache["share"] = cache["bytes"] / caches[0]["bytes"]
+        cache["bytes_per_token"] = cache["bytes"] / (arguments.batch * arguments.tokens)
+    if windows is None:
+        notes.append("the model has layers without attention, too, whose state is not compressed and not counted here")
+    elif windows:
+        held = f"{windows * arguments.batch:,}"
+        notes.append(f"layers with a sliding window are not compressed: they hold {held} bytes, not counted here")
+    return {
+        "model": arguments.model,
+        "shape": geometry.describe(),
+        "tokens": arguments.tokens,
+        "batch": arguments.batch,
+        "dtype": arguments.dtype,
+        "caches": caches,
+        "sliding_window_bytes": None if windows is None else windows * arguments.batch,
+        "notes": notes,
+    }
+
+
+def plan_text(planned: dict[str, Any]) -> str:
+    """What :func:`plan` returns, as a table."""
+    width = max(len(cache["cache"]) for cache in planned["caches"])
+    lines = [
+        f"{planned['model']}: {planned['shape']}",
+        f"{planned['batch']:,} × {planned['tokens']:,} tokens in {planned['dtype']}",
+        "",
+        f"{'cache':<{width}} {'bytes':>18} {'share':>7} {'bytes per token':>16}",
+    ]
+    lines += [
+        f"{cache['cache']:<{width}} {cache['bytes']:>18,} {cache['share']:>7.3f} {cache['bytes_per_token']:>16,.0f}"
+        for cache in planned["caches"]
+    ]
+    return "\n".join([*lines, *(f"\n{note}" for note in planned["notes"])])
+
+
+def description_text(described: dict[str, Any]) -> str:
+    """What :func:`lowrank_kv_cli.saved.describe` returns, for people."""
+    shape, rates = described["shape"], described.get("rates")
+    layers = f"{len(shape['layers'])} layers of {shape['num_kv_heads']} KV heads × {shape['head_dim']} dims"
+    rows = {"model": described["model"], "shape": layers, "files": _pairs(described["files"], " bytes")}
+    if "moments" in described:
+        rows["moments"] = ", ".join(described["moments"])
+        rows["text"] = ", ".join(described["text"] or ["not recorded"])
+        rows["tokens"] = "not recorded" if described["tokens"] is None else f"{described['tokens']:,}"
+        rows["SHA-256"] = described["sha256"]
+    else:
+        rows["compressor"] = _pairs(described["compressor"])
+        summary = dict(described["summary"])
+        heldout = summary.pop("heldout", {})
+        rows["trained"] = _pairs(summary) or "not recorded"
+        rows |= {f"held out, {text}": _pairs(found) for text, found in heldout.items()}
+        if "training" in described:
+            rows["run"] = _pairs(_shown(described["training"])) + (
+                f", {described['run']}" if "run" in described else ""
+            )
+        rows["rates"] = _rates_line(rates)
+    width = max(map(len, rows))
+    lines = [described["kind"], *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+    if rates and not rates["is_mean"]:
+        lines += ["", f"  {'layer':>5} {'keys':>7} {'values':>7}"]
+        triples = zip(shape["layers"], rates["keys"], rates["values"], strict=True)
+        lines += [f"  {index:>5} {key:>7.3f} {value:>7.3f}" for index, key, value in triples]
+    return "\n".join(lines)
+
+
+def _rates_line(rates: dict[str, Any] | None) -> str:
+    if rates is None:
+        return "not recorded; `lowrank-kv generate` and `compare` measure them"
+    keys, values = (sum(rates[side]) / len(rates[side]) for side in ("keys", "values"))
+    if rates["is_mean"]:
+        return f"{keys:.3f} of all coefficients on {rates['source']}, keys and values of all layers together"
+    return f"{keys:.3f} of the keys' coefficients, {values:.3f} of the values', on {rates['source']}"
+
+
+def _shown(training: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name in SHOWN:
+        value = training
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        found[name] = value
+    return found
+
+
+def _pairs(values: dict[str, Any], unit: str = "") -> str:
+    """Numbers, words and short lists of a mapping on one line; sections within it with dots."""
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            inner = {f"{name}.{key}": each for key, each in value.items()}
+            found.append("" if name == "layer_rates" else _pairs(inner, unit))
+        elif value is not None:
+            shown = f"{value:,}" if type(value) is int else f"{value:.4g}" if type(value) is float else value
+            found.append(f"{name} {', '.join(shown) if isinstance(shown, list) else shown}{unit}")
+    return ", ".join(filter(None, found))

@@ -1,0 +1,106 @@
+"""The bytes of a cache before there is one, from shapes and rates. Every sequence is one prompt without padding.
+
+Shapes: P parts, W width of a part, R rank.
+"""
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from dynakv.checkpoint import CheckpointConfig
+from lowrank_kv.bases.rank_allocation import uniform_ranks
+from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli.saved import Rates
+from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan
+from ojakv.basis_plan import InitialBasis
+from ojakv.byte_budget import planned_rate
+
+_INT16_MAX = torch.iinfo(torch.int16).max
+
+
+def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, tokens: int, itemsize: int) -> int | None:
+    """Bytes that the layers with a sliding window hold of one sequence; None where a layer holds something else, such as a
+    recurrent state."""
+    native = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    others = [layer for index, layer in enumerate(native) if index not in geometry.layers]
+    if not all(getattr(layer, "is_sliding", False) for layer in others):
+        return None
+    # A window's newest token comes on top of what is held.
+    return sum(2 * min(tokens, layer.sliding_window - 1) * geometry.width * itemsize for layer in others)
+
+
+def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
+    """Bytes that a DynaKV cache holds of one sequence, at measured rates; room to grow (less than 1 in 64) is left out."""
+    geometry, settings = config.geometry, config.compressor
+    rows = settings.eviction.count(tokens) if settings.eviction.is_on else tokens
+    position = 2 if tokens <= _INT16_MAX else 4
+    held = 4 * tokens  # position ids
+    for rate in (*rates.keys, *rates.values):
+        coefficients = rate * geometry.width
+        row = coefficients * itemsize
+        if settings.quantization is not None:
+            row = settings.quantization.nbytes(round(coefficients))
+        held += rows * (row + position)
+    if settings.eviction.is_on:
+        held += 4 * rows * len(geometry.layers)  # where the rows' tokens were
+    return round(held)
+
+
+def preset_nbytes(
+    geometry: KVGeometry,
+    preset: str,
+    *,
+    rate: float | None,
+    calibration: Calibration | None,
+    model: str,
+    tokens: int,
+    itemsize: int,
+) -> int:
+    """Bytes that an OjaKV cache of a named preset holds of one sequence.
+
+    Args:
+        rate: of the preset; None leaves it as the preset has it.
+        calibration: of the model; needed where the preset's ranks follow from one.
+        model: the model's name, for errors.
+
+    Raises:
+        UserError: unknown preset, a rate out of range, or a preset that needs a calibration and has none.
+    """
+    config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}))
+    if calibration is not None:
+        geometry.check_equal(calibration.geometry, calibration.origin)
+        plan = make_plan(calibration, config)
+    elif config.ranks == "fraction":
+        plan = _shapes_of(geometry, config)
+    else:
+        free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
+        raise UserError(
+            f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): make one with "
+            f"`lowrank-kv calibrate --model {model} --output DIR` and give `--bases DIR`, or take a preset that needs "
+            f"none: {', '.join(free)}"
+        )
+    taken = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
+    return round(taken * geometry.full_nbytes(tokens, itemsize))
+
+
+def _shapes_of(geometry: KVGeometry, config: OjaKVConfig) -> Plan:
+    """The plan that :func:`ojakv.make_plan` makes of any calibration where ranks are a fraction, without its numbers."""
+    parts, width = (geometry.num_kv_heads, geometry.head_dim) if config.layout == "per_head" else (1, geometry.width)
+    compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]
+    ranks = iter(uniform_ranks([width] * sum(compressed), config.rate, config.rank_multiple))
+    bases = [
+        _shape(parts, width, next(ranks), is_compressed=True)
+        if chosen
+        else _shape(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim, is_compressed=False)
+        for chosen in compressed
+    ]
+    layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
+    return Plan(config=config, geometry=geometry, layers=layers)
+
+
+def _shape(parts: int, width: int, rank: int, *, is_compressed: bool) -> InitialBasis:
+    return InitialBasis(
+        vectors_PWR=torch.empty(parts, width, rank, device="meta"),
+        energy_PR=torch.empty(parts, rank, device="meta"),
+        is_compressed=is_compressed,
+    )

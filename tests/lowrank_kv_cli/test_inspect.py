@@ -1,0 +1,203 @@
+"""`lowrank-kv inspect`: what is said of directories, and of caches before there is one."""
+
+import json
+
+import pytest
+import torch
+from methods import spread_gates
+
+import dynakv
+from dynakv.checkpoint import read_config
+from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.loading import load_model, load_shape
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli.inspect_command import main
+from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes
+from lowrank_kv_cli.saved import Rates
+from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
+
+IDS = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))
+LAYER_RATES = {"keys": [0.25, 0.5], "values": [0.75, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny_dir):
+    model = load_model(str(tiny_dir))
+    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+    dynakv.initialize_from_moments(model, moments)
+    spread_gates(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bases(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bases") / "tiny"
+    calibration = Calibration.from_text(load_model(str(tiny_dir)), IDS, progress=False)
+    calibration.save(directory, model="tiny", text=["text.jsonl"])
+    return directory
+
+
+@pytest.fixture
+def inspect(capsys):
+    def call(*arguments: object):
+        main([*map(str, arguments), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        main([*map(str, arguments)])
+        return found, capsys.readouterr().out
+
+    return call
+
+
+def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tmp_path):
+    measured = {"hard_rate": 0.625, "perplexity": 9.5, "layer_rates": LAYER_RATES}
+    directory = tmp_path / "run/checkpoint"
+    dynakv.save_compressor(compressed, directory, summary={"steps": 7, "heldout": {"text.jsonl": measured}})
+    (directory / "run.json").write_text('{"run_id": "20260101T000000-abcdef"}')
+    (tmp_path / "run/config.yaml").write_text("{dataset: {name: [a.jsonl]}, optimizer: {}, compressor: {}}")
+    found, text = inspect(directory)
+    assert found["kind"] == "DynaKV compressor checkpoint"
+    assert found["shape"] == {"layers": [0, 1], "num_kv_heads": 2, "head_dim": 16, "width": 32}
+    assert found["rates"] == {"source": "text.jsonl", "is_mean": False, **LAYER_RATES}
+    assert found["files"]["compressor.safetensors"] == (directory / "compressor.safetensors").stat().st_size
+    assert found["training"]["dataset"] == {"name": ["a.jsonl"]}
+    for part in ("steps 7", "perplexity 9.5", "dataset.name a.jsonl", "20260101T000000-abcdef", "granularity 1"):
+        assert part in text
+    assert [line.split() for line in text.splitlines()[-2:]] == [["0", "0.250", "0.750"], ["1", "0.500", "1.000"]]
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ({"heldout": {"t": {"hard_rate": 0.3, "perplexity": 2.0}}}, "0.300 of all coefficients on t"),
+        ({"heldout": {}, "settled": {"hard_rate": 0.4}}, "0.400 of all coefficients on the training text"),
+        ({}, "rates       not recorded"),
+    ],
+)
+def test_rates_that_were_not_measured_by_layer_are_not_made_up(inspect, compressed, tmp_path, summary, expected):
+    dynakv.save_compressor(compressed, tmp_path / "checkpoint", summary=summary)
+    _, text = inspect(tmp_path / "checkpoint")
+    assert expected in text
+    assert "layer " not in text
+
+
+def test_nested_ranks_are_read_from_the_weights(inspect, tiny_dir, tmp_path):
+    model = load_model(str(tiny_dir))
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(rank_policy="nested"))
+    for rank, side in enumerate(dynakv.token_compressors(model), start=1):
+        side.gate.rank.fill_(8 * rank)
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    found, _ = inspect(tmp_path / "checkpoint")
+    assert (found["rates"]["keys"], found["rates"]["values"]) == ([0.25, 0.75], [0.5, 1.0])
+
+
+def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_path):
+    dynakv.save_full(compressed, tmp_path / "full")
+    found, text = inspect(tmp_path / "full")
+    assert (found["kind"], found["shape"]["width"]) == ("full DynaKV checkpoint", 32)
+    assert "LlamaForCausalLM" in text
+    found, text = inspect(bases)
+    assert found["moments"] == ["key", "query", "rotated_key", "value"]
+    assert (found["kind"], found["tokens"], found["text"]) == ("calibration", 300, ["text.jsonl"])
+    assert found["sha256"] in text
+
+
+def test_only_what_the_project_writes_is_inspected(tiny_dir, compressed, tmp_path):
+    dynakv.save_compressor(compressed, tmp_path / "run/checkpoint")
+    refused = {tmp_path / "run": "did you mean `.*run/checkpoint`", tmp_path / "no": "no such directory"}
+    for path, message in {**refused, tiny_dir: "give `--model`"}.items():
+        with pytest.raises(UserError, match=f"is no checkpoint and no calibration.*{message}"):
+            main([str(path)])
+    with pytest.raises(UserError, match="inspect one thing"):
+        main([])
+
+
+def test_an_uncompressed_cache_is_known_from_the_configuration(inspect, tiny_dir, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_dir / "config.json").read_bytes())  # and no weights
+    found, text = inspect("--model", tmp_path, "--tokens", 1000, "--batch", 3, "--dtype", "float16")
+    assert [cache["bytes"] for cache in found["caches"]] == [3 * 1000 * 2 * 2 * 32 * 2]
+    assert "768,000 " in text
+
+
+def test_layers_with_a_window_are_told_apart(inspect, tmp_path):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": 99, "intermediate_size": 64, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_sliding_window": True, "sliding_window": 17}))
+    found, text = inspect("--model", tmp_path, "--tokens", 100)
+    assert found["caches"][0]["bytes"] == 100 * 2 * 32 * 2
+    assert found["sliding_window_bytes"] == 2 * 16 * 2 * 32 * 2
+    assert "4,096 bytes, not counted" in text
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_dtype": "int8"}, {"eviction": {"keep_ratio": 0.5}}], ids=str)
+def test_a_dynakv_cache_takes_the_bytes_that_were_predicted(compressed, tmp_path, settings):
+    dynakv.save_compressor(compressed, tmp_path / "checkpoint")
+    model = load_model(compressed.config._name_or_path)
+    dynakv.attach(model, tmp_path / "checkpoint", **settings)
+    with torch.no_grad():
+        model(IDS, use_cache=False)
+        ranks = [side.rate.rank_BT.float().mean().item() / 32 for side in dynakv.token_compressors(model)]
+        cache = dynakv.DynaKVCache.from_model(model)
+        cache.expect_prompt(IDS.shape[1])
+        model(IDS, past_key_values=cache)
+    dynakv.save_compressor(model, tmp_path / "served")
+    rates = Rates(source="ids", keys=ranks[::2], values=ranks[1::2])
+    predicted = dynakv_nbytes(read_config(tmp_path / "served"), rates, tokens=IDS.shape[1], itemsize=4)
+    assert predicted == pytest.approx(cache.nbytes, rel=0.05)
+
+
+def test_an_ojakv_cache_takes_the_bytes_that_were_predicted(inspect, tiny_dir, bases):
+    model, calibration = load_model(str(tiny_dir)), Calibration.load(bases)
+    common = ("--model", tiny_dir, "--tokens", IDS.shape[1], "--dtype", "float32")
+    for preset, needs in {"static-pca-joint": (), "ojakv-pf": (), "ojakv-joint": ("--bases", bases)}.items():
+        cache = OjaKVCache(model, make_plan(calibration, OjaKVConfig.preset(preset, rate=0.5)))
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        found, _ = inspect(*common, "--preset", preset, "--rate", 0.5, *needs)
+        assert found["caches"][1]["bytes"] == pytest.approx(cache.nbytes, rel=0.02)
+
+
+def test_fractions_of_shapes_are_those_of_bases(tiny_dir, bases):
+    geometry, calibration = geometry_of(load_shape(str(tiny_dir))), Calibration.load(bases)
+    fractions = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
+    for name in fractions:
+        for settings in ({}, {"compress": "keys"}, {"rank_multiple": 8, "rate": 0.4}):
+            config = OjaKVConfig.preset(name, **settings)
+            plans = make_plan(calibration, config), _shapes_of(geometry, config)
+            shapes = [
+                [(index, side.vectors_PWR.shape, side.energy_PR.shape, side.is_compressed)]
+                for plan in plans
+                for index, pair in plan.layers.items()
+                for side in pair
+            ]
+            assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :], (name, settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens", "0"), "`--tokens` must be at least 1; got 0"),
+        (("--preset", "ojakv-joint"), "follow from a calibration .*`--bases DIR`, or take .* eigen, ojakv, ojakv-pf"),
+        (("--preset", "ojakv-jiont"), "did you mean `ojakv-joint`"),
+        (("--preset", "ojakv-pf", "--rate", "2"), "`rate` must be in"),
+        (("--rate", "0.5"), "`--rate` is of a preset: give `--preset`, too"),
+        (("--checkpoint", "CHECKPOINT"), "nobody measured what the checkpoint"),
+    ],
+)
+def test_mistakes_say_what_to_do(compressed, tiny_dir, tmp_path, arguments, message):
+    dynakv.save_compressor(compressed, tmp_path / "checkpoint")
+    given = [str(tmp_path / "checkpoint") if word == "CHECKPOINT" else word for word in arguments]
+    with pytest.raises(UserError, match=message):
+        main(["--model", str(tiny_dir), *given])
+
+
+def test_a_checkpoint_s_measured_rates_become_bytes(inspect, compressed, tiny_dir, tmp_path):
+    measured = {"hard_rate": 0.625, "perplexity": 9.5, "layer_rates": LAYER_RATES}
+    dynakv.save_compressor(compressed, tmp_path / "checkpoint", summary={"heldout": {"text.jsonl": measured}})
+    size = ("--tokens", 100, "--batch", 2, "--dtype", "float32")
+    found, text = inspect("--model", tiny_dir, "--checkpoint", tmp_path / "checkpoint", *size)
+    assert found["caches"][1]["bytes"] == 2 * (100 * (8 + 16 + 24 + 32) * 4 + 100 * 4 * 2 + 4 * 100)
+    assert "0.625 of all coefficients, as on text.jsonl" in text
