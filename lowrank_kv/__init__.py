@@ -1,0 +1,22 @@
+"""The core that both methods share. It knows neither: `dynakv` (learned ranks) and `ojakv` (online bases) build on it.
+
+Two modules are the seams that the author of a method meets:
+
+- `codec`: what a method gives a cache, a way from keys and values to coefficients and back, and how they are stored.
+- `eviction`: which tokens of a prompt a cache keeps at all; it combines with every codec.
+
+The subpackages, each of which may import those above it (the seams stand between `stores` and `ops`; tests/test_layout.py):
+
+- `utils`: configuration classes, errors for users, atomic writes, texts as token blocks, run records.
+- `bases`: second moments, the PCA bases made from them, and how a budget of coefficients becomes ranks.
+- `stores`: tensors of coefficients that grow with the text, in 16, 8 or 4 bits, ragged or in pages, and their bytes by kind.
+- `ops`: the attention operations on coefficients. Each has a fp64 reference, a torch form and compiled ones (C, Triton).
+- `hf`: all contact with transformers: model shapes, rotary embeddings, the attention function, compiling, checkpoints.
+  `hf.cache` is the cache that `generate()` fills, and its layers; a method supplies a layer, or only a codec.
+- `calibration`: second moments of a model's keys, values, queries and gradients on a text, in memory and on disk.
+
+A decoded token passes through them so: the model calls the cache (`hf.cache`), which encodes the token's key and value with
+its codec, appends them to a store (`stores`), and attends with an operation (`ops`) to everything stored.
+
+Importing the package registers an attention function with transformers and changes nothing else.
+"""

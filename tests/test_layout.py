@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lowrank_kv
 from scripts.import_graph import PACKAGES, circles, imported_names, module_graph, modules, part_graph
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +66,11 @@ def test_only_the_seams_and_the_map_stand_at_the_cores_door():
         "codec.py",
         "eviction.py",
     ]
+
+
+def test_the_map_of_the_core_names_every_part():
+    for part in CORE:
+        assert part.removeprefix("lowrank_kv.") in lowrank_kv.__doc__, f"lowrank_kv/__init__.py says nothing of {part}"
 
 
 def test_tests_mirror_the_packages():
