@@ -1,7 +1,7 @@
 """Print the project's files that one decoded token's keys and values enter, in order, with the functions called in each.
 
-    python -m scripts.trace_key
-    python -m scripts.trace_key --method ojakv-joint
+    python -m benchmarks.trace_key
+    python -m benchmarks.trace_key --method ojakv-joint
 
 The model is a small random one: which functions are called does not depend on its size. Compiled code is not followed.
 """
@@ -55,7 +55,7 @@ def files_entered(method: str) -> dict[str, list[str]]:
 
     def record(frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and ROOT in path.parents and path.parts[len(ROOT.parts)] not in (".venv", "scripts"):
+        if event == "call" and ROOT in path.parents and path.parts[len(ROOT.parts)] not in (".venv", "benchmarks"):
             functions = entered.setdefault(str(path.relative_to(ROOT)), [])
             if (name := frame.f_code.co_name) not in functions and not name.startswith("<"):
                 functions.append(name)
