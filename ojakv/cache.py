@@ -22,6 +22,7 @@ from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import Plan, eviction_parts, make_plan
 from ojakv.config import OjaKVConfig
+from ojakv.online_store import OnlineStore
 from ojakv.prompts import OnlinePromptTracker
 from ojakv.sequence import OnlineSequence, columns_of
 
@@ -204,15 +205,15 @@ class OjaKVCache(LowRankCache):
 
     @property
     def updates(self) -> int:
-        """Basis updates so far, over all layers, sides and sequences."""
-        return sum(side.updates for side in self._sides())
+        """Basis updates so far, over all layers, sequences, keys and values."""
+        return sum(store.updates for store in self._stores())
 
     @property
     def refused_updates(self) -> int:
         """Steps left out because even a small share of them would have lost more than ``max_loss``, or moved what is stored
         further than ``max_drift``. Coefficients held as integers are rounded anew by every step, which may cost that much in
         int4."""
-        return sum(side.refused for side in self._sides())
+        return sum(store.guard.num_refused for store in self._stores())
 
     @property
     def kept_energy(self) -> float:
@@ -221,7 +222,7 @@ class OjaKVCache(LowRankCache):
         Each update loses at most ``max_loss`` of it. Energy says how much is left of the rows, not whether they still point
         where they did: that is :attr:`drift`.
         """
-        kept = [side.kept_energy for side in self._sides()]
+        kept = [store.guard.kept_energy for store in self._stores()]
         return sum(kept) / len(kept) if kept else 1.0
 
     @property
@@ -229,12 +230,12 @@ class OjaKVCache(LowRankCache):
         """A bound on how far updates have moved what is stored, ‖now − when stored‖ / ‖now‖ over the rows of one layer's
         keys or values of one sequence, of those that moved furthest; 0.0 when nothing has moved. At most ``max_drift``,
         but for what crops and evictions take of the rows it is a share of."""
-        return max((side.drift() for side in self._sides()), default=0.0)
+        return max((store.drift() for store in self._stores()), default=0.0)
 
-    def _sides(self) -> list:
+    def _stores(self) -> list[OnlineStore]:
         return [
-            side
+            store
             for layer in self.compressed_layers()
             for sequence in layer.sequences
-            for side in (sequence.key, sequence.value)
+            for store in (sequence.key, sequence.value)
         ]

@@ -1,4 +1,4 @@
-"""Stored coefficients when the basis they are in moves.
+"""Stored coefficients when their basis moves.
 
 Shapes: P parts, N rows, R rank.
 """
@@ -17,18 +17,23 @@ def moment(
     """Σ cᵀc of the rows from `start` to `end`, or all, (P, R, R) fp32.
 
     Args:
-        coef_scale_PR: what the rows were divided by to be held as integers; None where they were not.
+        coef_scale_PR: the scale that the rows were divided by to be held as integers; None where they were not.
     """
     parts = coef.rows(0, 0).shape[0]
-    nothing_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
-    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, coef_scale_PR, start, end)), start=nothing_PRR)
+    zero_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
+    return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, coef_scale_PR, start, end)), start=zero_PRR)
+
+
+def energy_of(moment_PRR: Tensor) -> float:
+    """The energy Σ ‖c‖² of the rows in a moment Σ cᵀc."""
+    return float(moment_PRR.diagonal(dim1=1, dim2=2).sum())
 
 
 def change_basis(
     coef: Coefficients, change_PRR: Tensor, capacity: int, coef_scale_PR: Tensor | None = None
 ) -> Coefficients:
-    """The rows in the new basis, c · turn, with room for `capacity` of them; `coef_scale_PR` as above."""
-    if coef.quantization is None and coef.dtype == change_PRR.dtype:  # written where it belongs at once
+    """The rows in the new basis, c · `change_PRR`, with room for `capacity` rows; `coef_scale_PR` as for :func:`moment`."""
+    if coef.quantization is None and coef.dtype == change_PRR.dtype:  # written in place, without a copy
         rows_PNR = coef.rows()
         room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
         torch.matmul(rows_PNR, change_PRR, out=room_PNR[:, : coef.length])
@@ -45,6 +50,6 @@ def change_basis(
 def _tiles(
     coef: Coefficients, coef_scale_PR: Tensor | None, start: int = 0, end: int | None = None
 ) -> Iterator[Tensor]:
-    """The rows as they were before they were divided, fp32."""
+    """The rows as they were before they were scaled, fp32."""
     for _, rows_PNR in coef.tiles(start, end):
         yield rows_PNR.float() if coef_scale_PR is None else rows_PNR.float() * coef_scale_PR[:, None]

@@ -160,8 +160,8 @@ class OnlineSequence:
                 is_kept_N = torch.zeros_like(position_N, dtype=torch.bool)
             if step.num_kept:
                 key_PNR, value_PNR = key_PNR[:, ~is_kept_N], value_PNR[:, ~is_kept_N]
-            self.key.store(key_PNR)
-            self.value.store(value_PNR)
+            self.key.append(key_PNR)
+            self.value.append(value_PNR)
         is_full_rank_F = torch.ones(self.key.full.length, dtype=torch.bool, device=position_N.device)
         is_full_rank_F[due] = is_kept_N
         self.num_pinned = step.num_pinned + step.num_kept

@@ -127,8 +127,6 @@ class OjaTracker(Tracker):
         pass
 
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        if not rate:
-            return None
         rate *= share
         step_PWR, seen_PRR = self._outside(new)
         if self.preconditioned:
@@ -217,10 +215,8 @@ class FrequentDirections(Tracker):
         """The sketch's leading directions V, with some of U where it has seen fewer than R; or, of a share of the way
         there, orth((1 − share) U + share · V VᵀU).
 
-        There is no step to scale: of `rate` it only matters whether it is zero.
+        There is no step to scale, so `rate` does not matter.
         """
-        if not rate:
-            return None
         leading_PWR = self._leading()
         refused = f"{self.name}: the sketch's directions", "let the bases move by `tracker: oja`"
         there_PWR = leading_PWR @ (leading_PWR.mT @ self.vectors_PWR)

@@ -9,7 +9,7 @@ from ojakv.basis_plan import InitialBasis
 from ojakv.online_store import OnlineStore
 
 
-def new_side(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineStore:
+def new_store(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineStore:
     start = InitialBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
     config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
     return OnlineStore(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
@@ -26,14 +26,14 @@ def turning_stream(regimes: int, length: int) -> torch.Tensor:
     return torch.cat(parts)[None]
 
 
-def run(side: OnlineStore, rows: torch.Tensor, period: int) -> float:
+def run(store: OnlineStore, rows: torch.Tensor, period: int) -> float:
     """Mean residual of every batch as it is stored."""
     left = energy = 0.0
     for i, batch in enumerate(rows.split(period, dim=1)):
-        side.follow(batch, is_prompt=i == 0)
-        left += relative_error(batch[0], side.tracker.vectors_PWR[0]) * float(batch.square().sum())
+        store.follow(batch, is_prompt=i == 0)
+        left += relative_error(batch[0], store.tracker.vectors_PWR[0]) * float(batch.square().sum())
         energy += float(batch.square().sum())
-        side.store(side.projected(batch))
+        store.append(store.projected(batch))
     return left / energy
 
 
@@ -45,56 +45,56 @@ def run(side: OnlineStore, rows: torch.Tensor, period: int) -> float:
 def test_triggered_updates_reach_the_same_residual_with_fewer_steps(settings, most):
     rows = turning_stream(3, 1600)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
-    sides = {update: new_side(start, update=update, **settings) for update in ("periodic", "triggered")}
-    residuals = {update: run(side, rows, 32) for update, side in sides.items()}
-    assert sides["periodic"].updates == 150 + 1  # two steps on the prompt
-    assert sides["triggered"].updates < 0.55 * sides["periodic"].updates
+    stores = {update: new_store(start, update=update, **settings) for update in ("periodic", "triggered")}
+    residuals = {update: run(store, rows, 32) for update, store in stores.items()}
+    assert stores["periodic"].updates == 150 + 1  # two steps on the prompt
+    assert stores["triggered"].updates < 0.55 * stores["periodic"].updates
     assert residuals["triggered"] <= most * residuals["periodic"]
 
 
-def test_what_triggered_steps_were_put_off_for_is_settled_by_a_prompt():
+def test_a_prompt_ends_the_regret_of_triggered_steps():
     rows = turning_stream(2, 320)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :6]
-    side = new_side(start, update="triggered", trigger=1e6)
-    run(side, rows, 32)
-    assert side.regret > 0
-    side.follow(rows[:, :64], is_prompt=True)
-    assert side.regret == 0
+    store = new_store(start, update="triggered", trigger=1e6)
+    run(store, rows, 32)
+    assert store.trigger.regret > 0
+    store.follow(rows[:, :64], is_prompt=True)
+    assert store.trigger.regret == 0
 
 
 @pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
 def test_a_rate_of_zero_leaves_the_basis(tracker):
     rows = turning_stream(2, 320)
     start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
-    side = new_side(start, tracker=tracker, learning_rate=0.0, decode_learning_rate=0.0)
-    run(side, rows, 32)
-    assert side.updates == 0
-    assert torch.equal(side.tracker.vectors_PWR[0], start)
+    store = new_store(start, tracker=tracker, learning_rate=0.0, decode_learning_rate=0.0)
+    run(store, rows, 32)
+    assert store.updates == 0
+    assert torch.equal(store.tracker.vectors_PWR[0], start)
 
 
 def test_refused_steps_are_counted():
     rows = turning_stream(6, 128)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
-    side = new_side(start, max_loss=0.0)
-    run(side, rows, 32)
-    assert side.updates + side.refused == 24 + 1  # two steps on the prompt
-    assert side.refused > 0
+    store = new_store(start, max_loss=0.0)
+    run(store, rows, 32)
+    assert store.updates + store.guard.num_refused == 24 + 1  # two steps on the prompt
+    assert store.guard.num_refused > 0
 
 
 def test_no_update_loses_more_stored_energy_than_allowed():
     rows = turning_stream(6, 128)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
     for max_loss in (0.002, 0.05):
-        side = new_side(start, preconditioned=False, decode_learning_rate=0.5, max_loss=max_loss)
+        store = new_store(start, preconditioned=False, decode_learning_rate=0.5, max_loss=max_loss)
         losses = []
         for i, batch in enumerate(rows.split(32, dim=1)):
-            before = side.kept_energy
-            stored = float(side.coef.rows().square().sum())
-            side.follow(batch, is_prompt=i == 0)
+            before = store.guard.kept_energy
+            stored = float(store.coef.rows().square().sum())
+            store.follow(batch, is_prompt=i == 0)
             if stored:
-                assert float(side.coef.rows().square().sum()) >= (1 - max_loss) * stored * (1 - 1e-5)
-                losses.append(1 - side.kept_energy / before)
-            side.store(side.projected(batch))
+                assert float(store.coef.rows().square().sum()) >= (1 - max_loss) * stored * (1 - 1e-5)
+                losses.append(1 - store.guard.kept_energy / before)
+            store.append(store.projected(batch))
         assert max(losses) > max_loss / 100, "the stream must make updates costly"
         assert max(losses) <= max_loss * (1 + 1e-4)
 
@@ -112,18 +112,18 @@ def test_oja_follows_a_subspace_that_turns(scale):
             for basis, count in ((before, 640), (after, 3200))
         ]
     )[None]
-    sides = {
-        "oja": new_side(before[:, :6], update_window=256),
-        "all tokens count": new_side(before[:, :6]),
-        "fixed": new_side(before[:, :6], tracker="fixed"),
+    stores = {
+        "oja": new_store(before[:, :6], update_window=256),
+        "all tokens count": new_store(before[:, :6]),
+        "fixed": new_store(before[:, :6], tracker="fixed"),
     }
     window = rows[0, -640:]
     energies = torch.linalg.svdvals(window.double()).square()
     best = float(energies[6:].sum() / energies.sum())
     error = {}
-    for name, side in sides.items():
-        run(side, rows, 32)
-        error[name] = relative_error(window, side.tracker.vectors_PWR[0])
+    for name, store in stores.items():
+        run(store, rows, 32)
+        error[name] = relative_error(window, store.tracker.vectors_PWR[0])
     assert error["oja"] < 1.1 * best
     # Where the first tokens count as much as the last, their leading directions are kept instead.
     assert error["all tokens count"] > 10 * best
@@ -136,11 +136,11 @@ def test_a_basis_stays_orthonormal_over_a_thousand_updates(tracker, dtype):
     """State is fp32 whatever the model's dtype, and turned coefficients are rounded to that each time."""
     rows = turning_stream(5, 1608).to(dtype).float()
     start = torch.linalg.qr(torch.randn(16, 6, generator=torch.Generator().manual_seed(4))).Q
-    side = new_side(start, dtype, tracker=tracker)
-    run(side, rows, 8)
-    assert side.updates > 1000
-    basis = side.tracker.vectors_PWR[0]
-    assert (basis.dtype, side.coef.rows().dtype) == (torch.float32, dtype)
+    store = new_store(start, dtype, tracker=tracker)
+    run(store, rows, 8)
+    assert store.updates > 1000
+    basis = store.tracker.vectors_PWR[0]
+    assert (basis.dtype, store.coef.rows().dtype) == (torch.float32, dtype)
     torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
 
 
@@ -160,9 +160,9 @@ def test_a_sketch_moves_as_far_as_the_bound_lets_it():
     best = float(energies[6:].sum() / energies.sum())
     errors = []
     for max_loss in (0.01, 1.0):
-        side = new_side(start, tracker="frequent_directions", max_loss=max_loss)
-        run(side, rows, 32)
-        errors.append(relative_error(window, side.tracker.vectors_PWR[0]))
+        store = new_store(start, tracker="frequent_directions", max_loss=max_loss)
+        run(store, rows, 32)
+        errors.append(relative_error(window, store.tracker.vectors_PWR[0]))
     assert errors[0] < 1.1 * errors[1]
     # The sketch knows the first 1,024 rows, too.
     assert errors[0] < 2 * best
@@ -170,9 +170,9 @@ def test_a_sketch_moves_as_far_as_the_bound_lets_it():
 
 def test_a_sketch_is_followed_once_however_many_steps_a_prompt_takes():
     rows, start = flat_stream()
-    side = new_side(start, tracker="frequent_directions", prompt_steps=3)
-    side.follow(rows[:, :512], is_prompt=True)
-    assert side.updates == 1
+    store = new_store(start, tracker="frequent_directions", prompt_steps=3)
+    store.follow(rows[:, :512], is_prompt=True)
+    assert store.updates == 1
 
 
 def slowly_turning_stream(angle: float, length: int) -> torch.Tensor:
@@ -185,23 +185,23 @@ def slowly_turning_stream(angle: float, length: int) -> torch.Tensor:
     return (rows + 0.01 * torch.randn(length, 16, generator=generator))[None]
 
 
-def true_drift(side: OnlineStore, stored_PNW: torch.Tensor) -> float:
-    """‖now − when stored‖ / ‖now‖ of all rows of a side."""
-    now_PNW = held_rows(side)
+def true_drift(store: OnlineStore, stored_PNW: torch.Tensor) -> float:
+    """‖now − when stored‖ / ‖now‖ of all rows of a store."""
+    now_PNW = held_rows(store)
     return float((now_PNW - stored_PNW).norm() / now_PNW.norm())
 
 
 def filled_by(
     rows: torch.Tensor, *, dtype: torch.dtype = torch.float32, period: int = 32, **settings
 ) -> tuple[OnlineStore, float]:
-    """A side that has followed the rows, and how far what it stored truly is from what it was."""
+    """A store that has followed the rows, and how far what it stored truly is from what it was."""
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :4]
-    side, stored = new_side(start, dtype, **settings), []
+    store, stored = new_store(start, dtype, **settings), []
     for i, batch in enumerate(rows.split(period, dim=1)):
-        side.follow(batch, is_prompt=i == 0)
-        side.store(side.projected(batch))
-        stored.append(held_rows(side)[:, -batch.shape[1] :])
-    return side, true_drift(side, torch.cat(stored, dim=1))
+        store.follow(batch, is_prompt=i == 0)
+        store.append(store.projected(batch))
+        stored.append(held_rows(store)[:, -batch.shape[1] :])
+    return store, true_drift(store, torch.cat(stored, dim=1))
 
 
 @pytest.mark.parametrize(
@@ -209,45 +209,45 @@ def filled_by(
 )
 def test_rows_drift_no_further_than_the_bound_says(settings):
     """Where a subspace turns slowly, updates that lose next to nothing each still carry the first rows away."""
-    side, drift = filled_by(slowly_turning_stream(1.57, 3200), **settings)
-    assert side.kept_energy > 0.9
-    assert 0.05 < drift <= side.drift()
+    store, drift = filled_by(slowly_turning_stream(1.57, 3200), **settings)
+    assert store.guard.kept_energy > 0.9
+    assert 0.05 < drift <= store.drift()
 
 
 def test_many_turns_too_small_for_fp32_add_up():
     rows = slowly_turning_stream(0.3, 8192)
-    side, drift = filled_by(rows, period=8)
-    assert 0.02 < drift <= side.drift()
-    side, drift = filled_by(rows, period=8, max_drift=0.02)
-    assert side.refused
-    assert drift <= side.drift() <= 0.02 * (1 + 1e-4)
+    store, drift = filled_by(rows, period=8)
+    assert 0.02 < drift <= store.drift()
+    store, drift = filled_by(rows, period=8, max_drift=0.02)
+    assert store.guard.num_refused
+    assert drift <= store.drift() <= 0.02 * (1 + 1e-4)
 
 
 def test_rounding_to_half_precision_is_drift():
     """Sketched directions change places within a subspace that stands still, and rows are rounded anew each time."""
     rows = slowly_turning_stream(0.0, 800)
-    side, drift = filled_by(rows, dtype=torch.bfloat16, period=1, tracker="frequent_directions")
-    assert 0.01 < drift <= side.drift()
+    store, drift = filled_by(rows, dtype=torch.bfloat16, period=1, tracker="frequent_directions")
+    assert 0.01 < drift <= store.drift()
 
 
 def test_rows_that_are_gone_have_not_drifted():
     rows = slowly_turning_stream(1.57, 640)
-    side, _ = filled_by(rows, max_drift=0.5)
-    updates = side.updates
-    assert side.drift() > 0.1
-    side.crop(0)
-    assert side.drift() == 0
-    side.follow(rows[:, -64:], is_prompt=True)
-    assert side.updates == updates + 2
+    store, _ = filled_by(rows, max_drift=0.5)
+    updates = store.updates
+    assert store.drift() > 0.1
+    store.crop(0)
+    assert store.drift() == 0
+    store.follow(rows[:, -64:], is_prompt=True)
+    assert store.updates == updates + 2
 
 
 def test_drift_is_bounded_where_it_is_asked_to_be():
     rows = slowly_turning_stream(1.57, 3200)
     free, far = filled_by(rows, update_window=256)
-    side, drift = filled_by(rows, update_window=256, max_drift=0.3)
+    store, drift = filled_by(rows, update_window=256, max_drift=0.3)
     assert far > 0.6
-    assert free.refused == 0 < side.refused
-    assert 0.01 < drift <= side.drift() <= 0.3 * (1 + 1e-4)
+    assert free.guard.num_refused == 0 < store.guard.num_refused
+    assert 0.01 < drift <= store.drift() <= 0.3 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("cache_dtype", ["model", "int8"])
@@ -256,18 +256,18 @@ def test_stored_rows_are_projected_on_the_new_basis(dtype, cache_dtype):
     """An update leaves of every stored row its projection: new coefficients are those of the rebuilt old ones."""
     rows = turning_stream(2, 96)
     start = torch.linalg.qr(rows[0, :64].T @ rows[0, :64]).Q[:, :5]
-    side = new_side(start, dtype, cache_dtype=cache_dtype, max_loss=1.0)
-    side.store(side.projected(rows[:, :96]))
-    old = held_rows(side)
-    side.follow(rows[:, 96:], is_prompt=False)
-    assert side.updates == 1
-    basis = side.tracker.vectors_PWR
+    store = new_store(start, dtype, cache_dtype=cache_dtype, max_loss=1.0)
+    store.append(store.projected(rows[:, :96]))
+    old = held_rows(store)
+    store.follow(rows[:, 96:], is_prompt=False)
+    assert store.updates == 1
+    basis = store.tracker.vectors_PWR
     tolerance = 0.03 if cache_dtype == "int8" else 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(held_rows(side), old @ basis @ basis.mT, atol=tolerance, rtol=tolerance)
-    assert float((held_rows(side) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
+    torch.testing.assert_close(held_rows(store), old @ basis @ basis.mT, atol=tolerance, rtol=tolerance)
+    assert float((held_rows(store) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
 
 
-def held_rows(side: OnlineStore) -> torch.Tensor:
+def held_rows(store: OnlineStore) -> torch.Tensor:
     """(P, N, W) as they would be read."""
-    coef = side.coef.rows().float()
-    return (coef if side.coef_scale_PR is None else coef * side.coef_scale_PR[:, None]) @ side.tracker.vectors_PWR.mT
+    coef = store.coef.rows().float()
+    return (coef if store.coef_scale_PR is None else coef * store.coef_scale_PR[:, None]) @ store.tracker.vectors_PWR.mT

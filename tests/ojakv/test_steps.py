@@ -1,0 +1,98 @@
+"""How far a step may go, and when a triggered one is worth its price."""
+
+import math
+
+import pytest
+import torch
+
+from ojakv.step_guard import MAX_HALVINGS, StepGuard, lost_energy
+from ojakv.update_trigger import UpdateTrigger
+
+AXES = torch.eye(4)
+OLD_PWR = AXES[:, :2][None]
+STORED_PRR = torch.diag(torch.tensor([3.0, 1.0]))[None]  # rows of energy 4
+
+
+def turned(angle: float) -> torch.Tensor:
+    """The old basis with its second direction turned by an angle, away from the stored rows."""
+    second = math.cos(angle) * AXES[:, 1] + math.sin(angle) * AXES[:, 2]
+    return torch.stack([AXES[:, 0], second], dim=1)[None]
+
+
+def proposals(angle: float, shares: list[float]):
+    def propose(share: float) -> torch.Tensor:
+        shares.append(share)
+        return turned(share * angle)
+
+    return propose
+
+
+def test_lost_energy_is_that_of_the_rows_projected():
+    rows = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)).double() @ OLD_PWR[0].T.double()
+    new = turned(0.7).double()
+    coef = rows @ OLD_PWR[0].double()
+    lost = lost_energy((coef.T @ coef)[None], OLD_PWR.double(), new, OLD_PWR.double().mT @ new)
+    left = (rows @ new[0]).square().sum()
+    assert lost == pytest.approx(float(rows.square().sum() - left))
+
+
+def test_a_step_is_halved_until_it_loses_little_enough():
+    guard, shares = StepGuard(0.01, None), []
+    move = guard.largest_move(OLD_PWR, proposals(math.pi / 2, shares), STORED_PRR, rounding=0.0)
+    assert shares == [1.0, 0.5, 0.25, 0.125]
+    # A quarter of the energy lies along the direction that turns.
+    assert move.lost == pytest.approx(math.sin(math.pi / 16) ** 2 / 4, rel=1e-4)
+    assert move.distance == pytest.approx(math.sqrt(4 * move.lost))
+    assert torch.equal(move.change_PRR, OLD_PWR.mT @ move.basis_PWR)
+    assert (guard.num_refused, guard.kept_energy, guard.distance) == (0, 1.0, 0.0)
+    guard.accept(move)
+    assert (guard.kept_energy, guard.distance) == (1 - move.lost, move.distance)
+
+
+def test_a_step_that_no_halving_makes_small_enough_is_refused():
+    guard, shares = StepGuard(0.0, None), []
+    assert guard.largest_move(OLD_PWR, proposals(1.0, shares), STORED_PRR, rounding=1e-9) is None
+    assert len(shares) == MAX_HALVINGS + 1
+    assert guard.num_refused == 1
+
+
+def test_moves_add_up_to_the_drift_that_is_allowed_and_rows_that_are_gone_have_none():
+    guard, moves = StepGuard(1.0, 0.5), []
+    for _ in range(9):
+        move = guard.largest_move(OLD_PWR, proposals(0.5, []), STORED_PRR, rounding=0.0)
+        if move is None:
+            break
+        guard.accept(move)
+        moves.append(move)
+    assert 2 <= len(moves) < 9
+    assert guard.distance == pytest.approx(sum(move.distance for move in moves))
+    assert guard.distance <= 0.5 * math.sqrt(4)
+    guard.forget_rows()
+    assert guard.largest_move(OLD_PWR, proposals(0.5, []), STORED_PRR, rounding=0.0).distance == moves[0].distance
+
+
+def test_where_nothing_is_stored_nothing_is_lost():
+    guard = StepGuard(0.0, 0.0)
+    move = guard.largest_move(OLD_PWR, proposals(1.5, []), None, rounding=1e-3)
+    assert (move.lost, move.distance) == (0.0, 0.0)
+
+
+def test_a_basis_that_is_to_stay_is_no_refused_step():
+    guard = StepGuard(0.0, None)
+    assert guard.largest_move(OLD_PWR, lambda share: None, STORED_PRR, rounding=0.0) is None
+    assert guard.num_refused == 0
+
+
+def test_regret_adds_up_until_a_step_is_worth_it():
+    # Half the energy of each row is outside of the old basis, a fifth outside of the new one: a regret of 1.5.
+    rows_PNW = torch.tensor([[[1.0, 0, 0, 1]]])
+    new_PWR = (AXES[:, :1] + AXES[:, 3:] / 3)[None]
+    new_PWR = new_PWR / new_PWR.norm(dim=1, keepdim=True)
+    trigger = UpdateTrigger(4.0)
+    answers = [trigger.is_worth_a_step(rows_PNW, OLD_PWR, new_PWR) for _ in range(3)]
+    assert answers == [False, False, True]
+    assert trigger.regret == pytest.approx(4.5, rel=1e-5)
+    trigger.reset()
+    assert trigger.regret == 0
+    assert not trigger.is_worth_a_step(rows_PNW, new_PWR, OLD_PWR)
+    assert trigger.regret == 0, "a step that would be worse costs nothing to put off"
