@@ -144,7 +144,7 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
 def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) -> None:
     """Fill the compressors of `model`, as :func:`add_compressors` left them, with those of a checkpoint, to train on.
 
-    What the checkpoint's settings say of serving, its settled threshold among it, is not taken over.
+    What the checkpoint's settings say of serving, its calibrated threshold among it, is not taken over.
 
     Raises:
         UserError: the checkpoint is damaged, was made for a model of another shape, or for another `decoder` or

@@ -51,7 +51,7 @@ class Projection(nn.Module):
         Passes of one optimizer step, and the recomputed one of gradient checkpointing, share one inversion.
         """
         if self.decoder_kind == "orthogonal":
-            basis_CC = _turned(self.start, self.weight)
+            basis_CC = _orthogonal_basis(self.start, self.weight)
             return basis_CC, basis_CC.T
         if self.decoder_kind == "decoupled":
             return self.weight, self.decoder
@@ -114,7 +114,7 @@ class Projection(nn.Module):
 
     def _in_fp64(self) -> tuple[Tensor, Tensor]:
         if self.decoder_kind == "orthogonal":
-            basis_CC = _turned(self.start.double(), self.weight.double())
+            basis_CC = _orthogonal_basis(self.start.double(), self.weight.double())
             return basis_CC, basis_CC.T
         basis_CC = self.weight.double()
         return basis_CC, self.decoder.double() if self.decoder_kind == "decoupled" else torch.linalg.inv(basis_CC)
@@ -141,7 +141,7 @@ class _Inverse(torch.autograd.Function):
         return -(inverse_CC.T @ grad_CC @ inverse_CC.T), None
 
 
-def _turned(start_CC: Tensor, weight_CC: Tensor) -> Tensor:
-    """U₀ · exp(A − Aᵀ), in the parameters' dtype whatever the passes around it compute in."""
+def _orthogonal_basis(start_CC: Tensor, weight_CC: Tensor) -> Tensor:
+    """U₀ · exp(A − Aᵀ), in the parameters' dtype even under autocast."""
     with torch.autocast(weight_CC.device.type, enabled=False):
         return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)

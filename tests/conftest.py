@@ -86,7 +86,7 @@ def training_values(tiny_dir, text_file) -> dict:
 
 @pytest.fixture
 def four_steps(training_values, tmp_path) -> Path:
-    """The configuration file of a training run of four steps that looks at its layers and settles."""
+    """The configuration file of a training run of four steps that inspects its layers and calibrates its threshold."""
     values = {
         **training_values,
         "output": str(tmp_path / "run"),

@@ -1,7 +1,7 @@
-"""The mean of a run's last states, which is calmer than the last of them.
+"""The mean of a run's last states, which is less noisy than the last of them.
 
-A step sees a few sequences, so that where a run happens to end is partly chance. The mean of weights along the last part of
-the way lies nearer the middle of the valley they wander in (Izmailov et al. 2018, Averaging Weights Leads to Wider Optima).
+A step sees only a few sequences, so the weights at which a run ends are partly chance. Their mean over the run's end lies
+nearer the middle of the valley that they move in (Izmailov et al. 2018, Averaging Weights Leads to Wider Optima).
 """
 
 import sys
@@ -19,8 +19,8 @@ from .resumable_state import load_weights, read_progress, read_weights, saved_st
 def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
     """Fill a prepared engine's parameters with their means over the newest `count` states; every process must call this.
 
-    A damaged state is passed over with a warning on stderr, and so is that there are fewer: what was trained is not lost for
-    want of a state.
+    A damaged state is skipped with a warning on stderr, and having fewer than `count` is only warned of, so that a missing
+    state does not lose the run.
 
     Args:
         root: directory of all states.

@@ -98,7 +98,7 @@ class RateConfig:
     gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
     layer_floor: float = option(
         0.0,
-        help="hard rate below which no layer's keys or values are pushed, neither by α nor by settling τ; 0 has none",
+        help="hard rate below which neither α nor the calibration of τ pushes any layer's keys or values; 0 has none",
     )
     key_cost: float = option(
         1.0,
@@ -111,7 +111,7 @@ class RateConfig:
         help="after training, move the threshold τ so that the training text that comes next has just the target rate",
     )
     calibrate_threshold_tokens: int = option(
-        16384, help="training text after the last step that is settled on", unit="tokens"
+        16384, help="training text after the last step that τ is calibrated on", unit="tokens"
     )
 
     def __post_init__(self):

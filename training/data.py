@@ -24,9 +24,9 @@ class Batch:
 
     Attributes:
         ids_BT: token ids, int64.
-        position_BT: place of each token in its document within the block, int64. It starts at 0 with every document, and
-            that is how transformers knows where one ends; without boundaries it runs through the block.
-        cursor_S3: (epoch, document, token) that each data set goes on from after the batch, int64; None of text that is
+        position_BT: position of each token in its document within the block, int64. It restarts at 0 with every document,
+            from which transformers infers the boundaries; without boundaries it runs through the block.
+        cursor_S3: (epoch, document, token) at which each data set continues after the batch, int64; None for text that is
             only measured.
     """
 
@@ -35,12 +35,12 @@ class Batch:
     cursor_S3: Tensor | None = None
 
     @classmethod
-    def of(cls, ids_BT: Tensor, starts_BT: Tensor | None) -> "Batch":
-        """Blocks of token ids and where in them documents start, bool; None for no boundaries."""
-        place_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+    def from_ids(cls, ids_BT: Tensor, starts_BT: Tensor | None) -> "Batch":
+        """Blocks of token ids, int64, and a mask that is true where a document starts, bool; None for no boundaries."""
+        index_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
         if starts_BT is None:
-            return cls(ids_BT, place_BT)
-        return cls(ids_BT, place_BT - (place_BT * starts_BT).cummax(dim=1).values)
+            return cls(ids_BT, index_BT)
+        return cls(ids_BT, index_BT - (index_BT * starts_BT).cummax(dim=1).values)
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.cursor_S3)
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def targets(self) -> Tensor:
-        """What position t is to predict, (B, T − 1) int64; −100 (ignored) where the next token starts a document."""
+        """The token to predict at position t, (B, T − 1) int64; −100 (ignored) where the next token starts a document."""
         return self.ids_BT[:, 1:].masked_fill(self.position_BT[:, 1:] == 0, -100)
 
 
@@ -63,7 +63,7 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
     gives the next block is drawn by weight. The order of blocks depends on the seed alone: batch n of process r of W holds
     blocks (n·B + i)·W + r, so that the same global batch is seen whatever the number of processes, and worker w of V of a
     data loader makes the batches w, w + V, …, which the loader hands out in turn. Every process and worker reads the
-    whole stream and keeps its part; tokenizing costs little beside training.
+    full stream and keeps its shard; tokenizing costs little beside training.
 
     Args:
         sources: documents of each data set.
@@ -90,14 +90,14 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         self.batch, self.rank, self.world, self.start = 1, 0, 1, 0
         self.cursor_S3: Tensor | None = None
 
-    def part(
+    def shard(
         self, *, batch: int = 1, rank: int = 0, world: int = 1, start: int = 0, cursor_S3: Tensor | None = None
     ) -> "TrainingBlocks":
         """The batches of one process of `world`, from global block `start` on.
 
         Args:
-            cursor_S3: of the batch that block `start` follows. With it no text before that block is tokenized again
-                (of a streamed data set it is still read); without it the stream is run through from its beginning.
+            cursor_S3: cursor of the batch before block `start`. With it, text before that block is not tokenized again
+                (that of a streamed data set is still read); without it, the stream is read from its beginning.
         """
         twin = copy.copy(self)
         twin.batch, twin.rank, twin.world, twin.start, twin.cursor_S3 = batch, rank, world, start, cursor_S3
@@ -121,10 +121,10 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
             [reader] = picker.choices(readers, self.weights)
             if number < self.start and self.cursor_S3 is not None:
                 continue
-            block, starts = reader.take(self.length)
-            place = number - self.start
-            batch_number = place // self.world // self.batch
-            if place < 0 or place % self.world != self.rank or batch_number % workers != worker:
+            block, starts = reader.next_block(self.length)
+            index = number - self.start
+            batch_number = index // self.world // self.batch
+            if index < 0 or index % self.world != self.rank or batch_number % workers != worker:
                 continue
             ids.append(block)
             positions.append(_positions(starts if self.isolate else [0], self.length))
@@ -136,11 +136,11 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
 
 def _positions(starts: list[int], length: int) -> list[int]:
     ends = [*starts[1:], length]
-    return [place for start, end in zip(starts, ends, strict=True) for place in range(end - start)]
+    return [position for start, end in zip(starts, ends, strict=True) for position in range(end - start)]
 
 
 class _Reader:
-    """The tokens of one data set without end, from a cursor (epoch, document of that epoch, token of that document) on."""
+    """The endless tokens of one data set, from a cursor (epoch, document of that epoch, token of that document) on."""
 
     def __init__(
         self,
@@ -159,18 +159,18 @@ class _Reader:
     def cursor(self) -> tuple[int, int, int]:
         return self.epoch, self.document, self.token
 
-    def take(self, length: int) -> tuple[list[int], list[int]]:
-        """The next `length` token ids, and the places among them where documents start."""
+    def next_block(self, length: int) -> tuple[list[int], list[int]]:
+        """The next `length` token ids, and the indices among them at which documents start."""
         ids: list[int] = []
         starts = []
         while len(ids) < length:
             if self._tokens is None:
                 self._tokens = tokens_of(self._next_text(), self.tokenizer)
-            piece = self._tokens[self.token : self.token + length - len(ids)]
-            if piece:
+            segment = self._tokens[self.token : self.token + length - len(ids)]
+            if segment:
                 starts.append(len(ids))
-                ids += piece
-                self.token += len(piece)
+                ids += segment
+                self.token += len(segment)
             if self.token >= len(self._tokens):
                 self.document, self.token, self._tokens = self.document + 1, 0, None
         return ids, starts

@@ -1,4 +1,4 @@
-"""The texts a configuration names: the stream that is trained on, and the blocks that are held out."""
+"""The texts that a configuration names: the training stream and the held-out blocks."""
 
 from pathlib import Path
 
@@ -29,9 +29,10 @@ def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Batch]]:
-    """Name of each held-out text → blocks of it, documents apart as in training.
+    """Name of each held-out text → its blocks, with documents isolated as in training.
 
-    Those are the data sets of `dataset.heldout` and, with `dataset.heldout_share`, what is held out of each training one.
+    The texts are the data sets of `dataset.heldout` and, with `dataset.heldout_share`, the held-out documents of each
+    training data set.
     """
     dataset, count = config.dataset, config.heldout_blocks
     if not count:
@@ -62,28 +63,28 @@ def _heldout_batches(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
         ) from error
     return [
-        Batch.of(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
+        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
         for ids_T, starts_T in zip(ids_NT, starts_NT, strict=True)
     ]
 
 
 def _labels(names: list[str]) -> list[str]:
-    """The last part of each name, or the whole where others end alike; what is given twice is numbered."""
+    """The last component of each name, or the full name where others end alike; repeated names are numbered."""
     short = [Path(name).name for name in names]
-    whole = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
-    return [f"{name} #{i + 1}" if whole.count(name) > 1 else name for i, name in enumerate(whole)]
+    labels = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
+    return [f"{label} #{i + 1}" if labels.count(label) > 1 else label for i, label in enumerate(labels)]
 
 
 def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
     return load_documents(
         dataset.name[index],
-        subset=_of(dataset.subset, index),
-        split=_of(dataset.split, index),
-        text_field=_of(dataset.text_field, index),
+        subset=_entry_for(dataset.subset, index),
+        split=_entry_for(dataset.split, index),
+        text_field=_entry_for(dataset.text_field, index),
         streaming=dataset.streaming,
     )
 
 
-def _of(values: list[str] | None, index: int) -> str | None:
+def _entry_for(values: list[str] | None, index: int) -> str | None:
     """The entry for one data set of a list that has one for all or one for each."""
     return None if values is None else values[index if len(values) > 1 else 0]

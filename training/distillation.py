@@ -1,4 +1,4 @@
-"""Knowledge distillation from the uncompressed model, which is the trained one with its compressors set aside.
+"""Knowledge distillation from the uncompressed model, which is the trained one with its compressors taken off.
 
 Shapes: B batch, T tokens, V vocabulary, N predicted tokens.
 """
@@ -15,12 +15,12 @@ from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.utils.eval_mode import evaluating
 
-_TOKENS = 128  # rows of the vocabulary's width that are looked at together
+_TOKENS = 128  # rows of logits computed at once
 
 
 @contextlib.contextmanager
 def uncompressed(model: PreTrainedModel) -> Iterator[None]:
-    """The stock model inside: keys and values as they are, LoRA adapters set aside. Nothing is copied."""
+    """Context in which the model is the stock one, without compressors and LoRA adapters. Nothing is copied."""
     modules = attention_modules(model).values()
     taken = {module: module._modules.pop(TRANSFORM) for module in modules if TRANSFORM in module._modules}
     adapted = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
@@ -38,7 +38,7 @@ def uncompressed(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """Logits of the uncompressed model for the inputs of a pass, (B, T, V), without dropout."""
-    # Compressors are set aside first, and so keep their mode.
+    # Compressors are taken off first, and so keep their mode.
     with uncompressed(model), evaluating(model):
         return model(**inputs, use_cache=False).logits
 
@@ -53,10 +53,10 @@ def summed_kl(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Te
     predicted = targets_BT.flatten() >= 0
     student_NV = logits_BTV[:, :-1].flatten(0, 1)[predicted]
     teacher_NV = teacher_BTV[:, :-1].flatten(0, 1)[predicted]
-    # In parts: whole, each fp32 temporary would be as large as the logits of the batch.
-    parts = zip(student_NV.split(_TOKENS), teacher_NV.split(_TOKENS), strict=True)
+    # In chunks, because each fp32 temporary of all rows would be as large as the logits of the batch.
+    chunks = zip(student_NV.split(_TOKENS), teacher_NV.split(_TOKENS), strict=True)
     kl = student_NV.new_zeros((), dtype=torch.float32)
-    for student, teacher in parts:
+    for student, teacher in chunks:
         kl = kl + F.kl_div(
             student.float().log_softmax(-1), teacher.float().log_softmax(-1), reduction="sum", log_target=True
         )

@@ -1,4 +1,4 @@
-"""Stop a run that has gone wrong, and say where.
+"""Divergence detection: stop a run that has gone wrong, and name the place.
 
 Shapes: L layers, P trained parameters; 2 is (keys, values).
 """
@@ -14,15 +14,15 @@ from lowrank_kv.utils.errors import UserError
 
 from .resumable_state import saved_states
 
-_FORGETTING = 0.05  # of the running mean of the cross-entropy, so that it looks back about 20 steps
-_SETTLED = 20  # steps after which that mean is worth comparing
+_EMA_WEIGHT = 0.05  # of the newest step in the running mean of the cross-entropy, which spans about 20 steps
+_MIN_STEPS = 20  # steps before that mean is compared
 
 
-class GradientWatch:
-    """Records the squared norm of every trained parameter's gradient, as autograd makes it on this process.
+class GradientNorms:
+    """Records the squared norm of every trained parameter's gradient as autograd computes it on this process.
 
-    A norm that is not finite names the parameter. Recorded before any reduction or sharding, it means the same on every
-    engine, and costs one read of each gradient.
+    A norm that is not finite identifies the parameter. Hooks record it before any reduction or sharding, so it means the
+    same on every engine. It costs one read of each gradient.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], device: torch.device):
@@ -37,20 +37,20 @@ class GradientWatch:
 
         return record
 
-    def take(self) -> Tensor:
-        """What was recorded since the last call, (P,) fp32."""
-        taken, self._squares_P = self._squares_P, torch.zeros_like(self._squares_P)
-        return taken
+    def pop(self) -> Tensor:
+        """The squared norms recorded since the last call, (P,) fp32."""
+        squares_P, self._squares_P = self._squares_P, torch.zeros_like(self._squares_P)
+        return squares_P
 
 
-class Watch:
-    """Decides after the backward passes of every step whether the run may go on.
+class DivergenceGuard:
+    """Decides after the backward passes of every step whether the run continues.
 
     Args:
         names: of the trained parameters, in order of the layers.
         layers: indices of the compressed layers.
-        max_loss_increase: nats the averaged cross-entropy may rise above its lowest; 0 does not look.
-        states: where resumable states are, for the message.
+        max_loss_increase: nats that the averaged cross-entropy may rise above its lowest; 0 switches the check off.
+        states: directory of the resumable states, which the message names.
     """
 
     def __init__(self, names: list[str], layers: list[int], max_loss_increase: float, states: Path):
@@ -58,7 +58,7 @@ class Watch:
         self.steps, self.mean, self.lowest = 0, 0.0, math.inf
 
     def state(self) -> dict[str, float | None]:
-        """What a resumed run needs to go on exactly, ready for JSON."""
+        """The entries with which a resumed run continues exactly, ready for JSON."""
         return {"steps": self.steps, "mean": self.mean, "lowest": self.lowest if math.isfinite(self.lowest) else None}
 
     def load(self, state: dict[str, float | None]) -> None:
@@ -66,7 +66,7 @@ class Watch:
         self.lowest = math.inf if state["lowest"] is None else state["lowest"]
 
     def check(self, step: int, loss: float, cross_entropy: float, soft_L2: Tensor, squares_P: Tensor) -> None:
-        """Look at a step before the optimizer takes it.
+        """Check a step before the optimizer takes it.
 
         Args:
             step: its number, counted from 1.
@@ -75,7 +75,8 @@ class Watch:
             squares_P: squared gradient norms.
 
         Raises:
-            UserError: something is not finite, or the run has diverged; says the step, the layer and the last good state.
+            UserError: something is not finite, or the run has diverged; the message names the step, the layer and the last
+                good state.
         """
         if not math.isfinite(loss):
             raise self.stop(step, f"the loss is {loss}", self._first_in_forward(soft_L2))
@@ -83,12 +84,12 @@ class Watch:
             name for name, square in zip(self.names, squares_P.tolist(), strict=True) if not math.isfinite(square)
         ]
         if broken:
-            # Backward runs from the last layer to the first, so what is not finite started in the last one.
-            raise self.stop(step, "a gradient is not finite", place_of(broken[-1]))
+            # Backward runs from the last layer to the first, so the last broken parameter broke first.
+            raise self.stop(step, "a gradient is not finite", parameter_place(broken[-1]))
         self.steps += 1
-        self.mean += _FORGETTING * (cross_entropy - self.mean)
-        mean = self.mean / (1 - (1 - _FORGETTING) ** self.steps)
-        if self.steps >= _SETTLED:
+        self.mean += _EMA_WEIGHT * (cross_entropy - self.mean)
+        mean = self.mean / (1 - (1 - _EMA_WEIGHT) ** self.steps)
+        if self.steps >= _MIN_STEPS:
             self.lowest = min(self.lowest, mean)
             if self.max_loss_increase and mean > self.lowest + self.max_loss_increase:
                 largest = self.names[int(squares_P.argmax())]
@@ -96,17 +97,17 @@ class Watch:
                     step,
                     f"the run diverges: the cross-entropy averaged over about 20 steps is {mean:.2f} nats, after "
                     f"{self.lowest:.2f}",
-                    f"{place_of(largest)}, which has the largest gradient",
+                    f"{parameter_place(largest)}, which has the largest gradient",
                 )
 
-    def stop(self, step: int, what: str, where: str | None) -> UserError:
+    def stop(self, step: int, problem: str, place: str | None) -> UserError:
         """The error that ends a run at `step`."""
         states = saved_states(self.states)
         good = f"the last good checkpoint is {states[-1]}" if states else "no checkpoint was written before"
         again = "go on with --resume" if states else "start it again"
-        place = f" in {where}" if where else ""
+        where = f" in {place}" if place else ""
         return UserError(
-            f"training stopped at step {step}: {what}{place}; {good}. Lower `optimizer.lr_projection` and "
+            f"training stopped at step {step}: {problem}{where}; {good}. Lower `optimizer.lr_projection` and "
             f"`optimizer.lr_gate` (and `optimizer.lr_backbone`, if it is trained), or raise `optimizer.warmup_ratio`, and "
             f"{again}"
         )
@@ -119,7 +120,7 @@ class Watch:
         return f"layer {self.layers[bad[0]]} {side}, where it appears first"
 
 
-def place_of(name: str) -> str:
+def parameter_place(name: str) -> str:
     """A parameter's name as a person would say it, e.g. ``layer 3 keys, projection.weight``."""
     layer = re.search(r"\.(\d+)\.", name)
     if not layer:

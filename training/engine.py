@@ -1,7 +1,7 @@
-"""What a run is carried by: one process, DDP, or DeepSpeed ZeRO-1/2/3, as `accelerate` was configured.
+"""Distributed backends: one process, DDP, or DeepSpeed ZeRO-1/2/3, as `accelerate` was configured.
 
-The loop is the same on all of them. Here is what differs: how a step is taken, and how parameters and optimizer moments
-that are spread over processes are read and written as whole tensors.
+The loop is the same on all of them. This file holds the differences: how a step is taken, and how sharded parameters and
+optimizer moments are read and written as full tensors.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ class Engine:
         optimizer: AdamW; DeepSpeed's flat partitions stand in its groups where ZeRO shards it.
 
     Raises:
-        UserError: `accelerate` was configured for something else than what the run can do.
+        UserError: `accelerate` was configured for a backend, a precision or a ZeRO stage that training does not run on.
     """
 
     def __init__(self, config: TrainConfig):
         self.config = config
         self.deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        # A process may write for long while the others wait: a model of 8 B parameters, to slow storage.
+        # Writing an 8 B model to slow storage takes long, and the other processes wait.
         process_group = {"timeout": datetime.timedelta(hours=2)}
         if self.deepspeed and not torch.cuda.is_available():
             process_group["backend"] = "gloo"
@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def blocks_per_step(self) -> int:
-        """Sequences of an optimizer step, on all processes together."""
+        """Sequences of an optimizer step over all processes."""
         settings = self.config.optimizer
         return settings.batch_size * settings.gradient_accumulation_steps * self.world
 
@@ -85,12 +85,12 @@ class Engine:
 
     @property
     def loading_dtype(self) -> str:
-        """What the backbone is held in: trained weights are float32, frozen ones as the model computes."""
+        """dtype of the backbone's weights: float32 if they are trained, otherwise the one the model computes in."""
         return "float32" if self.config.trainable == FULL else self.config.dtype
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        """What a float32 backbone computes in, if it is something else."""
+        """dtype that a float32 backbone computes in, if that is another."""
         return None if self.loading_dtype == self.config.dtype else getattr(torch, self.config.dtype)
 
     def computing(self) -> contextlib.AbstractContextManager:
@@ -99,20 +99,20 @@ class Engine:
         return torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _configure_deepspeed(self) -> int:
-        """Give DeepSpeed what the run's own configuration says; returns the ZeRO stage."""
+        """Copy the run's own settings into DeepSpeed's configuration; returns the ZeRO stage."""
         plugin, settings = self.accelerator.state.deepspeed_plugin, self.config.optimizer
         deepspeed = plugin.deepspeed_config
         for section in ("optimizer", "scheduler"):
             if section in deepspeed:
                 raise UserError(
-                    f"the DeepSpeed configuration has a section `{section}`; remove it: the run's `optimizer` section says "
-                    f"what is done"
+                    f"the DeepSpeed configuration has a section `{section}`; remove it: the run's `optimizer` section sets "
+                    f"both"
                 )
         deepspeed["train_micro_batch_size_per_gpu"] = settings.batch_size
         deepspeed["gradient_accumulation_steps"] = settings.gradient_accumulation_steps
         deepspeed["train_batch_size"] = self.blocks_per_step
         deepspeed["gradient_clipping"] = settings.max_grad_norm
-        # One AdamW on every engine, offloaded or not, so that they differ by rounding alone.
+        # The same AdamW on every engine, offloaded or not, so that they differ only by rounding.
         deepspeed["zero_force_ds_cpu_optimizer"] = False
         if self._autocast_dtype is not None:
             deepspeed["torch_autocast"] = {"enabled": True, "dtype": str(self._autocast_dtype).removeprefix("torch.")}
@@ -129,10 +129,10 @@ class Engine:
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_modules
 
-            # A projection is read by its parent, not called, so all of a layer's compressor is gathered together.
+            # A projection's parent reads its parameters without calling it, so a layer's compressor is gathered as one.
             set_z3_leaf_modules(model, [LayerCompressor])
-            # DeepSpeed reduces such a group's gradients when those of its inputs are there, or at once if inputs have none,
-            # as behind a frozen embedding.
+            # DeepSpeed reduces the gradients of a module gathered as one when those of its inputs arrive, and too early if
+            # no input requires any, as after a frozen embedding.
             model.enable_input_require_grads()
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model = self.accelerator.unwrap_model(self.wrapped)
@@ -156,7 +156,7 @@ class Engine:
         """Clip the gradients and take the optimizer's step."""
         if self.deepspeed:
             self.wrapped.step()
-            # DeepSpeed writes parameters behind autograd's back; what is cached of them must notice.
+            # DeepSpeed changes parameters unseen by autograd; whatever is cached from them compares versions.
             for parameter in self.parameters.values():
                 torch.autograd.graph.increment_version(parameter)
             return
@@ -166,11 +166,11 @@ class Engine:
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager
-    def gathered(self, parameters: Iterable[torch.nn.Parameter], *, write: bool = False) -> Iterator[None]:
-        """Parameters are whole in this context, on every process.
+    def gather_full(self, parameters: Iterable[torch.nn.Parameter], *, write: bool = False) -> Iterator[None]:
+        """Context in which sharded parameters are full tensors on every process.
 
         Args:
-            write: they are changed, alike on every process; the change is kept.
+            write: keep what the context writes into them, which must be the same on every process.
         """
         if self.stage == 3:
             import deepspeed
@@ -183,10 +183,10 @@ class Engine:
             # The optimizer works on a copy of its own.
             self.optimizer.optimizer.refresh_fp32_params()
 
-    def share_compressors(self) -> None:
-        """Give every process the compressors of the first, parameters and buffers, which are whole.
+    def broadcast_compressors(self) -> None:
+        """Give every process the first one's compressors: parameters, which must be gathered, and buffers.
 
-        Each has computed them, but what a GPU adds up in no fixed order may turn one eigenvector for another.
+        Every process computed its own, but a GPU's sums have no fixed order, and rounding can swap two eigenvectors.
         """
         if self.world > 1:
             for module in self.model.modules():
@@ -194,21 +194,21 @@ class Engine:
                     for tensor in module.state_dict().values():
                         broadcast(tensor, from_process=0)
 
-    def of_first(self, value: float) -> float:
-        """The first process's, for the same reason."""
+    def broadcast_value(self, value: float) -> float:
+        """The first process's value, for the same reason as :meth:`broadcast_compressors`."""
         return float(broadcast(torch.tensor(value, dtype=torch.float32, device=self.device), from_process=0))
 
     def compressor_parameters(self) -> list[torch.nn.Parameter]:
         layers = [module for module in self.model.modules() if isinstance(module, LayerCompressor)]
         return [parameter for layer in layers for parameter in layer.parameters()]
 
-    def whole(self, parameter: torch.nn.Parameter) -> Tensor | None:
-        """A copy of a parameter on the CPU; None on all processes but the first, which must call this, too."""
-        with self.gathered([parameter]):
+    def full_tensor(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """A full copy of a parameter on the CPU of the first process, None on all others. Every process must call this."""
+        with self.gather_full([parameter]):
             return parameter.detach().to("cpu", copy=True).contiguous() if self.main else None
 
     def moments(self, name: str) -> dict[str, Tensor] | None:
-        """Whole copies of AdamW's moments of a trained parameter, as :meth:`whole` makes them."""
+        """Full copies of AdamW's moments of a trained parameter, as :meth:`full_tensor` makes them."""
         parameter = self.parameters[name]
         if self.deepspeed:
             from deepspeed.utils import safe_get_full_optimizer_state
@@ -226,7 +226,7 @@ class Engine:
         """Fill AdamW's state.
 
         Args:
-            moments: of every trained parameter, whole, the same on every process.
+            moments: of every trained parameter, as full tensors, the same on every process.
             step: optimizer steps done.
         """
         if not self.deepspeed:
@@ -261,8 +261,8 @@ class Engine:
 
 
 def _threads(world: int) -> int:
-    """One process's share of the cores, unless the environment says more than the single thread that `accelerate launch`
-    leaves a process by itself."""
+    """One process's share of the cores, unless OMP_NUM_THREADS is set to more than the 1 that `accelerate launch` sets by
+    default."""
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return torch.get_num_threads()
     cores = os.cpu_count() or 1
@@ -270,7 +270,7 @@ def _threads(world: int) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return max(1, cores // local_world)
     own = os.sched_getaffinity(0)
-    # A process that its launcher has bound to some cores has its share already; a container's are for all of its processes.
+    # A launcher that binds each process to some cores has divided them already; a container's cores are shared.
     return len(own) if own != os.sched_getaffinity(os.getppid()) else max(1, len(own) // local_world)
 
 

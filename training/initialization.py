@@ -1,4 +1,4 @@
-"""What a run's compressors start from: moments of the leading text, a calibration made before, or an earlier run."""
+"""Initialization of a run's compressors: from moments of the leading text, a saved calibration, or an earlier run."""
 
 import functools
 import math
@@ -18,13 +18,15 @@ from .data import TrainingBlocks
 from .distillation import uncompressed
 from .engine import Engine
 
-# α to begin with where nothing better is known; over a PCA the goal begins at what the open gates keep, and α follows it.
+# α at the start where nothing better is known; after a PCA the goal starts at the rate of the open gates, and α adapts.
 DEFAULT_PRICE = 4.0
 
 
 def given_price(config: TrainConfig) -> float | None:
-    """α to begin with where it is known before the start: as it was asked for, or, where a run trains on from another and
-    has a target, the other's last, which held its rate (unless it had no price: from zero no factor leads to one).
+    """α at the start, if it is known before the initialization, else None.
+
+    It is `rate.alpha`, or, for a run with a target that trains on from `initial_checkpoint`, the last α of that run, which
+    held its rate (unless that was zero, which no factor can raise).
 
     Raises:
         UserError: `initial_checkpoint` is no checkpoint.
@@ -36,11 +38,11 @@ def given_price(config: TrainConfig) -> float | None:
 
 
 def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
-    """Start a prepared engine's compressors from the leading training blocks or a calibration made before, or from an
-    earlier run's, those of the first process on all.
+    """Initialize a prepared engine's compressors from `initial_checkpoint`, from `calibration.bases`, or from moments of the
+    leading training blocks. All processes get those of the first, and all must call this.
 
     Returns:
-        α as a start from gradients estimates it; None of the others.
+        the estimate of α by an initialization from gradients; None for the others.
     """
     config, model = engine.config, engine.model
     start: Callable[[], float | None]
@@ -61,13 +63,13 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     else:
         moments, _ = _moments(engine, stream, gradients=False)
         start = functools.partial(dynakv.initialize_from_moments, model, moments)
-    with engine.gathered(engine.compressor_parameters(), write=True):
+    with engine.gather_full(engine.compressor_parameters(), write=True):
         price = start()
-        engine.share_compressors()
+        engine.broadcast_compressors()
     if price is None:
         return None
     # Near the uncompressed model the KL to it grows as the cross-entropy does (both by the Fisher information).
-    return engine.of_first(price * (config.loss.cross_entropy + config.loss.distillation))
+    return engine.broadcast_value(price * (config.loss.cross_entropy + config.loss.distillation))
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:

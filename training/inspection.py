@@ -1,4 +1,4 @@
-"""What is looked at only now and then: how a fixed sentence is compressed, and how sound the projections are.
+"""Periodic inspection: how a fixed sentence is compressed, and how well conditioned the projections are.
 
 Shapes: B batch, T tokens of the sentence, L compressed layers, C joint width; 2 is (keys, values).
 """
@@ -27,7 +27,7 @@ SENTENCE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """One look at a model.
+    """The result of one inspection.
 
     Attributes:
         rate_L2T: share of coefficients kept of each token (Figures 4 and 5), fp32.
@@ -42,7 +42,7 @@ class Inspection:
     inversion_error_L2: Tensor
 
     def values(self) -> dict[str, float]:
-        """The whole in a few numbers."""
+        """A summary in a few numbers."""
         found = {
             "condition_mean": float(self.condition_L2.mean()),
             "condition_largest": float(self.condition_L2.max()),
@@ -56,13 +56,13 @@ class Inspection:
 
 
 def inspection_due(step: int, steps: int, every: int) -> bool:
-    """Whether to look after step number `step` of `steps`: after every `every` steps, if any, and after the last."""
+    """Whether to inspect after step number `step` of `steps`: every `every` steps (0 for never), and after the last."""
     return step == steps or (every > 0 and step % every == 0)
 
 
 @torch.no_grad()
 def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
-    """Run the hard-mask path of an attached model over one sentence; all parameters must be whole.
+    """Run the hard-mask path of an attached model over one sentence; all parameters must be gathered.
 
     Args:
         sentence_T: token ids, int64.
@@ -78,16 +78,16 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
             output = hard_rank(output, sides[gate].config.threshold, sides[gate].config.granularity)
         ranks[gate] = output[0]
 
-    def of_sides(read: Callable[[TokenCompressor], Tensor]) -> Tensor:
+    def per_side(read: Callable[[TokenCompressor], Tensor]) -> Tensor:
         return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
 
-    # Before the pass: a sharded model's parameters are released by its modules, one by one.
-    condition_L2 = of_sides(lambda side: torch.tensor(side.projection.condition()))
-    inversion_error_L2 = of_sides(lambda side: torch.tensor(side.projection.inversion_error()))
-    run_uncached(model, [Batch.of(sentence_T[None], None)], dict.fromkeys(sides, record))
+    # Before the pass, in which each module of a sharded model releases its parameters.
+    condition_L2 = per_side(lambda side: torch.tensor(side.projection.condition()))
+    inversion_error_L2 = per_side(lambda side: torch.tensor(side.projection.inversion_error()))
+    run_uncached(model, [Batch.from_ids(sentence_T[None], None)], dict.fromkeys(sides, record))
     return Inspection(
-        rate_L2T=of_sides(lambda side: ranks[side.gate] / side.width),
-        entropy_L2=of_sides(lambda side: entropies[side.gate]) if entropies else None,
+        rate_L2T=per_side(lambda side: ranks[side.gate] / side.width),
+        entropy_L2=per_side(lambda side: entropies[side.gate]) if entropies else None,
         condition_L2=condition_L2,
         inversion_error_L2=inversion_error_L2,
     )

@@ -1,4 +1,4 @@
-"""What of a model is trained: its compressors, and beside them nothing, LoRA adapters or the whole backbone."""
+"""The trained parameters and their optimizer: the compressors, and optionally LoRA adapters or the backbone."""
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from .engine import Engine
 
 
 def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: float) -> torch.optim.Optimizer:
-    """Freeze what is not trained and return AdamW over the rest, with a peak learning rate for each kind of parameter.
+    """Freeze all other parameters and return AdamW over the trained ones, with a peak learning rate for each kind.
 
-    The groups' rates are zero until the loop sets them. That of U is given apart: a resumed run keeps it.
+    The groups' learning rates are zero until the loop sets them. `lr_projection`, that of U, is an argument because a
+    resumed run keeps its own.
     """
     model.requires_grad_(config.trainable == FULL)
     groups: dict[str, list[nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
@@ -49,7 +50,7 @@ def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> No
         ) from error
     projections = attention_projections(model)
     torch.manual_seed(seed)  # the same adapters on every process
-    # GPT-2's projections are no nn.Linear, and hold their weight the other way round.
+    # GPT-2's projections are not nn.Linear, and hold their weights transposed.
     transposed = not all(isinstance(module, nn.Linear) for module in projections.values())
     config = peft.LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=list(projections), fan_in_fan_out=transposed
@@ -57,7 +58,7 @@ def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> No
     frozen = {id(parameter) for parameter in model.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     peft.inject_adapter_in_model(config, model)
-    # peft freezes all but its own, the compressors among it.
+    # peft freezes everything but its adapters, including the compressors.
     for parameter in trained:
         parameter.requires_grad_(True)
     for parameter in model.parameters():
@@ -66,7 +67,7 @@ def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> No
 
 
 def merged_state(engine: Engine) -> dict[str, Tensor]:
-    """The whole model's tensors as a stock model with compressors names them, adapters merged into what they adapt.
+    """All tensors of the model under the names of a stock model with compressors, with adapters merged into its weights.
 
     Every process must call this; all but the first get an empty dictionary. Merged weights have the backbone's dtype.
     """
@@ -76,16 +77,16 @@ def merged_state(engine: Engine) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if any(name.startswith(f"{adapter}.lora_") for adapter in adapters):
             continue
-        whole = engine.whole(parameter)
+        tensor = engine.full_tensor(parameter)
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and owner in adapters:
             if leaf == "weight":
-                with engine.gathered([p for n, p in adapters[owner].named_parameters() if n.startswith("lora_")]):
+                with engine.gather_full([p for n, p in adapters[owner].named_parameters() if n.startswith("lora_")]):
                     delta = adapters[owner].get_delta_weight("default").detach()
-                whole = None if whole is None else (whole.float() + delta.float().cpu()).to(whole.dtype)
+                tensor = None if tensor is None else (tensor.float() + delta.float().cpu()).to(tensor.dtype)
             name = f"{owner}.{leaf}"
-        if whole is not None:
-            state[name] = whole
+        if tensor is not None:
+            state[name] = tensor
     if engine.main:
         persistent = model.state_dict().keys()
         state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}

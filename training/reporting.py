@@ -1,8 +1,8 @@
-"""What a run shows while it goes: a progress bar, TensorBoard, and lines of JSON.
+"""Reports of a running training: a progress bar, TensorBoard, and lines of JSON; and the summary of a finished one.
 
-`metrics.jsonl` has a line for every `log_every` steps, `inspections.jsonl` one for every look at single layers and
-tokens: gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer
-(Figures 4 and 5).
+`metrics.jsonl` has a line every `log_every` steps. `inspections.jsonl` has one for every inspection of layers and tokens:
+gate entropy, conditioning of every U, and the retain rate of each token of the fixed sentence in each layer (Figures 4
+and 5).
 
 Shapes: L compressed layers, T tokens; 2 is (keys, values).
 """
@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from dynakv.objective import RetainRates
 from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.config import to_dict
 
+from .config import TrainConfig
 from .inspection import Inspection
 from .throughput import peak_memory
 
@@ -31,7 +34,7 @@ _BAR = 160  # pixels of a full bar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a step is, for the speed of a run.
+    """The work of one step, from which the speed of a run is computed.
 
     Attributes:
         tokens: of all processes together.
@@ -138,6 +141,12 @@ class Reporter:
             self.writer.close()
 
 
+def write_summary(output: Path, summary: dict[str, Any], config: TrainConfig) -> None:
+    """Write `summary.yaml` and `config.yaml` of a finished run into `output`, its directory."""
+    for name, values in (("summary.yaml", summary), ("config.yaml", to_dict(config))):
+        write_text(output / name, yaml.safe_dump(values, allow_unicode=True, sort_keys=False))
+
+
 def _append(path: Path, row: dict[str, Any]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -148,8 +157,8 @@ def _forget_rows_after(path: Path, step: int) -> None:
     if path.exists():
         rows = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         # A process that was killed while it wrote left half a line, of a step that is repeated.
-        whole = [row for row in rows if row.endswith("\n")]
-        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= step))
+        complete = [row for row in rows if row.endswith("\n")]
+        write_text(path, "".join(row for row in complete if json.loads(row)["step"] <= step))
 
 
 def _cell(token: str) -> str:

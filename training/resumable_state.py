@@ -1,7 +1,7 @@
-"""Resumable training state: what is trained, its optimizer and the position in the run, in a directory that appears whole.
+"""Resumable training states: trained parameters, optimizer and position in the run, in a directory written atomically.
 
-A state holds whole tensors by parameter name, whatever engine and number of processes wrote it, so that any other can read
-it. Tensors are safetensors and everything else JSON; nothing is pickled.
+A state holds full tensors by parameter name, whatever engine and number of processes wrote it, so that any other can read
+it. Tensors are safetensors and everything else is JSON; nothing is pickled.
 """
 
 import json
@@ -48,17 +48,19 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
         root: directory of all states.
         step: optimizer steps done.
         engine: prepared.
-        progress: what else a resumed run needs, ready for JSON.
-        keep: how many states stay.
+        progress: the other entries that a resumed run needs, ready for JSON.
+        keep: number of states kept.
     """
     compressor = engine.compressor_parameters()
-    theirs = {id(parameter) for parameter in compressor}
-    # Everything is gathered before anything is written: a process that is killed leaves the others' collectives whole.
+    compressor_ids = {id(parameter) for parameter in compressor}
+    # All collectives finish before the first process writes, which may be killed while it does.
     moments = {
         f"{name}.{key}": value for name in engine.parameters for key, value in (engine.moments(name) or {}).items()
     }
-    backbone = {name: engine.whole(value) for name, value in engine.parameters.items() if id(value) not in theirs}
-    with engine.gathered(compressor):
+    backbone = {
+        name: engine.full_tensor(value) for name, value in engine.parameters.items() if id(value) not in compressor_ids
+    }
+    with engine.gather_full(compressor):
         weights = compressor_state(engine.model) if engine.main else {}
     if engine.main:
         for leftover in root.glob(".step-*"):
@@ -78,7 +80,7 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: it finds what a crash or a bad disk does to it."""
+    """CRC-32 of a file, which detects the damage of a crash or a bad disk."""
     value = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):
@@ -87,7 +89,7 @@ def checksum(path: Path) -> int:
 
 
 def _checksum_of(entries: dict[str, Any]) -> int:
-    """CRC-32 of the progress entries but their own checksum."""
+    """CRC-32 of the progress entries except their own checksum."""
     return zlib.crc32(json.dumps({key: value for key, value in entries.items() if key != CHECKSUM}).encode())
 
 
@@ -112,7 +114,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 def newest_state(root: Path, *, main: bool) -> tuple[Path, dict[str, Any]]:
-    """The newest undamaged state and its progress entries; for each newer one there is a warning on stderr.
+    """The newest undamaged state and its progress entries; each damaged one that is newer gets a warning on stderr.
 
     Args:
         root: directory of all states.
@@ -134,15 +136,15 @@ def newest_state(root: Path, *, main: bool) -> tuple[Path, dict[str, Any]]:
 
 
 def drop_later_states(root: Path, step: int, engine: Engine) -> None:
-    """Remove the states after `step`, which were passed over because they are damaged; every process must call this."""
-    engine.accelerator.wait_for_everyone()  # until all have read what they go on from
+    """Remove the states after `step`, which are damaged; every process must call this."""
+    engine.accelerator.wait_for_everyone()  # until all have read the state they resume from
     if engine.main:
         for directory in saved_states(root):
             if _step_of(directory) > step:
                 shutil.rmtree(directory)
 
 
-# What decides which text a step sees and what its parameters are; anything else may differ when a run goes on.
+# The settings that decide which text a step sees and what its parameters are; all others may differ in a resumed run.
 _SAME = ("model", "seed", "dtype", "trainable", "lora", "dataset", "compressor", "rate")
 _MAY_DIFFER = {
     "dataset.workers",
@@ -150,7 +152,7 @@ _MAY_DIFFER = {
     "dataset.heldout_subset",
     "dataset.heldout_split",
     "dataset.heldout_text_field",
-    # α goes on from where it was.
+    # α continues at its saved value.
     "rate.target_retain_rate",
     "rate.gain",
     "rate.layer_floor",
@@ -211,17 +213,17 @@ def load_into(engine: Engine, directory: Path, step: int) -> None:
 
 
 def read_weights(directory: Path) -> dict[str, dict[str, Tensor]]:
-    """What was trained, as a state holds it: name of the file → its tensors."""
+    """The trained parameters of a state: name of the file → its tensors."""
     return {name: read_state(directory / name) for name in (WEIGHTS, BACKBONE) if (directory / name).exists()}
 
 
 def load_weights(engine: Engine, weights: dict[str, dict[str, Tensor]], origin: str) -> None:
-    """Fill a prepared engine's parameters with what :func:`read_weights` gives; every process must call this."""
+    """Fill a prepared engine's parameters with the result of :func:`read_weights`; every process must call this."""
     compressor = engine.compressor_parameters()
-    theirs = {id(parameter) for parameter in compressor}
-    with engine.gathered(compressor, write=True):
+    compressor_ids = {id(parameter) for parameter in compressor}
+    with engine.gather_full(compressor, write=True):
         load_state(engine.model, weights[WEIGHTS], origin)
     for name, parameter in engine.parameters.items():
-        if id(parameter) not in theirs:
-            with engine.gathered([parameter], write=True), torch.no_grad():
+        if id(parameter) not in compressor_ids:
+            with engine.gather_full([parameter], write=True), torch.no_grad():
                 parameter.copy_(weights[BACKBONE][name])

@@ -14,7 +14,7 @@ from lowrank_kv.utils.errors import UserError
 
 from .data import Batch
 from .distillation import summed_kl, teacher_logits
-from .divergence_guard import GradientWatch, Watch
+from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine
 from .nested_ranks import draw_ranks
 
@@ -38,7 +38,13 @@ class StepResult:
 
 
 def optimizer_step(
-    engine: Engine, batches: list[Batch], alpha: float, *, number: int, gradients: GradientWatch, watch: Watch
+    engine: Engine,
+    batches: list[Batch],
+    alpha: float,
+    *,
+    number: int,
+    gradient_norms: GradientNorms,
+    guard: DivergenceGuard,
 ) -> StepResult:
     """Take step `number` (counted from 1) over this process's `batches`, one pass each.
 
@@ -46,7 +52,7 @@ def optimizer_step(
     R of equation 9 is the mean over all processes of a pass, so that α R² does not depend on how a pass is spread.
 
     Raises:
-        UserError: the step must not be taken; see :class:`Watch`.
+        UserError: the step must not be taken; see :class:`DivergenceGuard`.
     """
     batches = [batch.to(engine.device) for batch in batches]
     predicted = sum((batch.targets >= 0).sum() for batch in batches)
@@ -63,7 +69,7 @@ def optimizer_step(
             with engine.computing():
                 teacher = teacher_logits(engine.model, batch.inputs) if weights.distillation else None
                 with RateRecorder(engine.model) as recorder:
-                    logits = _logits(engine, batch, watch, number)
+                    logits = _logits(engine, batch, guard, number)
             cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
             kl = torch.zeros_like(cross_entropy)
             if teacher is not None:
@@ -75,20 +81,20 @@ def optimizer_step(
         sums += torch.stack([loss, cross_entropy, kl]).detach().float()
         soft_L2, hard_L2 = soft_L2 + rates.soft_L2.detach().float(), hard_L2 + rates.hard_L2.float()
     passes = len(batches)
-    squares_P = engine.accelerator.reduce(gradients.take(), reduction="sum")
+    squares_P = engine.accelerator.reduce(gradient_norms.pop(), reduction="sum")
     loss, cross_entropy, kl = engine.accelerator.reduce(sums / passes, reduction="mean").tolist()
-    watch.check(number, loss, cross_entropy, soft_L2, squares_P)
+    guard.check(number, loss, cross_entropy, soft_L2, squares_P)
     engine.step()
     means = RetainRates(soft_L2=soft_L2 / passes, hard_L2=hard_L2 / passes)
     return StepResult(loss, cross_entropy, float(means.soft), means.hard, means, kl if weights.distillation else None)
 
 
-def _logits(engine: Engine, batch: Batch, watch: Watch, number: int) -> Tensor:
+def _logits(engine: Engine, batch: Batch, guard: DivergenceGuard, number: int) -> Tensor:
     try:
         return engine.wrapped(**batch.inputs, use_cache=False).logits
     except UserError as error:
         # A projection that cannot be inverted names its layer, but neither the step nor where to go back to.
-        raise watch.stop(number, str(error), None) from error
+        raise guard.stop(number, str(error), None) from error
 
 
 def _summed_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

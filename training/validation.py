@@ -1,4 +1,4 @@
-"""Passes over text as inference computes it, without a cache: to measure a compressor, or to look into single modules."""
+"""Uncached passes over text with hard masks, as inference computes it: to measure a compressor, or to hook its modules."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ def run_uncached(model: PreTrainedModel, batches: list[Batch], hooks: Mapping[nn
 
     Args:
         model: attached.
-        hooks: of some of its modules, called as forward hooks are: (module, arguments, output).
+        hooks: module → its forward hook, called with (module, arguments, output).
     """
     registered = [module.register_forward_hook(hook) for module, hook in hooks.items()]
     try:

@@ -167,7 +167,7 @@ def test_objective_is_equation_9():
     torch.testing.assert_close(objective(cross_entropy, recorder.rates(), 3.0), cross_entropy + 3.0 * soft**2)
 
 
-def test_controller_settles_at_the_target():
+def test_controller_reaches_the_target():
     # A plant whose rate falls as the price of keeping rises, and follows it with a lag.
     controller, rate = RateController(1.0, target=0.3, gain=20.0, ramp=0.5), 1.0
     for step in range(400):

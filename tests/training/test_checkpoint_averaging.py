@@ -34,7 +34,7 @@ def test_the_compressor_is_the_mean(averaged):
     assert_is_mean(averaged, [4, 6, 8])
 
 
-def test_what_is_settled_and_measured_is_the_mean(training_values, averaged, tmp_path):
+def test_what_is_calibrated_and_measured_is_the_mean(training_values, averaged, tmp_path):
     train_here(training_values, tmp_path / "last", **{**AVERAGED, "average_checkpoints": 0})
     last, mean = summary(tmp_path / "last"), summary(averaged)
     assert "averaged_steps" not in last

@@ -49,7 +49,7 @@ def first_ids(stream, count):
     return torch.cat([batch.ids_BT for batch in stream.first(count)])
 
 
-def take(stream, count):
+def first_batches(stream, count):
     return list(itertools.islice(stream, count))
 
 
@@ -59,13 +59,13 @@ def test_the_order_is_the_same_under_any_processes_and_workers(texts, streaming,
     whole = first_ids(stream_of(texts, streaming=streaming), 48)
     # Starting workers takes seconds.
     for world in (1, 2, 3) if not workers else (2,):
-        parts = [stream_of(texts, streaming=streaming).part(batch=2, rank=rank, world=world) for rank in range(world)]
+        shards = [stream_of(texts, streaming=streaming).shard(batch=2, rank=rank, world=world) for rank in range(world)]
         count = 48 // world // 2
         context = "spawn" if workers else None
         loaders = [
-            DataLoader(part, batch_size=None, num_workers=workers, multiprocessing_context=context) for part in parts
+            DataLoader(shard, batch_size=None, num_workers=workers, multiprocessing_context=context) for shard in shards
         ]
-        batches = [take(loader, count) for loader in loaders]
+        batches = [first_batches(loader, count) for loader in loaders]
         # Step by step, the processes' sequences side by side are the next blocks of the stream.
         seen = [
             torch.stack([batches[rank][n].ids_BT for rank in range(world)], dim=1).flatten(0, 1) for n in range(count)
@@ -76,14 +76,14 @@ def test_the_order_is_the_same_under_any_processes_and_workers(texts, streaming,
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_cursor_goes_on_where_its_batch_ended(texts, streaming):
     stream = stream_of(texts, streaming=streaming)
-    batches = take(stream.part(batch=2), 40)  # several epochs of the second data set
+    batches = first_batches(stream.shard(batch=2), 40)  # several epochs of the second data set
     assert batches[-1].cursor_S3[1, 0] >= 1
     for place in (3, 25):
-        on = take(stream.part(batch=2, start=2 * place, cursor_S3=batches[place - 1].cursor_S3), 5)
+        on = first_batches(stream.shard(batch=2, start=2 * place, cursor_S3=batches[place - 1].cursor_S3), 5)
         for expected, found in zip(batches[place : place + 5], on, strict=True):
             assert torch.equal(found.ids_BT, expected.ids_BT)
             assert torch.equal(found.cursor_S3, expected.cursor_S3)
-        run_through = take(stream.part(batch=2, start=2 * place), 1)[0]
+        run_through = first_batches(stream.shard(batch=2, start=2 * place), 1)[0]
         assert torch.equal(run_through.ids_BT, batches[place].ids_BT)
 
 
@@ -95,13 +95,13 @@ def test_mixtures_follow_their_weights(texts):
 
 def test_positions_restart_with_documents(texts):
     tokenizer = byte_tokenizer()
-    [batch] = take(stream_of(texts).part(batch=8), 1)
+    [batch] = first_batches(stream_of(texts).shard(batch=8), 1)
     for ids, positions, targets in zip(batch.ids_BT, batch.position_BT, batch.targets, strict=True):
         starts = [0] + [t + 1 for t in range(LENGTH - 1) if ids[t] == tokenizer.eos_token_id]
         expected = [t - max(s for s in starts if s <= t) for t in range(LENGTH)]
         assert positions.tolist() == expected
         assert [t for t in range(LENGTH - 1) if targets[t] < 0] == [s - 1 for s in starts[1:]]
-    [joined] = take(stream_of(texts, isolate=False).part(batch=8), 1)
+    [joined] = first_batches(stream_of(texts, isolate=False).shard(batch=8), 1)
     assert torch.equal(joined.position_BT, torch.arange(LENGTH).expand(8, -1))
     assert torch.equal(joined.targets, joined.ids_BT[:, 1:])
 
@@ -138,11 +138,11 @@ def test_a_document_in_a_packed_block_is_a_document_alone(name, backend):
 def test_held_out_blocks_keep_documents_apart_as_training_does(texts):
     tokenizer = byte_tokenizer()
     ids_NT, starts_NT = document_blocks(load(texts / "a.jsonl"), tokenizer, LENGTH, 8)
-    batch = Batch.of(ids_NT, starts_NT)
+    batch = Batch.from_ids(ids_NT, starts_NT)
     for ids, positions in zip(ids_NT, batch.position_BT, strict=True):
         starts = [0] + [t + 1 for t in range(LENGTH - 1) if ids[t] == tokenizer.eos_token_id]
         assert positions.tolist() == [t - max(s for s in starts if s <= t) for t in range(LENGTH)]
-    assert torch.equal(Batch.of(ids_NT, None).position_BT, torch.arange(LENGTH).expand(len(ids_NT), -1))
+    assert torch.equal(Batch.from_ids(ids_NT, None).position_BT, torch.arange(LENGTH).expand(len(ids_NT), -1))
 
 
 def test_documents_begin_as_prompts_do():

@@ -10,7 +10,7 @@ from training_runs import rows, train_here
 import training.loop
 from dynakv import compressors
 from lowrank_kv.utils.errors import UserError
-from training.divergence_guard import Watch, place_of
+from training.divergence_guard import DivergenceGuard, parameter_place
 
 NAMES = [f"model.layers.{i}.self_attn.kv_compressor.key.projection.weight" for i in range(3)]
 
@@ -19,21 +19,21 @@ def test_before_the_first_state_it_says_so(tmp_path):
     rates, squares = torch.full((3, 2), 0.5), torch.tensor([1.0, math.inf, 1.0])
     message = "a gradient is not finite in layer 1 keys.*no checkpoint was written before.*, and start it again$"
     with pytest.raises(UserError, match=message):
-        a_watch(tmp_path).check(1, 5.0, 4.0, rates, squares)
+        a_guard(tmp_path).check(1, 5.0, 4.0, rates, squares)
 
 
-def a_watch(path, max_loss_increase=3.0):
-    return Watch(NAMES, [0, 1, 2], max_loss_increase, path / "states")
+def a_guard(path, max_loss_increase=3.0):
+    return DivergenceGuard(NAMES, [0, 1, 2], max_loss_increase, path / "states")
 
 
 def poison(monkeypatch, spoil):
     """Call ``spoil(model)`` right before the fourth step."""
     whole = training.loop.optimizer_step
 
-    def step(engine, batches, alpha, *, number, gradients, watch):
+    def step(engine, batches, alpha, *, number, gradient_norms, guard):
         if number == 4:
             spoil(engine.model)
-        return whole(engine, batches, alpha, number=number, gradients=gradients, watch=watch)
+        return whole(engine, batches, alpha, number=number, gradient_norms=gradient_norms, guard=guard)
 
     monkeypatch.setattr(training.loop, "optimizer_step", step)
 
@@ -95,21 +95,21 @@ def test_a_projection_that_can_hardly_be_inverted_does_not_replace_a_good_state(
 
 def test_divergence_is_told_from_hard_text(tmp_path):
     rates, squares = torch.full((3, 2), 0.5), torch.tensor([1.0, 9.0, 4.0])
-    watch = a_watch(tmp_path)
+    guard = a_guard(tmp_path)
     for step in range(1, 60):
-        watch.check(step, 5.0, 4.0 + (step % 7 == 0) * 6.0, rates, squares)  # single hard texts
+        guard.check(step, 5.0, 4.0 + (step % 7 == 0) * 6.0, rates, squares)  # single hard texts
     with pytest.raises(UserError) as caught:
-        [watch.check(step, 20.0, 10.0, rates, squares) for step in range(60, 120)]
+        [guard.check(step, 20.0, 10.0, rates, squares) for step in range(60, 120)]
     assert "the run diverges" in str(caught.value)
     assert "layer 1 keys, projection.weight, which has the largest gradient" in str(caught.value)
     assert 65 < int(re.search(r"step (\d+):", str(caught.value)).group(1)) < 90
-    tolerant = a_watch(tmp_path, max_loss_increase=0.0)
+    tolerant = a_guard(tmp_path, max_loss_increase=0.0)
     for step in range(1, 100):
         tolerant.check(step, 5.0, float(step), rates, squares)
 
 
 def test_its_memory_survives_a_resume(tmp_path):
-    one, other = a_watch(tmp_path), a_watch(tmp_path)
+    one, other = a_guard(tmp_path), a_guard(tmp_path)
     rates, squares = torch.full((3, 2), 0.5), torch.ones(3)
     for step in range(1, 25):
         one.check(step, 5.0, 5.0 + step % 3, rates, squares)
@@ -119,6 +119,6 @@ def test_its_memory_survives_a_resume(tmp_path):
 
 
 def test_places_read_well():
-    assert place_of(NAMES[2]) == "layer 2 keys, projection.weight"
-    assert place_of("model.layers.7.mlp.up_proj.weight") == "layer 7, mlp.up_proj.weight"
-    assert place_of("lm_head.weight") == "lm_head.weight"
+    assert parameter_place(NAMES[2]) == "layer 2 keys, projection.weight"
+    assert parameter_place("model.layers.7.mlp.up_proj.weight") == "layer 7, mlp.up_proj.weight"
+    assert parameter_place("lm_head.weight") == "lm_head.weight"

@@ -73,7 +73,7 @@ def check(output, reference, kind, stage, tolerance):
     found = summary(output)
     assert (found["engine"]["type"], found["engine"]["zero_stage"], found["processes"]) == (kind, stage, 2)
     assert losses(output) == pytest.approx(losses(reference), rel=tolerance)
-    assert found["settled"] == pytest.approx(summary(reference)["settled"], rel=1e-3)
+    assert found["calibrated_threshold"] == pytest.approx(summary(reference)["calibrated_threshold"], rel=1e-3)
 
 
 def test_no_tolerance_here_is_as_wide_as_what_is_learned(alone, still):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from training_runs import STILL, launch, losses, merged, summary, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import training.loop
+import training.finish
 from lowrank_kv.utils.errors import UserError
 
 KINDS = ("lora", "full")
@@ -19,7 +19,7 @@ FEW = {"optimizer": {"steps": 3, "batch_size": 2, "lr_backbone": 1e-3}, "checkpo
 def caught(monkeypatch):
     """The trained model as the loop had it in memory, and what it generates."""
     found = {}
-    save = training.loop._save
+    save = training.finish._save
 
     def catch(engine, tokenizer, output, values):
         model = engine.model.eval()
@@ -28,7 +28,7 @@ def caught(monkeypatch):
         found["logits"] = model(input_ids=ids, use_cache=False).logits.detach()
         return save(engine, tokenizer, output, values)
 
-    monkeypatch.setattr(training.loop, "_save", catch)
+    monkeypatch.setattr(training.finish, "_save", catch)
     return found
 
 

@@ -89,9 +89,9 @@ def test_nested_training_moves_bases_and_serves_the_allocated_ranks(tmp_path):
         [(name, parameter)] = side.named_parameters()
         assert name == "projection.weight"
         assert parameter.grad.abs().sum() > 0
-    assert allocate_ranks(model, [Batch.of(ids, None)], 0.4) == pytest.approx(0.4, abs=0.01)
+    assert allocate_ranks(model, [Batch.from_ids(ids, None)], 0.4) == pytest.approx(0.4, abs=0.01)
     model.eval()
-    assert measure(model, [Batch.of(ids, None)])["hard_rate"] == pytest.approx(0.4, abs=0.01)
+    assert measure(model, [Batch.from_ids(ids, None)])["hard_rate"] == pytest.approx(0.4, abs=0.01)
     assert len({int(side.gate.rank) for side in dynakv.token_compressors(model)}) > 1, (
         "water-filling, not one rank for all"
     )
@@ -115,7 +115,7 @@ def test_nested_ranks_are_allocated_by_the_energies_of_the_trained_basis():
     read = {side: [] for side in sides}
     for side in sides:
         side.register_forward_pre_hook(lambda side, arguments: read[side].append(arguments[0].flatten(0, 1)))
-    allocate_ranks(model, [Batch.of(token_ids(2, 20), None), Batch.of(token_ids(1, 30, seed=1), None)], 0.4)
+    allocate_ranks(model, [Batch.from_ids(token_ids(2, 20), None), Batch.from_ids(token_ids(1, 30, seed=1), None)], 0.4)
     for side, start_C in zip(sides, started_C, strict=True):
         coef_NC = torch.cat(read[side]).double() @ side.projection.matrices()[0].double()
         assert len(coef_NC) == 70
@@ -222,7 +222,7 @@ def test_no_layer_is_pushed_below_its_floor():
 
 @pytest.mark.parametrize("target", [0.5, 0.3, 0.2])
 @pytest.mark.parametrize("granularity", [1, 4])
-def test_settling_meets_the_target_on_other_text(target, granularity):
+def test_the_calibrated_threshold_meets_the_target_on_other_text(target, granularity):
     model = tiny_model(num_key_value_heads=4)
     dynakv_model(model, 0.4, granularity=granularity)
     for index, side in enumerate(dynakv.token_compressors(model)):
@@ -230,19 +230,19 @@ def test_settling_meets_the_target_on_other_text(target, granularity):
         middle = 64 * (1 - target) + 4 * (index % 3)
         side.gate.weight.data.mul_(0.2)
         side.gate.bias.data.copy_(-((torch.arange(64) - middle) ** 2) / 100)
-    settled = calibrate_threshold(model, [Batch.of(token_ids(6, 100, seed=1), None)], target)
-    rate = measure(model, [Batch.of(token_ids(6, 100, seed=2), None)])["hard_rate"]
-    assert settled["hard_rate"] == pytest.approx(target, abs=0.01)
+    calibrated = calibrate_threshold(model, [Batch.from_ids(token_ids(6, 100, seed=1), None)], target)
+    rate = measure(model, [Batch.from_ids(token_ids(6, 100, seed=2), None)])["hard_rate"]
+    assert calibrated["hard_rate"] == pytest.approx(target, abs=0.01)
     assert rate == pytest.approx(target, abs=0.01)
-    assert dynakv.compressors(model)[0].key.config.threshold == settled["threshold"]
+    assert dynakv.compressors(model)[0].key.config.threshold == calibrated["threshold"]
 
 
-def test_settling_stops_where_a_layer_reaches_its_floor():
+def test_threshold_calibration_stops_where_a_layer_reaches_its_floor():
     model = tiny_model()
     dynakv_model(model, 0.4)
     blocks = token_ids(4, 60)
-    batch = Batch.of(blocks, None)
-    with pytest.warns(UserWarning, match="settling left the hard rate at .*, for a target of 0.05"):
+    batch = Batch.from_ids(blocks, None)
+    with pytest.warns(UserWarning, match="the calibrated threshold leaves the hard rate at .*, for a target of 0.05"):
         free = calibrate_threshold(model, [batch], 0.05)
     assert free["threshold"] == HIGHEST
     model.eval()
@@ -318,7 +318,7 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
     assert set(events.Tags()["images"]) == images | {"sentence/tokens", "sentence/layers_by_tokens"}
     assert {"train/kl", "train/flop_utilization", "train/soft_rate_values"} <= set(events.Tags()["scalars"])
     summary = json.loads((output / "checkpoint/config.json").read_text())["summary"]
-    assert summary["settled"]["hard_rate"] == pytest.approx(0.3, abs=0.02)
+    assert summary["allocated_ranks"]["hard_rate"] == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_mistakes_are_named_before_anything_runs(four_steps, tmp_path, arguments
 
 
 def test_spread_gates_are_what_the_tests_above_take_them_for():
-    # Ranks that differ from token to token; settling and floors would be trivial without.
+    # Ranks that differ from token to token; calibration and floors would be trivial without.
     model = tiny_model()
     dynakv_model(model, 0.4)
     spread_gates(model)

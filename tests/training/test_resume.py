@@ -183,7 +183,7 @@ def test_killed_while_writing_a_row(training_values, whole, tmp_path):
 def test_a_run_cannot_be_shortened_below_what_it_has_done(training_values, whole, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    with pytest.raises(UserError, match="`optimizer.steps` is 5, and the run to go on with has done 8"):
+    with pytest.raises(UserError, match="`optimizer.steps` is 5, and the resumed run has done 8 steps"):
         train_here(training_values, output, resume=True, optimizer={"steps": 5}, **TEXT)
     assert (output / "checkpoint").exists()
 

@@ -13,12 +13,12 @@ from training.validation import measure, run_uncached
 
 IDS = torch.arange(1, 21)
 LOOKS = {
-    "measure": lambda model: measure(model, [Batch.of(IDS[None], None)]),
+    "measure": lambda model: measure(model, [Batch.from_ids(IDS[None], None)]),
     "inspect": lambda model: inspect(model, IDS),
     "teacher_logits": lambda model: teacher_logits(model, {"input_ids": IDS[None]}),
     "run_uncached": lambda model: run_uncached(
         model,
-        [Batch.of(IDS[None], None)],
+        [Batch.from_ids(IDS[None], None)],
         {side.gate: lambda *passed: None for side in dynakv.token_compressors(model)},
     ),
 }

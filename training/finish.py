@@ -1,0 +1,102 @@
+"""The end of a run: average its checkpoints, calibrate the threshold, measure held-out text, save what was trained."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import dynakv
+
+from .checkpoint_averaging import load_mean
+from .config import COMPRESSOR, TrainConfig
+from .data import Batch, TrainingBlocks
+from .engine import Engine
+from .nested_ranks import allocate_ranks
+from .optimizer import merged_state
+from .reporting import Reporter, write_summary
+from .run_state import RunState
+from .threshold_calibration import calibrate_threshold
+from .validation import measure
+
+# Directories of a run.
+CHECKPOINT, STATES, FULL_CHECKPOINT = "checkpoint", "states", "full"
+
+
+def finish(
+    engine: Engine,
+    run: RunState,
+    stream: TrainingBlocks,
+    heldout: dict[str, list[Batch]],
+    tokenizer: PreTrainedTokenizerBase,
+    reporter: Reporter,
+) -> Path:
+    """Finish a run whose last step is done; returns the directory of the final checkpoint. Every process must call this.
+
+    Args:
+        heldout: name of each held-out text → its blocks.
+        reporter: closed here.
+    """
+    config, output = engine.config, Path(engine.config.output)
+    summary = {
+        "steps": config.optimizer.steps,
+        "tokens": config.optimizer.steps * engine.blocks_per_step * config.dataset.sequence_length,
+        "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
+        "threads": torch.get_num_threads(),
+        "processes": engine.world,
+        "alpha": run.controller.alpha,
+    }
+    if config.average_checkpoints:
+        summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
+    following = stream.shard(start=run.step * engine.blocks_per_step, cursor_S3=run.cursor_S3)
+    engine.wrapped.eval()
+    with engine.computing():
+        summary |= _calibrate_and_measure(engine.model, config, following, heldout, reporter)
+    reporter.close()
+    final = _save(engine, tokenizer, output, summary)
+    engine.accelerator.wait_for_everyone()
+    engine.accelerator.end_training()
+    return final
+
+
+def _calibrate_and_measure(
+    model: PreTrainedModel,
+    config: TrainConfig,
+    following: TrainingBlocks,
+    heldout: dict[str, list[Batch]],
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """Bring the hard rate to its target on the `following` training text, then measure every held-out text."""
+    found, step = {"heldout": {}}, config.optimizer.steps
+    rate, is_nested = config.rate, config.compressor.rank_policy == "nested"
+    if rate.target_retain_rate is not None and (rate.calibrate_threshold or is_nested):
+        blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
+        if is_nested:
+            key, values = "allocated_ranks", {"hard_rate": allocate_ranks(model, blocks, rate.target_retain_rate)}
+        else:
+            key = "calibrated_threshold"
+            values = calibrate_threshold(model, blocks, rate.target_retain_rate, floor=rate.layer_floor)
+        found[key] = values
+        reporter.note(key, values, step)
+    for name, batches in heldout.items():
+        found["heldout"][name] = measure(model, batches)
+        reporter.note(f"held out, {name}", found["heldout"][name], step)
+    return found
+
+
+def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> Path:
+    """Write the final checkpoints; returns the directory of the one to use."""
+    config, is_compressor_only = engine.config, engine.config.trainable == COMPRESSOR
+    if is_compressor_only:
+        with engine.gather_full(engine.compressor_parameters()):
+            if engine.main:
+                dynakv.save_compressor(engine.model, output / CHECKPOINT, summary=summary)
+    if config.full_checkpoint or not is_compressor_only:
+        state = merged_state(engine)
+        if engine.main:
+            dynakv.save_full(engine.model, output / FULL_CHECKPOINT, state=state)
+            tokenizer.save_pretrained(output / FULL_CHECKPOINT)
+    if engine.main:
+        write_summary(output, summary, config)
+    return output / (CHECKPOINT if is_compressor_only else FULL_CHECKPOINT)

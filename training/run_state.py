@@ -1,0 +1,116 @@
+"""Where a run stands: how it begins, what a saved state records of it, and how it resumes.
+
+Shapes: S data sets; 3 is a cursor (see :class:`training.data.Batch`).
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynakv.objective import RateController
+from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.errors import UserError
+
+from .config import TrainConfig
+from .data import TrainingBlocks
+from .divergence_guard import DivergenceGuard
+from .engine import Engine
+from .initialization import DEFAULT_PRICE, initialize
+from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunState:
+    """Everything a run needs to continue, besides the trained parameters and their optimizer.
+
+    Attributes:
+        step: optimizer steps done.
+        lr_projection: peak learning rate of U.
+        cursor_S3: position in the training text after the last saved state, or at the run's end; None at its beginning.
+        controller: holds α.
+        guard: stops the run if it diverges.
+    """
+
+    step: int
+    lr_projection: float
+    cursor_S3: Tensor | None
+    controller: RateController
+    guard: DivergenceGuard
+
+    def progress(self, engine: Engine) -> dict[str, Any]:
+        """The entries that :func:`resume_run` reads, ready for JSON."""
+        return {
+            "controller": self.controller.state(),
+            "divergence_guard": self.guard.state(),
+            "lr_projection": self.lr_projection,
+            "cursor": self.cursor_S3.tolist(),
+            "blocks_per_step": engine.blocks_per_step,
+            "config": to_dict(engine.config),
+        }
+
+
+def saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
+    """The newest undamaged state and its progress entries.
+
+    Raises:
+        UserError: there is none, or its run had another configuration.
+    """
+    state, progress = newest_state(states, main=engine.main)
+    check_same_run(progress["config"], to_dict(engine.config))
+    return state, progress
+
+
+def lr_projection_of(config: TrainConfig, saved: tuple[Path, dict[str, Any]] | None) -> float:
+    """Peak learning rate of U: from the configuration, or from the resumed run, whose start `config` may no longer tell."""
+    if saved is None or config.optimizer.lr_projection is not None:
+        return config.lr_projection
+    return saved[1]["lr_projection"]
+
+
+def begin_run(
+    engine: Engine, stream: TrainingBlocks, price: float | None, lr_projection: float, guard: DivergenceGuard
+) -> RunState:
+    """Initialize the compressors and start α at `price`, or at the initialization's estimate if `price` is None."""
+    estimate = initialize(engine, stream)
+    price = price if price is not None else estimate or DEFAULT_PRICE
+    controller = _controller(engine.config, start=price)
+    return RunState(step=0, lr_projection=lr_projection, cursor_S3=None, controller=controller, guard=guard)
+
+
+def resume_run(
+    engine: Engine, state: Path, progress: dict[str, Any], lr_projection: float, guard: DivergenceGuard
+) -> RunState:
+    """Load the state that :func:`saved_run` found into a prepared engine.
+
+    Raises:
+        UserError: the global batch is another, or the run has done more steps than `optimizer.steps`.
+    """
+    step, settings = progress["step"], engine.config.optimizer
+    if progress["blocks_per_step"] != engine.blocks_per_step:
+        raise UserError(
+            f"--resume needs the same global batch: the run had {progress['blocks_per_step']} sequences a step, and "
+            f"`optimizer.batch_size` × `optimizer.gradient_accumulation_steps` × processes is {engine.blocks_per_step}"
+        )
+    if step > settings.steps:
+        raise UserError(
+            f"`optimizer.steps` is {settings.steps}, and the resumed run has done {step} steps already; set it to {step} "
+            f"or more"
+        )
+    load_into(engine, state, step)
+    drop_later_states(state.parent, step, engine)
+    guard.load(progress["divergence_guard"])
+    controller = _controller(engine.config, **progress["controller"])
+    cursor_S3 = torch.tensor(progress["cursor"])
+    return RunState(step=step, lr_projection=lr_projection, cursor_S3=cursor_S3, controller=controller, guard=guard)
+
+
+def _controller(config: TrainConfig, **state: float | None) -> RateController:
+    """The controller of α, from the `start` of a fresh run or from everything a resumed run saved."""
+    rate = config.rate
+    if config.compressor.rank_policy == "nested":
+        # Ranks are drawn in training and allocated at the end: nothing that is learned has a price.
+        return RateController(0.0, target=None, gain=0.0, ramp=0.0)
+    return RateController(**state, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
