@@ -16,6 +16,7 @@ from .engine import Engine
 from .nested_ranks import allocate_ranks
 from .optimizer import merged_state
 from .reporting import Reporter, write_summary
+from .run_records import write_record
 from .run_state import RunState
 from .threshold_calibration import calibrate_threshold
 from .validation import measure
@@ -31,12 +32,14 @@ def finish(
     heldout: dict[str, list[Batch]],
     tokenizer: PreTrainedTokenizerBase,
     reporter: Reporter,
+    record: dict[str, Any],
 ) -> Path:
     """Finish a run whose last step is done; returns the directory of the final checkpoint. Every process must call this.
 
     Args:
         heldout: name of each held-out text → its blocks.
         reporter: closed here.
+        record: of the run; written here.
     """
     config, output = engine.config, Path(engine.config.output)
     summary = {
@@ -55,6 +58,9 @@ def finish(
         summary |= _calibrate_and_measure(engine.model, config, following, heldout, reporter)
     reporter.close()
     final = _save(engine, tokenizer, output, summary)
+    if engine.main:
+        checkpoints = [path for path in (output / CHECKPOINT, output / FULL_CHECKPOINT) if path.exists()]
+        write_record(record, output, reporter.metrics, summary, checkpoints)
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()
     return final

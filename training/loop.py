@@ -28,6 +28,7 @@ from .inspection import SENTENCE, inspect, inspection_due
 from .optimizer import build_optimizer
 from .reporting import Reporter, Workload
 from .resumable_state import save_state, saved_states
+from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
 from .step import optimizer_step
@@ -53,6 +54,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     saved = saved_run(states, engine) if resume else None
     tokenizer = load_tokenizer(config.model)
     model = _stock_model(engine)
+    record = begin_record(engine, model, None if saved is None else saved[1])
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
     lr_projection = lr_projection_of(config, saved)
     _prepare(engine, model, lr_projection)
@@ -80,8 +82,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
             run.cursor_S3 = broadcast(cursor_S3, from_process=engine.world - 1).cpu()
         if is_due:
             _check_projections(engine, run)
-            save_state(states, run.step, engine, run.progress(engine), config.keep_checkpoints)
-    return finish(engine, run, stream, heldout, tokenizer, reporter)
+            progress = run.progress(engine) | {"run_id": record["run_id"]}
+            save_state(states, run.step, engine, progress, config.keep_checkpoints)
+    return finish(engine, run, stream, heldout, tokenizer, reporter, record)
 
 
 def _check_unused(output: Path) -> None:
