@@ -1,8 +1,8 @@
-"""A model whose decoded tokens run compiled, each as one graph, whatever cache they fill.
+"""Compile how a model decodes tokens: each token runs as one graph, with any kind of cache.
 
-A token's products with weights are bound by reading these, and a CPU's BLAS, made for many rows, reads them at a fraction of
-the memory's rate. Written as sums they become part of the loops inductor compiles, which read at all of it, from weights as
-they lie: nothing is packed or held twice. (GPT-2's lie by inputs; those a BLAS reads faster than such a loop, and does.)
+The time of a decoded token goes into reading weights. A CPU's BLAS, made for many rows, reads them at a fraction of the
+memory's rate. Products written as sums become loops of inductor's, which read at the full rate, from the weights in place:
+nothing is packed or stored twice. (GPT-2 stores weights by inputs; a BLAS reads those faster, and keeps them.)
 
 Shapes: K inputs and N outputs of a product.
 """
@@ -30,13 +30,13 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # in fp32, too little 
 def compile_decoding(model: PreTrainedModel) -> PreTrainedModel:
     """Compile how a decoder decodes a token, in `generate()` and in plain calls, with any cache given as `past_key_values`.
 
-    Only single tokens without gradients run compiled, once a text has begun; prompts, drafts of several tokens and training
-    run as before. A graph is compiled when a kind of cache is first used, in a minute or less, is kept with the model and
-    serves every length and later cache of its kind; one sequence, several, and those with padding have a graph each. Graphs
-    hold no weights of their own. Copies of the model and what pickle loads are not compiled. Predictions differ by rounding.
+    Only single tokens after a prompt, without gradients, run compiled; prompts, drafts of several tokens and training run as
+    before. A graph is compiled when a kind of cache is first used, in a minute or less. The model keeps it for every length
+    and every later cache of that kind; one sequence, several, and those with padding have a graph each. Graphs have no
+    weights of their own. Copies of the model, pickled ones included, are not compiled. Predictions differ by rounding.
 
-    Needs what `torch.compile` needs, on a CPU a C++ compiler. A token that cannot be one graph raises torch's own error,
-    which says where it breaks off.
+    `torch.compile` needs a C++ compiler on a CPU. A token that cannot be one graph raises torch's own error, which says
+    where the graph breaks.
 
     Raises:
         UserError: the model wraps another, which `generate()` would call instead, or has an encoder.
@@ -96,8 +96,7 @@ def _backend(graph: GraphModule, inputs: list[Tensor]) -> Callable:
 
 
 def _is_read_once(rows: Node, weight: Node) -> bool:
-    """Whether a product reads its weight for one row, on a CPU; one kept in another form, quantized, is multiplied its own
-    way."""
+    """Whether a product reads a plain weight for one row, on a CPU; a quantized weight is multiplied its own way."""
     rows, weight = rows.meta["example_value"], weight.meta["example_value"]
     is_plain = weight.dtype in _SUMMED and not is_traceable_wrapper_subclass(weight)
     return rows.device.type == "cpu" and is_plain and all(size == 1 for size in rows.shape[:-1])
@@ -105,7 +104,7 @@ def _is_read_once(rows: Node, weight: Node) -> bool:
 
 def _one_row(row: Tensor, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
     """`torch.nn.functional.linear` of (…, K) → (…, N), all but the last 1, summed in fp32 and given as `dtype`."""
-    # In memory once before the loop over N: what computes it would become part of that loop, and be done N times.
+    # Written to memory before the loop over N; otherwise inductor would compute it inside that loop, N times.
     inputs_K = force_stride_order(row.reshape(-1), (1,))
     outputs_N = (weight.float() * inputs_K.float()).sum(-1)
     if bias is not None:

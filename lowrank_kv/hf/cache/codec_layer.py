@@ -1,4 +1,4 @@
-"""What cache layers share whose tokens are held as a codec gives them: from states to coefficients and back.
+"""The part that all cache layers with a codec share: from states to coefficients and back.
 
 Shapes: B batch, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
 """
@@ -16,15 +16,15 @@ from lowrank_kv.ops.decoders import Decoders
 
 
 class CodecLayer(CompressedLayer):
-    """Keys (before rotation) and values as their codec gives them, each token at its own rank; what the codec does is worked
-    out when the first tokens come."""
+    """Stores a codec's coefficients of keys (before rotation) and values, each token at its own rank. Decoders and gates are
+    computed when the first tokens arrive."""
 
     rotates = True
 
     def __init__(self, codec: LayerCodec):
         super().__init__()
         self.codec = codec
-        self._prompt: tuple[Tensor, Tensor] | None = None  # what a prompt's own attention sees, until it has
+        self._prompt: tuple[Tensor, Tensor] | None = None  # states for a prompt's own attention, until it has run
         self._decoders: Decoders | None = None
         self._encoder: native.Encoder | None = None  # a faster way for a few new tokens
 
@@ -38,7 +38,7 @@ class CodecLayer(CompressedLayer):
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:
-        """Hold new tokens."""
+        """Append the coefficients of new tokens."""
 
     @abc.abstractmethod
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -50,22 +50,22 @@ class CodecLayer(CompressedLayer):
             self._prompt = (key_BGQD, value_BGQD)
         key, value = self._encoded(key_BGQD, value_BGQD, context.rope)
         self.store(key, value)
-        # What coefficients give once they are rounded is in the store alone.
+        # Only the store has the rounded coefficients.
         if is_prompt and self._prompt is None and self.codec.quantization is None:
             kept = (coef_BTC * prefix_mask(rank_BT, coef_BTC.shape[2]) for coef_BTC, rank_BT in (key, value))
             self._prompt = self._states(*kept, context.rope)
 
     def is_decoding(self, query: Tensor) -> bool:
         """Whether these (B, H, Q, D) queries are few and follow others. A prompt is attended as a prompt however short it
-        is: its mask may be left out, which a model's own attention takes for causal."""
-        count = query.shape[2]
-        return self._prompt is None and (count == 1 or MAX_DECODE_QUERIES >= count < self.get_seq_length())
+        is: its mask may be missing, which a model's own attention reads as causal."""
+        queries = query.shape[2]
+        return self._prompt is None and (queries == 1 or MAX_DECODE_QUERIES >= queries < self.get_seq_length())
 
     def clear(self) -> None:
         self._prompt = None
 
     def _encoded(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Encoded, Encoded]:
-        """New tokens' keys and their values as they are held."""
+        """Coefficients and ranks of new tokens' keys, and of their values, in the dtype of the store."""
         new = self._encode_compiled(key_BGTD, value_BGTD, rope)
         if new is not None:
             return new.encoded(self.dtype)
@@ -95,7 +95,7 @@ class CodecLayer(CompressedLayer):
         return key_BGTD if rope is None else rope.rotate(key_BGTD)
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of all tokens, (B, G, T, D) each; of a prompt what its own attention sees."""
+        """Rotated keys and values of all tokens, (B, G, T, D) each; for a prompt's own attention the states kept for it."""
         if self._prompt is not None:
             states, self._prompt = self._prompt, None
             return states

@@ -1,4 +1,4 @@
-"""What every compressed cache layer shares: how the model reaches it, and what `generate()` does to it.
+"""The base of every compressed cache layer: the steps of a call, and the operations of `generate()` on a cache.
 
 Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, T cached tokens.
 """
@@ -116,10 +116,10 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     @abc.abstractmethod
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of all state held between steps, each byte once; kinds as in `stores.memory_report`."""
+        """(kind, tensor) of all state kept between steps, each byte once; kinds as in `stores.memory_report`."""
 
     def expect_prompt(self, length: int) -> None:
-        """A `generate()` begins, whose prompt ends at place `length`; most layers treat all tokens alike."""
+        """A `generate()` begins, and its prompt ends at place `length`; most layers treat all tokens alike."""
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             self.truncate(length)
 
     def check_crop(self, length: int) -> None:
-        """Raise :class:`UserError` where the first `length` tokens cannot be kept alone."""
+        """Raise :class:`UserError` where the tokens after the first `length` cannot be forgotten."""
         tokens = self.get_seq_length()
         if not 0 <= length <= tokens:
             raise UserError(

@@ -47,7 +47,7 @@ class LowRankCache(Cache):
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """(kind, tensor) of all the compressed layers hold between steps, each byte once."""
+        """(kind, tensor) of all state of the compressed layers between steps, each byte once."""
         for layer in self.compressed_layers():
             yield from layer.tensors_by_kind()
         if self.history is not None:
@@ -62,13 +62,13 @@ class LowRankCache(Cache):
         return [self.layers[index] for index in self.geometry.layers]
 
     def expect_prompt(self, length: int) -> None:
-        """A `generate()` begins, whose prompt ends at place `length`, in whatever chunks it comes."""
+        """A `generate()` begins; its prompt ends at place `length`, in one chunk or several."""
         for layer in self.compressed_layers():
             layer.expect_prompt(length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for the tokens seen, room to grow included; :meth:`memory` says of what."""
+        """Bytes of all tensors, room to grow included; :meth:`memory` divides them by kind."""
         return self.memory().total
 
     @property
@@ -87,7 +87,7 @@ class LowRankCache(Cache):
     # -- state shared by the layers -------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        # A chunk that a layer has refused is in the layers before it.
+        # The layers before one that refused a chunk have stored it.
         begun = [layer for layer in self.layers if layer.is_initialized]
         least = min((layer.get_seq_length() for layer in begun), default=0)
         if tokens_to_remove:
