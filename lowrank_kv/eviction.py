@@ -1,4 +1,4 @@
-"""Which tokens of a prompt are worth keeping at all: SnapKV's choice, to be combined with any compression of the rest.
+"""Which tokens of a prompt are kept: SnapKV's choice, which can be combined with any compression of the kept tokens.
 
 Shapes: H query heads, G KV heads, J = H/G, Q queries, W of the window, T tokens of the prompt, D head dim, P parts (1 where
 all heads of a layer share their coefficients, G where each has its own).
@@ -14,7 +14,7 @@ from lowrank_kv.utils.errors import UserError
 
 @configuration
 class Eviction:
-    """Keep what the prompt's last queries look at, and forget the rest (SnapKV; DynaKV section 5.2)."""
+    """Keep the tokens that the prompt's last queries look at, and forget the others (SnapKV; DynaKV section 5.2)."""
 
     keep_ratio: float = option(1.0, help="share of a prompt's tokens kept; 1 forgets none")
     window_size: int = option(
@@ -41,32 +41,32 @@ class Eviction:
     def scores(
         self, query_HQD: Tensor, key_GTD: Tensor, scaling: float, present_T: Tensor | None, *, parts: int
     ) -> Tensor:
-        """How much the window's queries look at each token, (P, T) fp32; the window's own tokens first of all, padding last.
+        """How much the window's queries look at each token, (P, T) fp32; +inf for the window's own tokens, −inf for padding.
 
         Args:
-            query_HQD: rotated queries of the prompt, its last one last; at most the last W of them matter.
-            key_GTD: rotated keys of the same tokens.
-            scaling: the model's own score scale.
+            query_HQD: rotated queries up to the prompt's last one; at most the last W of them are used.
+            key_GTD: rotated keys of the prompt's tokens.
+            scaling: the model's score scale.
             present_T: False for padding, None where there is none.
-            parts: 1 to sum over all heads, G for a choice of each KV head's own.
+            parts: 1 to sum over all heads, G to score each KV head separately.
         """
         tokens = key_GTD.shape[1]
         window = min(self.window_size, query_HQD.shape[1])
         groups = key_GTD.shape[0]
         query_GJWD = query_HQD[:, -window:].float().unflatten(0, (groups, -1))
-        place_T = torch.arange(tokens, device=key_GTD.device)
-        sees_WT = place_T <= place_T[-window:, None]
+        position_T = torch.arange(tokens, device=key_GTD.device)
+        sees_WT = position_T <= position_T[-window:, None]
         if present_T is not None:
             sees_WT = sees_WT & present_T
         score_GT = key_GTD.new_zeros(groups, tokens, dtype=torch.float32)
-        # One KV head at a time: the window's weights over a long prompt are much larger than what they are summed to.
+        # One KV head at a time: the window's weights over a long prompt are much larger than their sums.
         for score_T, query_JWD, key_TD in zip(score_GT, query_GJWD, key_GTD, strict=True):
             weight_JWT = (query_JWD @ key_TD.float().T * scaling).masked_fill(~sees_WT, -torch.inf).softmax(dim=-1)
             score_T.copy_(weight_JWT.nan_to_num(0.0).sum(dim=(0, 1)))
         score_PT = score_GT.view(parts, -1, tokens).sum(dim=1)
         score_PT[:, -window:] = torch.inf
         if window < tokens:
-            # Without the window's own scores, as SnapKV pools: what is near the window is not looked at for that.
+            # Without the window's own scores, as SnapKV pools: being next to the window is no reason to keep a token.
             score_PT[:, :-window] = F.max_pool1d(score_PT[:, :-window], self.kernel_size, 1, self.kernel_size // 2)
         if present_T is not None:
             score_PT[:, ~present_T] = -torch.inf
@@ -84,8 +84,10 @@ class Eviction:
 
 
 def top_scores(score_PT: Tensor, count: int) -> Tensor:
-    """The indices of each row's `count` largest scores, rising, (P, count); of equal ones, which pooling makes, the first,
-    whatever padding there is beside them."""
+    """The indices of each row's `count` largest scores, rising, (P, count).
+
+    Pooling makes equal scores, of which the first are chosen, whatever padding there is.
+    """
     return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
 
 

@@ -23,12 +23,12 @@ from ojakv.trackers import by_columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialBasis:
-    """Where one layer's keys, or values, start.
+    """The basis in which one layer's keys, or values, start.
 
     Attributes:
         vectors_PWR: orthonormal columns, fp32.
-        energy_PR: mean energy of the calibration's states along them.
-        is_compressed: False for the identity of a side that is stored as it is, and stays so.
+        energy_PR: mean energy of the calibration's states along them, fp32.
+        is_compressed: False for the identity, where keys or values are stored uncompressed.
     """
 
     vectors_PWR: Tensor
@@ -41,7 +41,7 @@ class InitialBasis:
 
     @functools.cached_property
     def coef_scale(self) -> Tensor:
-        """What coefficients are divided by to be held as integers, (P, R) fp32."""
+        """The scale that coefficients are divided by to be held as integers, (P, R) fp32."""
         return coef_scale_of(self.energy_PR)
 
     def to(self, device: torch.device) -> "InitialBasis":
@@ -50,7 +50,7 @@ class InitialBasis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that a cache of one configuration starts from; shared by every cache made of it.
+    """Everything that the caches of one configuration start from, and share.
 
     Attributes:
         layers: layer index → (keys, values).
@@ -61,12 +61,12 @@ class Plan:
     layers: dict[int, tuple[InitialBasis, InitialBasis]]
 
     def pair(self, index: int, device: torch.device) -> tuple[InitialBasis, InitialBasis]:
-        """A layer's keys and values, on `device`; one copy there for all caches."""
-        pair = self.layers[index]
-        if pair[0].vectors_PWR.device == device:
-            return pair
+        """The bases of a layer's keys and values on `device`; all caches share one copy."""
+        kv = self.layers[index]
+        if kv[0].vectors_PWR.device == device:
+            return kv
         if (index, device) not in self._elsewhere:
-            self._elsewhere[index, device] = tuple(side.to(device) for side in pair)
+            self._elsewhere[index, device] = tuple(initial.to(device) for initial in kv)
         return self._elsewhere[index, device]
 
     @functools.cached_property
@@ -76,32 +76,32 @@ class Plan:
     @property
     def coefficient_rate(self) -> float:
         """Coefficients of a compressed token over the numbers of an uncompressed one."""
-        kept = sum(side.parts * side.vectors_PWR.shape[2] for pair in self.layers.values() for side in pair)
+        kept = sum(initial.parts * initial.vectors_PWR.shape[2] for kv in self.layers.values() for initial in kv)
         return kept / (2 * self.geometry.width * len(self.layers))
 
 
-def eviction_parts(pair: tuple[InitialBasis, InitialBasis]) -> int:
-    """Heads that share coefficients, of keys or of values, forget the same tokens."""
-    return min(side.parts for side in pair)
+def eviction_parts(kv: tuple[InitialBasis, InitialBasis]) -> int:
+    """How many parts choose for themselves which tokens to forget: heads that share coefficients choose together."""
+    return min(initial.parts for initial in kv)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spectrum:
     vectors_PWW: Tensor
-    ranking_PW: Tensor  # what ranks are chosen by
-    weight: float  # of a lost share of it
-    energy_PW: Tensor  # of the states themselves
+    ranking_PW: Tensor  # energies by which ranks are chosen
+    weight: float  # how much a lost share of these counts
+    energy_PW: Tensor  # energies of the states themselves
 
 
 def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """Bases and ranks of every layer.
 
     Args:
-        calibration: of the model the cache will serve (:meth:`Calibration.for_model` checks it).
+        calibration: made on the model that the cache will serve (:meth:`Calibration.for_model` checks it).
         config: the cache's settings.
 
     Raises:
-        UserError: coefficients are to be held as integers, and the calibration read too little to know their spread.
+        UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale.
     """
     geometry = calibration.geometry
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
@@ -112,22 +112,22 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
             f"calibrate on at least {2 * widest}, or better ten times as many"
         )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
-    is_compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]
+    is_compressed = [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
-    sides = [
-        _side(spectrum, next(ranks)) if chosen else _whole(geometry)
+    bases = [
+        _initial_basis(spectrum, next(ranks)) if chosen else _identity(geometry)
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
-    pairs = zip(sides[::2], sides[1::2], strict=True)
-    return Plan(config=config, geometry=geometry, layers=dict(zip(geometry.layers, pairs, strict=True)))
+    layers = zip(bases[::2], bases[1::2], strict=True)
+    return Plan(config=config, geometry=geometry, layers=dict(zip(geometry.layers, layers, strict=True)))
 
 
 def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:
     heads = calibration.geometry.num_kv_heads
     moments = calibration.moments[index]
 
-    def parts(side: str) -> Tensor:
-        return parts_of(moments[side].double(), layout=config.layout, num_heads=heads)
+    def parts(kind: str) -> Tensor:
+        return parts_of(moments[kind].double(), layout=config.layout, num_heads=heads)
 
     key_PWW, value_PWW = parts(KEY if config.rope == "pre" else ROTATED_KEY), parts(VALUE)
     ranking_PWW = key_PWW
@@ -144,12 +144,12 @@ def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[
 
 
 def _unit(moment_PWW: Tensor) -> Tensor:
-    """With a trace of 1; a part whose states are all zero stays so."""
+    """The moment scaled to a trace of 1 in each part; zero where all states of a part are zero."""
     return moment_PWW / _positive(moment_PWW.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None])
 
 
 def _ranks(spectra: list[_Spectrum], config: OjaKVConfig) -> list[int]:
-    """One rank for each side of each layer; heads of a layer share the largest that any of them needs."""
+    """A rank for each layer's keys and one for its values; heads share the largest rank that any of them needs."""
     if config.ranks == "fraction":
         return uniform_ranks([spectrum.ranking_PW.shape[1] for spectrum in spectra], config.rate, config.rank_multiple)
     if config.ranks == "budget":
@@ -170,13 +170,13 @@ def _positive(total: Tensor) -> Tensor:
     return total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-def _side(spectrum: _Spectrum, rank: int) -> InitialBasis:
-    # A copy: a view would keep all directions alive.
+def _initial_basis(spectrum: _Spectrum, rank: int) -> InitialBasis:
+    # A copy, because a view would keep all directions in memory.
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
     return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
 
 
-def _whole(geometry: KVGeometry) -> InitialBasis:
+def _identity(geometry: KVGeometry) -> InitialBasis:
     heads, head_dim = geometry.num_kv_heads, geometry.head_dim
     return InitialBasis(
         vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32, device="cpu").repeat(heads, 1, 1)),

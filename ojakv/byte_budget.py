@@ -25,7 +25,7 @@ class PlannedSequence:
         num_pinned, num_waiting: tokens at full rank, which stay or wait.
         num_low_rank: tokens that are coefficients.
         has_started: whether the bases have followed any token.
-        full_rank_capacity, low_rank_capacity: tokens for which there is room, those held included.
+        full_rank_capacity, low_rank_capacity: tokens for which there is room, those in use included.
         has_evicted: whether any token has been evicted.
     """
 
@@ -104,14 +104,14 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
 def _rate(plan: Plan, sequence: PlannedSequence, itemsize: int) -> float:
     width = plan.geometry.width
     layer_bytes = [
-        sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in pair)
-        + _POSITION_BYTES * _num_positions(sequence, eviction_parts(pair))
-        for pair in plan.layers.values()
+        sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in kv)
+        + _POSITION_BYTES * _num_positions(sequence, eviction_parts(kv))
+        for kv in plan.layers.values()
     ]
-    held = sum(layer_bytes)
+    num_bytes = sum(layer_bytes)
     if plan.config.rotates:
-        held += _POSITION_BYTES * sequence.length
-    return held / plan.geometry.full_nbytes(sequence.length, itemsize)
+        num_bytes += _POSITION_BYTES * sequence.length
+    return num_bytes / plan.geometry.full_nbytes(sequence.length, itemsize)
 
 
 def _num_positions(sequence: PlannedSequence, parts: int) -> int:
@@ -124,7 +124,7 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
     parts, part_width, rank = initial.vectors_PWR.shape
     quantization = config.quantization if initial.is_compressed else None
     row_bytes = rank * itemsize if quantization is None else quantization.nbytes(rank)
-    held = sequence.low_rank_capacity * parts * row_bytes + sequence.full_rank_capacity * width * itemsize
+    num_bytes = sequence.low_rank_capacity * parts * row_bytes + sequence.full_rank_capacity * width * itemsize
     if initial.is_compressed and config.tracker != "fixed":
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
         if config.tracker == "frequent_directions":
@@ -132,8 +132,8 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
         else:
             num_bases = int(config.update == "triggered" and sequence.has_started)
         num_bases += sequence.has_started
-        held += num_bases * parts * part_width * rank * 4
-    return held
+        num_bytes += num_bases * parts * part_width * rank * 4
+    return num_bytes
 
 
 def plan_for_bytes(
@@ -141,10 +141,16 @@ def plan_for_bytes(
 ) -> Plan:
     """`config` at the highest rate whose cache takes at most `share` of the uncompressed bytes.
 
-    Ranks by energy know no rate; they are then that rate's share of every width.
+    Ranks by energy do not depend on a rate; they are replaced by the same share of every width.
+
+    Args:
+        calibration: made on the model that the cache will serve.
+        config: the settings; their rate is ignored.
+        share: of the bytes of an uncompressed cache.
+        prompt, tokens, itemsize: as for :func:`planned_rate`.
 
     Raises:
-        UserError: a number out of range, or what does not depend on the rate (tokens at full rank) already takes more.
+        UserError: a number is out of range, or tokens at full rank take more than the share at any rate.
     """
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")

@@ -45,10 +45,10 @@ class OjaKVLayer(SequenceLayer):
         return not self.config.eviction.is_on
 
     def activate_past_recording(self) -> None:
-        """See :meth:`SequenceLayer.activate_past_recording`; a prompt's tokens, too.
+        """See :meth:`SequenceLayer.activate_past_recording`.
 
         Raises:
-            UserError: tokens are evicted, which cannot be taken back.
+            UserError: tokens are evicted, and an eviction cannot be undone.
         """
         if self.config.eviction.is_on:
             raise UserError(
@@ -72,8 +72,8 @@ class OjaKVLayer(SequenceLayer):
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """A prompt, and long chunks after it, run `inner` on exact or rebuilt states; a few queries at a time attend in
-        the low-rank space, unless the configuration asks for rebuilding there, too."""
+        """A prompt, and long chunks after it, run `inner` on exact or rebuilt states. A few queries attend in the low-rank
+        space, unless the configuration asks for rebuilt states there, too."""
         (key, value), self._new = self._new, None
         past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
@@ -115,7 +115,7 @@ class OjaKVLayer(SequenceLayer):
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> Tensor:
-        """`inner` on the tokens each sequence still has; sequences need no longer have equally many."""
+        """`inner` on the tokens that each sequence still has, which may be of different number."""
         outputs = []
         for b, sequence in enumerate(self.sequences):
             key, value, position = sequence.in_order(self._rotation(b))
@@ -156,7 +156,7 @@ class OjaKVLayer(SequenceLayer):
         return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """All keys (rotated) and values as the cache gives them back, (B, G, T, D) each."""
+        """All keys (rotated) and values, rebuilt, (B, G, T, D) each."""
         pairs = [sequence.dense(self._rotation(b)) for b, sequence in enumerate(self.sequences)]
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
@@ -182,7 +182,7 @@ class OjaKVCache(LowRankCache):
         """
         Args:
             model: the model to serve.
-            plan: from :func:`ojakv.make_plan`; many caches may share one.
+            plan: from :func:`ojakv.make_plan`; caches may share it.
         """
         geometry_of(model).check_equal(plan.geometry, "the plan")
         super().__init__(model, {index: OjaKVLayer(plan, index) for index in plan.layers})
@@ -195,10 +195,10 @@ class OjaKVCache(LowRankCache):
 
         Args:
             config: the settings; see :meth:`OjaKVConfig.preset`.
-            bases: a calibration of this very model, or the directory `lowrank-kv calibrate` wrote it to.
+            bases: a calibration of this model, or the directory to which `lowrank-kv calibrate` wrote it.
 
         Raises:
-            UserError: the calibration is missing, damaged, or of a model of another shape.
+            UserError: the calibration is missing or damaged, or its model has another shape.
         """
         calibration = bases if isinstance(bases, Calibration) else Calibration.load(bases)
         return cls(model, make_plan(calibration.for_model(model), config))
@@ -210,26 +210,24 @@ class OjaKVCache(LowRankCache):
 
     @property
     def refused_updates(self) -> int:
-        """Steps left out because even a small share of them would have lost more than ``max_loss``, or moved what is stored
-        further than ``max_drift``. Coefficients held as integers are rounded anew by every step, which may cost that much in
-        int4."""
+        """Steps left out because even a small share of them would have lost more than ``max_loss``, or moved stored rows
+        further than ``max_drift``. Every step rounds integer coefficients again, which in int4 may cost this much."""
         return sum(store.guard.num_refused for store in self._stores())
 
     @property
     def kept_energy(self) -> float:
         """Mean share of stored coefficients' energy that survived all updates; 1.0 when nothing was lost.
 
-        Each update loses at most ``max_loss`` of it. Energy says how much is left of the rows, not whether they still point
-        where they did: that is :attr:`drift`.
+        Each update loses at most ``max_loss`` of it. How far the directions of the rows have changed is :attr:`drift`.
         """
         kept = [store.guard.kept_energy for store in self._stores()]
         return sum(kept) / len(kept) if kept else 1.0
 
     @property
     def drift(self) -> float:
-        """A bound on how far updates have moved what is stored, ‖now − when stored‖ / ‖now‖ over the rows of one layer's
-        keys or values of one sequence, of those that moved furthest; 0.0 when nothing has moved. At most ``max_drift``,
-        but for what crops and evictions take of the rows it is a share of."""
+        """A bound on how far updates have moved stored rows, ‖now − when stored‖ / ‖now‖ over the rows of one layer's keys
+        or values of one sequence, the largest of all; 0.0 when nothing has moved. It is at most ``max_drift``, unless crops
+        and evictions have taken rows away since."""
         return max((store.drift() for store in self._stores()), default=0.0)
 
     def _stores(self) -> list[OnlineStore]:

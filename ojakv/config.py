@@ -28,16 +28,16 @@ PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 @configuration
 class OjaKVConfig:
-    """Where the bases live, how large they are, how they follow the text, and which tokens stay whole."""
+    """Which states the bases represent, how large they are, how they follow the text, and which tokens stay at full rank."""
 
-    # where the bases live
+    # which states the bases represent
     layout: str = option("joint", help="one basis for each KV head, or one for all of a layer", choices=LAYOUTS)
     rope: str = option("pre", help="compress keys before or after rotation", choices=ROPE_SIDES)
     query_key: bool = option(
         False,
         help="find the keys' basis from queries and keys together (appendix A.3); layout per_head, rope post only",
     )
-    compress: str = option("both", help="what is compressed; the other side is stored as it is", choices=COMPRESSED)
+    compress: str = option("both", help="what is compressed; the others are stored as they are", choices=COMPRESSED)
 
     # how large they are
     ranks: str = option(
@@ -94,7 +94,7 @@ class OjaKVConfig:
         "of a layer's keys or values; steps that would exceed it are halved or left out; null has no bound",
     )
 
-    # which tokens stay whole
+    # which tokens stay at full rank
     num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
     recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
     full_rank_ratio: float = option(
@@ -104,7 +104,9 @@ class OjaKVConfig:
     )
     observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
     score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
-    keep_prompt_full_rank: bool = option(False, help="keep whole prompts, compress only what is generated")
+    keep_prompt_full_rank: bool = option(
+        False, help="keep all of a prompt at full rank, compress only what is generated"
+    )
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
 
     # which tokens are forgotten
@@ -164,7 +166,7 @@ class OjaKVConfig:
             f"layout per_head with rope post",
         )
 
-        self.quantization  # noqa: B018 - says what is wrong with it
+        self.quantization  # noqa: B018 - raises where the two do not fit
 
     @property
     def quantization(self) -> Quantization | None:
@@ -172,7 +174,7 @@ class OjaKVConfig:
 
     @property
     def rotates(self) -> bool:
-        """Whether keys are compressed before rotation; keys that are stored whole are always rotated."""
+        """Whether keys are compressed before rotation; keys at full rank are always rotated."""
         return self.rope == "pre" and self.compress != "values"
 
     @classmethod

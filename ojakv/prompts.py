@@ -75,8 +75,8 @@ class OnlinePromptTracker(PromptTracker):
                 prompt = dataclasses.replace(prompt, query_BHQD=query_BHQD, query_end=first + query_BHQD.shape[2])
         return prompt, is_uncommitted
 
-    def crop(self, length: int, held: int) -> None:
-        super().crop(length, held)
+    def crop(self, length: int, old_length: int) -> None:
+        super().crop(length, old_length)
         if self.uncommitted is not None:
             self.uncommitted = self.uncommitted.cropped(length)
 

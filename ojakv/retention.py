@@ -47,7 +47,7 @@ class RetentionSchedule:
     def due(
         self, *, num_pinned: int, num_waiting: int, num_seen: int, has_started: bool, is_prompt: bool
     ) -> CompressionStep | None:
-        """The step that a call makes; None where no token is due. A prompt that stays whole: :meth:`keep_prompt`.
+        """The step that a call makes; None where no token is due. For a prompt that stays at full rank: :meth:`keep_prompt`.
 
         Args:
             num_pinned: full-rank tokens that stay.

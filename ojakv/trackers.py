@@ -1,4 +1,4 @@
-"""Low-rank bases that stay, or follow the rows they are shown.
+"""Low-rank bases that stay fixed or follow the rows they see.
 
 A tracker holds one orthonormal fp32 basis for each part of a state: each KV head in the ``per_head`` layout, all of them
 together in the ``joint`` one.
@@ -23,7 +23,7 @@ SMALLEST_MOVE = 1e-5
 
 
 class NewRows:
-    """Rows that a basis follows, and what they make of it; their second moment is formed once where that is less work.
+    """Rows that a basis follows. Their second moment is formed once where that is less work.
 
     Args:
         rows_PNW: fp32.
@@ -52,23 +52,23 @@ class Tracker(abc.ABC):
         """
         Args:
             vectors_PWR: orthonormal columns to start from; shared, never written to.
-            name: what the basis is of, such as ``layer 3 keys``, for errors.
+            name: the states it represents, such as ``layer 3 keys``, for errors.
         """
         self.vectors_PWR, self.name = by_columns(vectors_PWR.float()), name
 
     @abc.abstractmethod
     def observe(self, rows_PNW: Tensor) -> None:
-        """Take in rows (fp32), each time exactly once, before :meth:`propose` is asked about them."""
+        """See rows (fp32), each exactly once, before :meth:`propose` is called with them."""
 
     @abc.abstractmethod
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        """An orthonormal basis that represents the rows better, (P, W, R); None to stay.
+        """An orthonormal basis that represents the rows better, (P, W, R); None where the present one is to stay.
 
         Args:
             new: the newest rows.
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
             rate: η, where the rule has one.
-            share: in (0, 1], how much of the whole step to take; less is more cautious.
+            share: how much of the full step to take, in (0, 1].
         """
 
     @abc.abstractmethod
@@ -81,7 +81,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """What this tracker holds for its sequence alone."""
+        """Tensors that this tracker holds for its own sequence."""
 
     @abc.abstractmethod
     def clone(self) -> "Tracker":
@@ -89,7 +89,7 @@ class Tracker(abc.ABC):
 
 
 class FixedTracker(Tracker):
-    """A basis that stays as it was calibrated (StaticPCA, SubSpace-G, Eigen): it costs a sequence nothing."""
+    """A basis that stays as it was calibrated (StaticPCA, SubSpace-G, Eigen). All sequences share it."""
 
     def observe(self, rows_PNW: Tensor) -> None:
         pass
@@ -114,14 +114,14 @@ class OjaTracker(Tracker):
     Preconditioned (beyond the paper), each direction's step is divided by the energy known of it: with S the second
     moment of what is stored, U ← orth(U + η (I − U Uᵀ) XᵀX U · (S + UᵀXᵀX U)⁻¹). At η = 1 this spans what one orthogonal
     iteration on the moment of stored and new rows together spans, whatever the scale of the states; the more is
-    stored, the less new rows turn the basis.
+    stored, the less new rows move the basis.
     """
 
     def __init__(self, vectors_PWR: Tensor, name: str, *, preconditioned: bool):
         super().__init__(vectors_PWR, name)
         self.preconditioned = preconditioned
         self._shared = True
-        self._deferred_PWR: Tensor | None = None  # the steps' sum for rows that were stored without one
+        self._deferred_PWR: Tensor | None = None  # sum of the steps for rows whose steps were put off
 
     def observe(self, rows_PNW: Tensor) -> None:
         pass
@@ -135,7 +135,7 @@ class OjaTracker(Tracker):
         return orthonormal(self.vectors_PWR + rate * step_PWR, what, "use a smaller learning rate")
 
     def defer(self, new: NewRows) -> None:
-        # The basis stays until the next step, so the sum is exact.
+        # The basis does not move until the next step, so the sum is exact.
         self._deferred_PWR, _ = self._outside(new)
 
     def _outside(self, new: NewRows) -> tuple[Tensor, Tensor]:
@@ -212,8 +212,8 @@ class FrequentDirections(Tracker):
         self.used = rank
 
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        """The sketch's leading directions V, with some of U where it has seen fewer than R; or, of a share of the way
-        there, orth((1 − share) U + share · V VᵀU).
+        """The sketch's leading directions V, filled up from U where it has seen fewer than R; for a share of the step
+        orth((1 − share) U + share · V VᵀU).
 
         There is no step to scale, so `rate` does not matter.
         """
@@ -227,10 +227,10 @@ class FrequentDirections(Tracker):
         return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), *refused)
 
     def _leading(self) -> Tensor:
-        """R orthonormal directions: the sketch's, as far as it has seen any, then those of the present basis."""
+        """R orthonormal directions: those that the sketch has seen, then directions of the present basis."""
         rank = self.vectors_PWR.shape[2]
         _, values_PM, directions_PMW = torch.linalg.svd(self.sketch_PMW, full_matrices=False)
-        # What is below this is rounding, and its directions are any.
+        # Singular values below this are rounding, and their directions are arbitrary.
         least_P1 = values_PM[:, :1] * max(self.sketch_PMW.shape[1:]) * torch.finfo(values_PM.dtype).eps
         is_seen_PR = values_PM[:, :rank] > least_P1
         leading_PWR = directions_PMW[:, :rank].mT
@@ -238,7 +238,7 @@ class FrequentDirections(Tracker):
             return leading_PWR
         seen_PWR = leading_PWR * is_seen_PR[:, None]
         outside_PWR = self.vectors_PWR - seen_PWR @ (seen_PWR.mT @ self.vectors_PWR)
-        # Where more of U is left than there is room for, its leading columns come first.
+        # Where more of U is left than there is room for, its leading columns are preferred.
         preference_R = torch.linspace(1, 0.5, rank, device=outside_PWR.device)
         rest_PWR = torch.linalg.svd(outside_PWR * preference_R, full_matrices=False).U
         is_missing_PR = torch.arange(rank, device=is_seen_PR.device) < (~is_seen_PR).sum(dim=1, keepdim=True)
@@ -246,7 +246,7 @@ class FrequentDirections(Tracker):
         return torch.cat([seen_PWR, rest_PWR], dim=2).mT[taken_P2R].view_as(leading_PWR.mT).mT
 
     def defer(self, new: NewRows) -> None:
-        pass  # the sketch has them
+        pass  # the sketch has seen them
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         super().move_to(vectors_PWR)
@@ -258,15 +258,15 @@ class FrequentDirections(Tracker):
             yield self.vectors_PWR
 
     def clone(self) -> "FrequentDirections":
-        twin = FrequentDirections(self.vectors_PWR, self.name, energy_PR=None, prior_rows=0)
-        twin.sketch_PMW, twin.used = self.sketch_PMW.clone(), self.used
+        twin = copy.copy(self)
+        twin.sketch_PMW = self.sketch_PMW.clone()
         if not self._shared:
-            twin.move_to(self.vectors_PWR.clone())
+            twin.vectors_PWR = self.vectors_PWR.clone()
         return twin
 
 
 def by_columns(matrix_PWR: Tensor) -> Tensor:
-    """The same, each column's numbers side by side, as attention reads a basis at every token; no copy of one that is so."""
+    """The same matrix with the numbers of each column side by side, as attention reads a basis at every token."""
     return matrix_PWR.mT.contiguous().mT
 
 
@@ -274,7 +274,7 @@ def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
     """The Q factor of each part, its columns pointing as the given ones did.
 
     Raises:
-        UserError: of `what`, and what to do about it, when the matrix is not finite or its columns are dependent.
+        UserError: the matrix is not finite, or its columns are dependent. `what` and `remedy` are the message.
     """
     # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
     # exact as a QR, and four times as fast.

@@ -16,5 +16,5 @@ def filled(model, calibration, ids, prompt: int, step: int = 1, **settings) -> O
     return cache
 
 
-def whole_positions(cache, layer: int = 1, sequence: int = 0) -> list[int]:
+def full_rank_positions(cache, layer: int = 1, sequence: int = 0) -> list[int]:
     return cache.layers[layer].sequences[sequence].positions.full_rank.rows.tolist()

@@ -1,4 +1,4 @@
-"""Bases that lose least of what the loss answers to, rather than least energy.
+"""Bases chosen for the least increase in loss, rather than the least loss of energy.
 
 Shapes: C width.
 """
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowrank_kv.bases.rank_allocation import falling_means
 
-# The root of the gradients' moment weighs errors between energy alone (0) and the second-order estimate (1), which holds
-# near the uncompressed model only. Chosen by what each loses at rates where it no longer does (docs/log/gradient-start.md).
+# The exponent of the gradients' moment lies between weighing errors by energy only (0) and by the second-order estimate (1),
+# which holds only near the uncompressed model. Chosen by the loss where it no longer holds (docs/log/gradient-start.md).
 POWER = 0.5
 DAMPING = 0.1
 
@@ -34,7 +34,7 @@ class WeightedBasis:
 
 
 def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor) -> WeightedBasis:
-    """The PCA of x W^½, with W the damped root of the gradients' moment, taken back to the states.
+    """The PCA of x W^½, with W the damped root of the gradients' moment, mapped back to the states.
 
     Of all bases of rank r its leading r columns minimize E[e W eᵀ] for the error e of rebuilt states. With the identity
     as W it is the PCA.
@@ -45,13 +45,13 @@ def weighted_basis(moment_CC: Tensor, gradient_CC: Tensor) -> WeightedBasis:
             (:func:`lowrank_kv.calibration.gradient_moments.gradient_moments`).
     """
     moment_CC, gradient_CC = moment_CC.double(), gradient_CC.double()
-    weight_C, turn_CC = torch.linalg.eigh(gradient_CC)
+    weight_C, direction_CC = torch.linalg.eigh(gradient_CC)
     weight_C = weight_C.clamp(min=0)
-    # Directions in which no gradient was seen matter a little all the same. Gradients of zero throughout weigh alike.
+    # Directions in which no gradient was seen get a little weight, too. If all gradients are zero, all weights are equal.
     weight_C = (weight_C + DAMPING * weight_C.mean().clamp(min=torch.finfo(torch.float64).tiny)) ** POWER
     weight_C = weight_C / weight_C.log().mean().exp()  # det 1: coefficients are of the states' size
-    root_CC = (turn_CC * weight_C.sqrt()) @ turn_CC.T
-    unroot_CC = (turn_CC / weight_C.sqrt()) @ turn_CC.T
+    root_CC = (direction_CC * weight_C.sqrt()) @ direction_CC.T
+    unroot_CC = (direction_CC / weight_C.sqrt()) @ direction_CC.T
     energy_C, vectors_CC = torch.linalg.eigh(root_CC @ moment_CC @ root_CC)
     energy_C, vectors_CC = energy_C.flip(0).clamp(min=0), vectors_CC.flip(1)
     inverse_CC = vectors_CC.T @ unroot_CC

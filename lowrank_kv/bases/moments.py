@@ -21,7 +21,7 @@ class SecondMoment:
         self.count = 0
 
     @classmethod
-    def of_mean(cls, mean_CC: Tensor) -> "SecondMoment":
+    def from_mean(cls, mean_CC: Tensor) -> "SecondMoment":
         """A moment whose :meth:`mean` is known already, counted as one row."""
         moment = cls(len(mean_CC), device=mean_CC.device)
         moment.sum_CC += mean_CC

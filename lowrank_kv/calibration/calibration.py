@@ -34,12 +34,12 @@ class Calibration:
     """Second moments of a model's states over calibration text.
 
     Attributes:
-        geometry: of the model.
+        geometry: the model's shape.
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
         origin: where it came from, for errors.
-        model: name of the model it was made on, where that is known.
-        tokens: how many were read, where that is known.
+        model: name of the model it was made on, if known.
+        tokens: how many tokens were read, if known.
     """
 
     geometry: KVGeometry
@@ -60,17 +60,17 @@ class Calibration:
         See :func:`lowrank_kv.calibration.activation_moments.calibrate` and
         :func:`lowrank_kv.calibration.gradient_moments.gradient_moments`.
         """
-        # What gradients cannot be taken of is refused before the other pass.
+        # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
-        # On the CPU, whatever the model is on: bases and ranks are worked out over all layers.
+        # On the CPU, wherever the model is: bases and ranks are worked out over all layers.
         moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
         return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
-        """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
+        """Write the directory atomically and return the hash; an earlier calibration there is replaced.
 
         Args:
             model, text: the model's name and the names of the texts, for the record.
@@ -119,7 +119,7 @@ class Calibration:
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
             raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
         try:
-            flat = load(data)  # the bytes that were hashed, and not what the file may hold by now
+            flat = load(data)  # the very bytes that were hashed: the file may have changed since
         except SafetensorError as error:
             raise UserError(f"{moments_path} cannot be read ({error}); calibrate again") from error
         return cls(
@@ -133,7 +133,7 @@ class Calibration:
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:
         """The moments as :func:`lowrank_kv.calibration.activation_moments.calibrate` returns them, each as if of one row."""
         return {
-            i: {side: SecondMoment.of_mean(moment) for side, moment in sides.items()}
+            i: {side: SecondMoment.from_mean(moment) for side, moment in sides.items()}
             for i, sides in self.moments.items()
         }
 
@@ -146,12 +146,12 @@ class Calibration:
         if not all(side in sides for sides in self.moments.values() for side in GRADIENTS.values()):
             raise UserError(f"{self.origin} was made without gradients; make it anew with `gradients: true`")
         return {
-            i: {side: SecondMoment.of_mean(sides[name]) for side, name in GRADIENTS.items()}
+            i: {side: SecondMoment.from_mean(sides[name]) for side, name in GRADIENTS.items()}
             for i, sides in self.moments.items()
         }
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
-        """This calibration, once it is known to fit `model`.
+        """This calibration, after a check that it fits `model`.
 
         Warns where it was made on a model of the same shape but another name, whose states may be quite different.
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from online_caches import PER_HEAD, filled, whole_positions
+from online_caches import PER_HEAD, filled, full_rank_positions
 
 from ojakv import OjaKVCache, OjaKVConfig
 
@@ -10,11 +10,11 @@ from ojakv import OjaKVCache, OjaKVConfig
 def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
     settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4}
     cache = filled(model, calibration, ids[:, :40], 40, **settings)
-    assert whole_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
+    assert full_rank_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
     for tokens, first_waiting in ((44, 35), (45, 39), (48, 39), (49, 43)):
         cache = filled(model, calibration, ids[:, :tokens], 40, **settings)
         # Four have become too old once 44 tokens are there, and leave with the next: a call's own tokens are held.
-        assert whole_positions(cache) == [0, 1, 2, *range(first_waiting, tokens)]
+        assert full_rank_positions(cache) == [0, 1, 2, *range(first_waiting, tokens)]
 
 
 def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibration, ids):
@@ -22,8 +22,8 @@ def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibrati
     # With 12 tokens a period is full; it leaves when the next token comes, which is held.
     for tokens, whole in ((8, 8), (12, 12), (13, 9), (16, 12), (17, 9)):
         cache = filled(model, calibration, ids[:, :tokens], 6, **settings)
-        assert len(whole_positions(cache)) == whole
-        assert whole_positions(cache)[:3] == [0, 1, 2]
+        assert len(full_rank_positions(cache)) == whole
+        assert full_rank_positions(cache)[:3] == [0, 1, 2]
 
 
 def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, ids):
@@ -50,15 +50,15 @@ def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, 
         late = [position for position in range(52, 60) if position >= token]
         dots = [query[head, position] @ residual[head // 2, token] for head in range(4) for position in late]
         error[token] = torch.stack(dots).abs().mean() * seen["scaling"]
-    assert sorted(error.topk(6).indices.tolist()) == whole_positions(cache, layer=2)
+    assert sorted(error.topk(6).indices.tolist()) == full_rank_positions(cache, layer=2)
 
 
 def test_neighbouring_scores_are_averaged_before_the_choice(model, calibration, ids):
     settings = {"num_sink_tokens": 0, "recent_window": 0, "full_rank_ratio": 0.1, **PER_HEAD}
     single = filled(model, calibration, ids[:1, :60], 60, **settings)
     pooled = filled(model, calibration, ids[:1, :60], 60, score_pool=5, **settings)
-    assert whole_positions(single) != whole_positions(pooled)
-    assert len(whole_positions(pooled)) == 6
+    assert full_rank_positions(single) != full_rank_positions(pooled)
+    assert len(full_rank_positions(pooled)) == 6
 
 
 def test_every_token_is_stored_once(model, calibration, ids):
@@ -87,7 +87,7 @@ def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibra
     for prompt in (50, 10):
         cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent_window=20, update_period=10)
         # 20 recent ones, and ten that have waited a full period but leave with the next token only.
-        assert whole_positions(cache) == [*range(prompt), *range(120, 150)]
+        assert full_rank_positions(cache) == [*range(prompt), *range(120, 150)]
         assert cache.layers[0].sequences[0].positions.low_rank().tolist() == list(range(prompt, 120))
 
 
@@ -149,7 +149,7 @@ def test_turns_after_drafts_choose_by_their_own_queries(model, calibration, ids,
     common = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
     first = model.generate(ids[:1, :40], max_new_tokens=1, prompt_lookup_num_tokens=3, **common)
     model.generate(torch.cat([first, ids[:1, 40:100]], dim=1), max_new_tokens=2, **common)
-    whole = whole_positions(cache)
+    whole = full_rank_positions(cache)
     assert max(whole) >= 60
     assert len([place for place in whole if place < 101]) == (101 if "keep_prompt_full_rank" in settings else 25)
 
@@ -178,7 +178,7 @@ def test_drafts_of_one_turn_say_nothing_of_the_next(model, calibration, ids):
     first = model.generate(ids[:1, :40], max_new_tokens=12, min_new_tokens=12, prompt_lookup_num_tokens=3, **common)
     both = torch.cat([first, ids[:1, 40:80]], dim=1)
     model.generate(both, max_new_tokens=12, min_new_tokens=12, **common)
-    whole = set(whole_positions(cache))
+    whole = set(full_rank_positions(cache))
     assert set(range(40)) <= whole
     assert set(range(52, 92)) <= whole
 
@@ -195,7 +195,7 @@ def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration
         whole = []
         for call in calls:
             model(call, past_key_values=cache)
-            whole.append(set(whole_positions(cache)))
+            whole.append(set(full_rank_positions(cache)))
         if expected:
             assert whole[-1] == expected
         else:
@@ -224,7 +224,7 @@ def test_first_tokens_that_were_cropped_are_kept_again(model, calibration, ids):
     cache = OjaKVCache.from_model(model, OjaKVConfig(rate=0.5), bases=calibration)
     for part in (ids[:, :60], ids[:, 60:120]):
         model(part, past_key_values=cache)
-        assert whole_positions(cache) == [*range(4), *range(cache.get_seq_length() - 16, cache.get_seq_length())]
+        assert full_rank_positions(cache) == [*range(4), *range(cache.get_seq_length() - 16, cache.get_seq_length())]
         cache.crop(2 - cache.get_seq_length())
 
 

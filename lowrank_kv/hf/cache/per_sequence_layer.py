@@ -80,10 +80,10 @@ class SequenceLayer(CompressedLayer):
             check_croppable(length, sequence.min_crop_length)
 
     def truncate(self, length: int) -> None:
-        held = self.get_seq_length()
+        old_length = self.get_seq_length()
         for sequence in self.sequences:
             sequence.crop(length)
-        self.prompts.crop(length, held)
+        self.prompts.crop(length, old_length)
 
     def select(self, rows: list[int]) -> None:
         # The first beam to follow a sequence takes its state over; only further ones cost a copy.

@@ -106,9 +106,9 @@ class PromptTracker:
         self._unfinished = None
         return slice(start, end), last_BHWD
 
-    def crop(self, length: int, held: int) -> None:
-        """The layer keeps the first `length` of the `held` tokens it has."""
-        is_incomplete = self.start <= length and held < self.end  # more of it is to come, after position `length`
+    def crop(self, length: int, old_length: int) -> None:
+        """The layer keeps the first `length` of the `old_length` tokens it has."""
+        is_incomplete = self.start <= length and old_length < self.end  # more of it is to come, after position `length`
         if length < self.end and not is_incomplete:
             self.start, self.end = min(self.start, length), length
         if self._unfinished is not None:

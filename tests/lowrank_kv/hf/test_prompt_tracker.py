@@ -39,7 +39,7 @@ def test_a_crop_before_the_end_keeps_the_prompt_and_drops_the_queries():
     tracker = PromptTracker()
     tracker.expect(0, 30)
     assert call(tracker, 0, 20) is None
-    tracker.crop(18, held=20)
+    tracker.crop(18, old_length=20)
     assert call(tracker, 18, 30) == (slice(0, 30), [26, 27, 28, 29])
     assert call(tracker, 30, 31) is None
 
@@ -48,7 +48,7 @@ def test_queries_on_both_sides_of_a_crop_are_joined():
     tracker = PromptTracker()
     tracker.expect(0, 21)
     assert call(tracker, 0, 20) is None
-    tracker.crop(18, held=20)
+    tracker.crop(18, old_length=20)
     assert call(tracker, 18, 20) is None
     assert call(tracker, 20, 21) == (slice(0, 21), [17, 18, 19, 20])
 
@@ -57,8 +57,8 @@ def test_a_complete_prompt_that_is_cropped_ends_there():
     tracker = PromptTracker()
     tracker.expect(5, 30)
     assert call(tracker, 5, 30) is not None
-    tracker.crop(20, held=30)
+    tracker.crop(20, old_length=30)
     assert (tracker.start, tracker.end) == (5, 20)
-    tracker.crop(2, held=20)
+    tracker.crop(2, old_length=20)
     assert (tracker.start, tracker.end) == (2, 2)
     assert call(tracker, 2, 10) is None
