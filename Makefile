@@ -36,9 +36,11 @@ format: $(INSTALLED) ## rewrite the sources in the house style
 
 report: $(INSTALLED) ## write the tables, figures and numbers of the documents from results/
 	$(BIN)/python -m scripts.report
+	$(BIN)/python -m scripts.draw_structure
 
-docs-check: $(INSTALLED) ## fail where a document says something else than results/
+docs-check: $(INSTALLED) ## fail where a document says something else than results/, or the picture something else than the imports
 	$(BIN)/python -m scripts.report --check
+	$(BIN)/python -m scripts.draw_structure --check
 
 assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py

@@ -4,7 +4,7 @@
     python -m scripts.draw_structure --check    # fails when the picture is not what the sources say
 
 A part stands one floor above the highest part that it imports. An arrow is an import; one that a longer way implies is left
-out. The number in a box is its lines of Python.
+out.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.errors import UserError
-from scripts.import_graph import CORE, Graph, floors, modules, part_graph, part_of, without_shortcuts
+from scripts.import_graph import CORE, Graph, floors, part_graph, without_shortcuts
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/figures/structure.svg"
@@ -35,7 +35,7 @@ WHAT = {
     "benchmarks": "speed, as ratios",
     "scripts": "commands of a checkout",
 }
-BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 224, 58, 26, 46, 20
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 58, 26, 46, 20
 COLORS = {True: ("#e8f0fe", "#3b6fc4"), False: ("#fdf3e1", "#b7791f")}  # of the core's parts, and of the others
 
 
@@ -56,10 +56,6 @@ def draw(root: Path) -> str:
     """The picture as SVG; equal sources give equal text."""
     graph = part_graph(root)
     floor_of = floors(graph)
-    lines = dict.fromkeys(graph, 0)
-    for module, path in modules(root).items():
-        if (part := part_of(module)) in lines:
-            lines[part] += len(path.read_text(encoding="utf-8").splitlines())
     place = _places(floor_of)
     height = MARGIN * 2 + (max(floor_of.values()) + 1) * (BOX_HEIGHT + GAP_Y) - GAP_Y
     width = MARGIN + max(x for x, _ in place.values()) + BOX_WIDTH
@@ -72,7 +68,7 @@ def draw(root: Path) -> str:
             '<path d="M0 0 L8 4 L0 8 z" fill="#888"/></marker></defs>',
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
             *_arrows(without_shortcuts(graph), place),
-            *(_box(part, lines[part], *place[part]) for part in sorted(place)),
+            *(_box(part, *place[part]) for part in sorted(place)),
             "</svg>",
             "",
         ]
@@ -106,14 +102,13 @@ def _arrows(graph: Graph, place: dict[str, tuple[int, int]]) -> list[str]:
     return arrows
 
 
-def _box(part: str, lines: int, x: int, y: int) -> str:
+def _box(part: str, x: int, y: int) -> str:
     fill, stroke = COLORS[part.startswith(f"{CORE}.")]
     middle = x + BOX_WIDTH // 2
     return (
         f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
         f'<text x="{middle}" y="{y + 23}" text-anchor="middle" font-size="14" font-weight="bold">{escape(part)}</text>'
-        f'<text x="{middle}" y="{y + 43}" text-anchor="middle" font-size="12" fill="#444">'
-        f"{escape(WHAT[part])} · {lines}</text>"
+        f'<text x="{middle}" y="{y + 43}" text-anchor="middle" font-size="12" fill="#444">{escape(WHAT[part])}</text>'
     )
 
 

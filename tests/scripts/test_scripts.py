@@ -260,7 +260,7 @@ def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
     assert done.stdout.count("| same |") == 8
 
 
-def test_storages_and_peers_are_compared_at_their_own_bytes(here, compare_config, bases, tmp_path):
+def test_cache_dtypes_and_peers_are_compared_at_their_own_bytes(here, compare_config, bases, tmp_path):
     arguments = ("--presets", "ojakv-joint", "--cache_dtypes", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
     peers = (
         "--baselines",
