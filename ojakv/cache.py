@@ -132,7 +132,7 @@ class OjaKVLayer(SequenceLayer):
             return  # all tokens wait until the next call
         for b, sequence in enumerate(self.sequences):
             sequence.compress_due(
-                None if prompt is None else prompt.select([b]),
+                None if prompt is None else prompt.of_sequence(b),
                 scaling,
                 self._rotation(b),
                 self._unrotate(b),

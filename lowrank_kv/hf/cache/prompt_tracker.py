@@ -37,8 +37,14 @@ class Prompt:
             query_BHQD = query_BHQD[:, :, :num_left].clone() if num_left > 0 else None
         return Prompt(self.start, min(self.end, length), query_BHQD, query_end)
 
+    def of_sequence(self, b: int) -> "Prompt":
+        """The prompt of one sequence; its queries are a view."""
+        if self.query_BHQD is None:
+            return self
+        return dataclasses.replace(self, query_BHQD=self.query_BHQD[b : b + 1])
+
     def select(self, rows: list[int]) -> "Prompt":
-        """The prompt of the sequences at `rows`, in that order."""
+        """The prompt of the sequences at `rows`, in that order; its queries are a copy."""
         if self.query_BHQD is None:
             return self
         return dataclasses.replace(self, query_BHQD=self.query_BHQD[rows])
