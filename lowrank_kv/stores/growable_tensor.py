@@ -38,6 +38,8 @@ class GrowingRows:
     @buffers.setter
     def buffers(self, buffers: tuple[Tensor, ...]) -> None:
         self._buffers = buffers
+        # Worked out here, where it is seldom needed, and not at every append.
+        self._is_inference = any(buffer.is_inference() for buffer in buffers)
         self.native_view: Any = None
 
     @property
@@ -55,13 +57,15 @@ class GrowingRows:
         Args:
             exact: allocate exactly as many rows as are then in use, without room to grow.
         """
-        start = self.length
-        end = start + count
-        if end > self.capacity or (exact and end < self.capacity):
-            self.reserve(end if exact else grown(self.capacity, end))
-        if not torch.is_inference_mode_enabled() and any(buffer.is_inference() for buffer in self._buffers):
+        self._make_room(count, exact=exact)
+        return [buffer.narrow(self.dim, self.length, count) for buffer in self._buffers]
+
+    def _make_room(self, count: int, *, exact: bool = False) -> None:
+        end, capacity = self.row_count.value + count, self._buffers[0].shape[self.dim]
+        if end > capacity or (exact and end < capacity):
+            self.reserve(end if exact else grown(capacity, end))
+        if self._is_inference and not torch.is_inference_mode_enabled():
             self.buffers = tuple(writable(buffer) for buffer in self._buffers)
-        return [buffer.narrow(self.dim, start, count) for buffer in self._buffers]
 
     def count_written(self, count: int) -> None:
         """Add the rows that have been written to the room for them."""
@@ -135,15 +139,15 @@ class GrowingTensor(GrowingRows):
             exact: allocate exactly as many rows as are then in use, without room to grow.
         """
         count = rows.shape[self.dim]
-        [room] = self.room_for(count, exact=exact)
-        room.copy_(rows)
-        self.count_written(count)
+        self._make_room(count, exact=exact)
+        self._buffers[0].narrow(self.dim, self.row_count.value, count).copy_(rows)
+        self.row_count.value += count
 
     def append_number(self, number: int) -> None:
         """Add one number at the end of a tensor of one dimension."""
-        [room_1] = self.room_for(1)
-        room_1.fill_(number)
-        self.count_written(1)
+        self._make_room(1)
+        self._buffers[0][self.row_count.value] = number
+        self.row_count.value += 1
 
 
 def writable(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class CodecLayer(CompressedLayer):
         """Coefficients and ranks of new tokens' keys, and of their values, in the dtype of the store."""
         new = self._encode_compiled(key_BGTD, value_BGTD, rope)
         if new is not None:
-            return new.encoded(self.dtype)
+            return tuple(zip(new.coef_SBTC.to(self.dtype), new.rank_SBT, strict=True))
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))

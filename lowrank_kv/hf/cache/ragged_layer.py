@@ -4,7 +4,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             for sequence in self.sequences:
                 sequence.note_appended()
         else:  # some store had no room: now they grow
-            self.store(*new.encoded(self.dtype))
+            self._append_few(new.coef_SBTC.to(self.dtype), new.rank_SBT.tolist())
 
     def store(self, key: Encoded, value: Encoded) -> None:
         count = key[0].shape[1]
@@ -118,10 +118,14 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 sequence.value.append(value[0][b], value[1][b], is_prompt=True)
                 sequence.note_appended()
             return
-        key_ranks, value_ranks = torch.stack([key[1], value[1]]).tolist()  # one copy for which the host waits, not two
+        # The host waits for one copy of the ranks, not for two.
+        self._append_few((key[0], value[0]), torch.stack([key[1], value[1]]).tolist())
+
+    def _append_few(self, coef_SBTC: Sequence[Tensor], ranks_SBT: list[list[list[int]]]) -> None:
+        """Append a few tokens to each sequence; S is keys, then values."""
         for b, sequence in enumerate(self.sequences):
-            append_few(sequence.key, key[0][b], key_ranks[b])
-            append_few(sequence.value, value[0][b], value_ranks[b])
+            append_few(sequence.key, coef_SBTC[0][b], ranks_SBT[0][b])
+            append_few(sequence.value, coef_SBTC[1][b], ranks_SBT[1][b])
             sequence.note_appended()
 
     def dense(self) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowrank_kv.codec import Encoded, TokenGate
+from lowrank_kv.codec import TokenGate
 from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.rotary import ENCODE_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, StoreView
@@ -45,11 +45,6 @@ class NewTokens:
         self.are_stored = False
         self.stores = (ctypes.c_int64 * (2 * batch))()  # addresses of the stores of keys, then of values
         self.members = self.coef_SBTC.data_ptr(), self.rank_SBT.data_ptr()
-
-    def encoded(self, dtype: torch.dtype) -> tuple[Encoded, Encoded]:
-        """Keys and values as a codec gives them, coefficients in `dtype`."""
-        key, value = zip(self.coef_SBTC.to(dtype), self.rank_SBT, strict=True)
-        return key, value
 
 
 class _Last(threading.local):
