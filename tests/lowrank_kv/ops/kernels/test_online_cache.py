@@ -12,7 +12,7 @@ from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_at
 from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
-from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.growable_tensor import GrowingRows, GrowingTensor
 from lowrank_kv.stores.quantization import Quantization
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -48,15 +48,13 @@ def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joi
 def on(device, held: Operands) -> Operands:
     """The same tensors on a device, room to grow included."""
 
-    def moved(tensor: GrowingTensor | None) -> GrowingTensor | None:
-        if tensor is None:
-            return None
-        twin = GrowingTensor(tensor.buffer.to(device), dim=tensor.dim)
-        twin.crop(tensor.length)
+    def moved(rows: GrowingRows) -> GrowingRows:
+        twin = rows.clone()
+        twin.buffers = tuple(buffer.to(device) for buffer in rows.buffers)
         return twin
 
     coef = copy.copy(held.coef)
-    coef._values, coef._scales = moved(coef._values), moved(coef._scales)
+    coef.stored = moved(coef.stored)
     assert coef.buffers()[0].shape[1] > coef.length
     return Operands(coef, held.basis_PWR.to(device), moved(held.full))
 
