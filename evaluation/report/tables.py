@@ -21,6 +21,8 @@ _NUMBER = re.compile(r"\{([\w.-]+)\}")
 _TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", *SELECTION}
 _ROW = {"label", "cells", "bold", *SELECTION}
 
+RUNS_A_LINE = 3  # links below a table
+
 
 def table(published: Published, identifier: str, use: Callable[[str], None]) -> list[str]:
     """The lines of a table. `use` is told the ids of the numbers in its titles and labels."""
@@ -72,7 +74,8 @@ def sources(published: Published, document: Path) -> str:
     for short in published.touched:
         path = published.path_of(short)
         links.append(f"[{path.stem[-6:]}]({relative(path, document.parent)})")
-    return f"<sub>Runs: {', '.join(links)}</sub>"
+    lines = [", ".join(links[start : start + RUNS_A_LINE]) for start in range(0, len(links), RUNS_A_LINE)]
+    return "<sub>Runs: " + ",\n".join(lines) + "</sub>"
 
 
 def words(published: Published, text: str, where: str, use: Callable[[str], None]) -> str:
