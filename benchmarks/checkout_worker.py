@@ -17,10 +17,11 @@ from ojakv import OjaKVCache, OjaKVConfig
 
 def main(arguments: dict) -> None:
     torch.set_num_threads(arguments["threads"])
-    ids = torch.randint(10, 1000, (1, arguments["context"]), generator=torch.Generator().manual_seed(0))
     stock = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=torch.float32).eval()
     learned = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=torch.float32).eval()
     dynakv.attach(learned, arguments["checkpoint"])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, stock.config.vocab_size, (1, arguments["context"]), generator=generator)
     makers = {
         "dynamic_cache": (stock, DynamicCache),
         "dynakv": (learned, lambda: dynakv.DynaKVCache.from_model(learned)),

@@ -94,7 +94,7 @@ def decode_and_prefill(arguments: argparse.Namespace, sides: dict[str, Path]) ->
 
 
 def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
-    """Seconds of a step of the real loop, from the runs' own metrics; the first step is left out."""
+    """Seconds a token of the real loop, from the metrics of whole runs."""
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     checkpoints = dict(zip(NAMES, arguments.checkpoints, strict=True))
     for repeat in range(arguments.repeats):
@@ -104,8 +104,7 @@ def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
                 command += ["--initial_checkpoint", str(Path(checkpoints[name]).resolve())]
                 subprocess.run(command, cwd=sides[name], env=environment(sides[name]), check=True, capture_output=True)
                 lines = Path(output, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-                steps = [1 / json.loads(line)["tokens_per_second"] for line in lines]
-                seconds[name].append(statistics.median(steps[1:]))
+                seconds[name].append(1 / json.loads(lines[-1])["tokens_per_second"])
     return paired("training token", seconds)
 
 

@@ -10,12 +10,13 @@ import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
-from benchmarks import decode_shapes
+from benchmarks import compare_checkouts, decode_shapes
 from benchmarks.caches import lay_out_by_columns
 from benchmarks.harness import check_close
 from lowrank_kv.utils import provenance, run_record
 from lowrank_kv.utils.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 CACHES = ["dynamic_cache", "preallocated", "dynakv", "ojakv-pf", "ojakv-joint"]
 
 
@@ -223,6 +224,24 @@ def test_a_training_step(rows, tiny_dir):
         assert 0 < row["ms_per_step"] < 60_000
         assert row["ratio_to_plain"] == pytest.approx(row["ms_per_step"] / plain)
         assert 0 < row["flop_fraction"] < 1
+
+
+def test_a_checkout_is_as_fast_as_itself_give_or_take(caches, tmp_path, capsys):
+    model, checkpoint, bases = caches[1], caches[3], caches[5]
+    arguments = ["--other", ROOT, "--model", model, "--checkpoints", checkpoint, checkpoint, "--bases", bases, bases]
+    sizes = ["--context", 80, "--rounds", 3, "--tokens", 1, "--repeats", 2]
+    compare_checkouts.main([*map(str, [*arguments, *sizes, "--results", tmp_path / "out"])])
+    record = only_record(tmp_path / "out")
+    whats = [
+        f"{what} {method}"
+        for method in ("dynamic_cache", "dynakv", "ojakv-pf", "ojakv-joint")
+        for what in ("decode", "prefill")
+    ]
+    assert [row["what"] for row in record["rows"]] == whats
+    assert all(0 < row["lower"] <= row["median_of_ratios"] <= row["upper"] for row in record["rows"])
+    assert [row["n"] for row in record["rows"]] == [6, 2] * 4
+    assert record["config"]["other_commit"] == record["code"]["commit"]
+    assert "decode dynakv" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_not_timed():
