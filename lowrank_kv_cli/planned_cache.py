@@ -32,7 +32,7 @@ def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, token
 def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
     """Bytes that a DynaKV cache holds of one sequence, at measured rates; room to grow (less than 1 in 64) is left out."""
     geometry, settings = config.geometry, config.compressor
-    rows = settings.eviction.count(tokens) if settings.eviction.is_on else tokens
+    rows = settings.eviction.num_kept(tokens) if settings.eviction.is_on else tokens
     position = 2 if tokens <= _INT16_MAX else 4
     held = 4 * tokens  # position ids
     for rate in (*rates.keys, *rates.values):

@@ -54,7 +54,6 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     saved = saved_run(states, engine) if resume else None
     tokenizer = load_tokenizer(config.model)
     model = _stock_model(engine)
-    record = begin_record(engine, model, None if saved is None else saved[1])
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
     lr_projection = lr_projection_of(config, saved)
     _prepare(engine, model, lr_projection)
@@ -65,6 +64,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
         run = begin_run(engine, stream, price, lr_projection, guard)
     else:
         run = resume_run(engine, *saved, lr_projection, guard)
+    record = begin_record(engine, None if saved is None else saved[1])
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)
     sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]

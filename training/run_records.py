@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.provenance import file_inputs, model_input, name_trainer, path_input
@@ -13,11 +11,10 @@ from lowrank_kv.utils.provenance import file_inputs, model_input, name_trainer, 
 from .engine import Engine
 
 
-def begin_record(engine: Engine, model: PreTrainedModel, progress: dict[str, Any] | None) -> dict[str, Any]:
+def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, Any]:
     """The record of the run that begins or is resumed, see :mod:`lowrank_kv.utils.run_record`.
 
     Args:
-        model: the stock model.
         progress: of the state that is resumed, whose run keeps its id; None where a run begins.
     """
     config = engine.config
@@ -28,7 +25,7 @@ def begin_record(engine: Engine, model: PreTrainedModel, progress: dict[str, Any
         config=to_dict(config),
         inputs=[
             *(path_input(role, path) for role, path in starts.items() if path is not None),
-            model_input(model),
+            model_input(engine.model),
             *file_inputs("text", dict.fromkeys(texts)),
         ],
         n={"steps": steps, "tokens": steps * engine.blocks_per_step * config.dataset.sequence_length},

@@ -8,6 +8,7 @@ from methods import spread_gates
 
 import dynakv
 from dynakv.checkpoint import read_config
+from dynakv.objective import RateRecorder
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import geometry_of
@@ -138,13 +139,14 @@ def test_a_dynakv_cache_takes_the_bytes_that_were_predicted(compressed, tmp_path
     model = load_model(compressed.config._name_or_path)
     dynakv.attach(model, tmp_path / "checkpoint", **settings)
     with torch.no_grad():
-        model(IDS, use_cache=False)
-        ranks = [side.rate.rank_BT.float().mean().item() / 32 for side in dynakv.token_compressors(model)]
+        with RateRecorder(model) as recorder:
+            model(IDS, use_cache=False)
+            keys_L, values_L = recorder.rates().hard_L2.T.tolist()
         cache = dynakv.DynaKVCache.from_model(model)
         cache.expect_prompt(IDS.shape[1])
         model(IDS, past_key_values=cache)
     dynakv.save_compressor(model, tmp_path / "served")
-    rates = Rates(source="ids", keys=ranks[::2], values=ranks[1::2])
+    rates = Rates(source="ids", keys=keys_L, values=values_L)
     predicted = dynakv_nbytes(read_config(tmp_path / "served"), rates, tokens=IDS.shape[1], itemsize=4)
     assert predicted == pytest.approx(cache.nbytes, rel=0.05)
 
