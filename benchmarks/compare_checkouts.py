@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=count, default=24, help="of decoding, for each repeat [default %(default)s]")
     parser.add_argument("--tokens", type=count, default=4, help="decoded in a round [default %(default)s]")
     parser.add_argument("--repeats", type=count, default=3, help="prompts, and trainings [default %(default)s]")
-    parser.add_argument("--train", nargs="*", metavar="ARG", help="also time training with these arguments")
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help="also time training, with all further arguments")
     parser.add_argument("--results", metavar="DIR", help="where to write the run record")
     arguments = parser.parse_args(argv)
 
