@@ -226,6 +226,7 @@ def test_a_training_step(rows, tiny_dir):
         assert 0 < row["flop_fraction"] < 1
 
 
+@pytest.mark.slow  # two processes that import everything
 def test_a_checkout_is_as_fast_as_itself_give_or_take(caches, tmp_path, capsys):
     model, checkpoint, bases = caches[1], caches[3], caches[5]
     arguments = ["--other", ROOT, "--model", model, "--checkpoints", checkpoint, checkpoint, "--bases", bases, bases]

@@ -78,12 +78,19 @@ def test_a_checkout_has_the_names_of_a_wheel():
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "sys.path.insert" in path.read_text()]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_import_the_checkout_they_stand_in(script, tmp_path):
-    code = (
-        f"import runpy, sys; sys.argv = ['x']; sys.path[:] = [p for p in sys.path if p != {str(ROOT)!r}]\n"
-        f"runpy.run_path({str(script)!r}); import lowrank_kv; print(lowrank_kv.__file__)"
-    )
+def test_scripts_import_the_checkout_they_stand_in(tmp_path):
+    """In one process, which imports torch once: before each script the checkout is taken off the path."""
+    code = f"""
+import runpy, sys
+root, scripts = {str(ROOT)!r}, {[str(path) for path in SCRIPTS]}
+sys.argv = ["x"]
+for script in scripts:
+    sys.path[:] = [entry for entry in sys.path if entry != root]
+    runpy.run_path(script)
+    assert sys.path[0] == root, script
+import lowrank_kv
+print(lowrank_kv.__file__)
+"""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
