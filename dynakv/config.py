@@ -7,7 +7,7 @@ from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
     GROUP_SIZE_HELP,
-    Quantization,
+    IntegerQuantization,
     quantization_of,
 )
 from lowrank_kv.utils.config import build, configuration, option, require, section, to_dict
@@ -115,5 +115,5 @@ class DynaKVConfig:
             require(value != refused, key, value, "another, or `calibration.start: pca`")
 
     @property
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> IntegerQuantization | None:
         return quantization_of(self.cache_dtype, self.group_size)

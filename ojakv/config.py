@@ -9,7 +9,7 @@ from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
     GROUP_SIZE_HELP,
-    Quantization,
+    IntegerQuantization,
     quantization_of,
 )
 from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require, section
@@ -169,7 +169,7 @@ class OjaKVConfig:
         self.quantization  # noqa: B018 - raises where the two do not fit
 
     @property
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> IntegerQuantization | None:
         return quantization_of(self.cache_dtype, self.group_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Rows of coefficients that grow with the text, stored in a floating dtype or as integers.
+"""Rows of coefficients that grow with the text, stored in a floating dtype or quantized.
 
 Shapes: N rows, R coefficients, M queries; leading dims (parts) are kept.
 """
@@ -24,7 +24,7 @@ class Coefficients:
     Args:
         shape: (…, R), the leading dims and the number of coefficients.
         dtype: in which rows are read, and stored unless quantized.
-        quantization: how rows are stored as integers; None to store them in `dtype`.
+        quantization: how rows are stored in fewer bits; None to store them in `dtype`.
 
     Attributes:
         stored: the rows in use and the room to grow: (…, N, R), or codes (…, N, Y) and their scales.
@@ -47,7 +47,7 @@ class Coefficients:
         tensors = [empty(self.rank, dtype)]
         if quantization is not None:
             codes = empty(quantization.row_bytes(self.rank), torch.uint8)
-            tensors = [codes, empty(2 * quantization.num_groups(self.rank), SCALE_DTYPE)]
+            tensors = [codes, empty(quantization.scales_per_row(self.rank), SCALE_DTYPE)]
         self.stored = GrowingRows(*tensors, dim=len(lead))
 
     @classmethod

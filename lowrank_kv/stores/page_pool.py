@@ -9,7 +9,7 @@ Shapes: P pages, N tokens of a page, g coefficients of a granule, Y bytes of a g
 import torch
 from torch import Tensor
 
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
@@ -43,7 +43,7 @@ class PagePool:
         granule: int = 64,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization | None = None,
+        quantization: IntegerQuantization | None = None,
     ):
         least = 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
         require(pages >= 1, "pages", pages, "at least 1")

@@ -1,8 +1,9 @@
-"""Coefficients as 8- or 4-bit integers with a scale and an offset for each token, or for each group of its coefficients.
+"""Coefficients in fewer bits than floats have: the interface of all ways, and integers of 8 or 4 bits.
 
-Shapes: N rows, R coefficients, K groups of a row, Y bytes of a row's codes. Leading dims are kept.
+Shapes: N rows, R coefficients, K groups of a row, Y bytes of a row's codes, S scales of a row. Leading dims are kept.
 """
 
+import abc
 import dataclasses
 
 import torch
@@ -23,9 +24,33 @@ _ROUNDING = 2.0**-8
 COEF_SCALE_POWER = 0.5
 
 
+class Quantization(abc.ABC):
+    """How rows are encoded as bytes, with scales beside them."""
+
+    @abc.abstractmethod
+    def row_bytes(self, rank: int) -> int:
+        """Y, bytes of a row's codes."""
+
+    @abc.abstractmethod
+    def scales_per_row(self, rank: int) -> int:
+        """S, numbers of :data:`SCALE_DTYPE` beside a row of `rank` coefficients."""
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes of a row, scales included."""
+        return self.row_bytes(rank) + self.scales_per_row(rank) * SCALE_DTYPE.itemsize
+
+    @abc.abstractmethod
+    def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (…, N, Y) uint8 and scales (…, N, S) of rows of any floating dtype."""
+
+    @abc.abstractmethod
+    def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+        """The rounded rows, (…, N, R) in `dtype`, from what :meth:`encode` returned."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantization:
-    """How rows are encoded as integers.
+class IntegerQuantization(Quantization):
+    """Integers of 8 or 4 bits with a scale and an offset for each token, or for each group of its coefficients.
 
     Attributes:
         bits: 8, or 4, when two codes share a byte.
@@ -48,12 +73,10 @@ class Quantization:
         return -(-rank // (self.group_size or max(rank, 1)))
 
     def row_bytes(self, rank: int) -> int:
-        """Y, bytes of a row's codes."""
         return rank if self.bits == 8 else -(-rank // 2)
 
-    def nbytes(self, rank: int) -> int:
-        """Bytes of a row, scales included."""
-        return self.row_bytes(rank) + 2 * self.num_groups(rank) * SCALE_DTYPE.itemsize
+    def scales_per_row(self, rank: int) -> int:
+        return 2 * self.num_groups(rank)
 
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (…, N, Y) uint8, two to a byte if they have 4 bits, and scales as :meth:`levels` gives them."""
@@ -84,7 +107,6 @@ class Quantization:
         return code_NR, torch.cat([scale_NK, least_NK], dim=-1)
 
     def decode(self, code_NY: Tensor, scale_NS: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-        """The rounded rows, (…, N, R) in `dtype`, from what :meth:`encode` returned."""
         # In place and in fp32, which a CPU does several times as fast as a fused operation on broadcast halves.
         scale_NK, least_NK = scale_NS.float().chunk(2, dim=-1)
         if self.group_size is not None:
@@ -112,7 +134,7 @@ class Quantization:
         return torch.cat([code_NY & 15, code_NY >> 4], dim=-1)[..., :rank]
 
 
-def quantization_of(cache_dtype: str, group_size: int | None) -> Quantization | None:
+def quantization_of(cache_dtype: str, group_size: int | None) -> IntegerQuantization | None:
     """The quantization that a configuration's `cache_dtype` and `group_size` ask for; None for the model's dtype."""
     bits = CACHE_DTYPES[cache_dtype]
     require(
@@ -121,7 +143,7 @@ def quantization_of(cache_dtype: str, group_size: int | None) -> Quantization | 
         group_size,
         "none where coefficients are stored in the model's dtype",
     )
-    return None if bits is None else Quantization(bits=bits, group_size=group_size)
+    return None if bits is None else IntegerQuantization(bits=bits, group_size=group_size)
 
 
 def coef_scale_of(energy_R: Tensor) -> Tensor:

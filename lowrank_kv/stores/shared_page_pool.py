@@ -8,7 +8,7 @@ from torch import Tensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, POSITIONS
 from lowrank_kv.stores.page_pool import MIN_GRANULE, PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
@@ -39,7 +39,7 @@ class SharedPagePool:
         stores: int,
         granularity: int,
         width: int,
-        quantization: Quantization | None,
+        quantization: IntegerQuantization | None,
     ):
         require(max_length >= 1, "max_length", max_length, "at least 1 token")
         require(

@@ -171,3 +171,15 @@ static inline __attribute__((always_inline)) void product(
         }
     }
 }
+
+static inline float from_bfloat16(uint16_t bits) {
+    union { uint32_t bits; float value; } u = {(uint32_t)bits << 16};
+    return u.value;
+}
+
+/* Rounds to nearest, ties to even, as torch does. */
+static inline uint16_t to_bfloat16(float value) {
+    union { float value; uint32_t bits; } u = {value};
+    if (value != value) return 0x7fc0;
+    return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
+}

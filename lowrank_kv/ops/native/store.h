@@ -1,11 +1,12 @@
-/* A store of coefficients: buckets of one rank each, as floats or as integers with scales. */
+/* A store of coefficients: buckets of one rank each, as floats, as integers with scales, or packed by a plan of bits. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
 #include "common.h"
+#include "plan.h"
 
-enum kind { FLOAT32, BFLOAT16, INT8, INT4 };
+enum kind { FLOAT32, BFLOAT16, INT8, INT4, PLANNED };
 
 /* Tokens of one rank. If heads are compressed separately, each part's coefficients lie `part_bytes` after those before. */
 struct bucket {
@@ -24,19 +25,8 @@ struct store {
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
     int64_t group_size; /* integers: coefficients that share a scale; 0 when all of a row do */
+    const struct plan *plan; /* of planned rows */
 };
-
-static inline float from_bfloat16(uint16_t bits) {
-    union { uint32_t bits; float value; } u = {(uint32_t)bits << 16};
-    return u.value;
-}
-
-/* Rounds to nearest, ties to even, as torch does. */
-static inline uint16_t to_bfloat16(float value) {
-    union { float value; uint32_t bits; } u = {value};
-    if (value != value) return 0x7fc0;
-    return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
-}
 
 static inline int64_t slot_of(const struct store *store, const struct bucket *bucket, int64_t token) {
     if (!bucket->slot) return token;
@@ -85,6 +75,9 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
         case FLOAT32: memcpy(out, row, rank * sizeof(float)); break;
         case BFLOAT16:
             for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
+            break;
+        case PLANNED:
+            read_row(store->plan, row, bucket->row_bytes, rank, out);
             break;
         default: dequantize(store, row, (const uint16_t *)scales + (first + t) * 2 * num_groups, rank, out);
         }

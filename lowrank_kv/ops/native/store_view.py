@@ -6,18 +6,24 @@ row.
 
 import ctypes
 import struct
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank_kv.ops.native.library import library
+from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_QUANTIZED = {8: 2, 4: 3}
+_INTEGERS, _PLANNED = {8: 2, 4: 3}, 4
 # The members of `struct bucket` and `struct store` in store.h, in their order.
-_BUCKET, _STORE = struct.Struct("9q"), struct.Struct("4q2iq")
+_BUCKET, _STORE = struct.Struct("9q"), struct.Struct("4q2i2q")
+# Those of `struct plan` in plan.h, and what it says of coefficients that are read together.
+_PLAN, _AT_ONCE = struct.Struct("9q"), 16
+_IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
@@ -34,6 +40,7 @@ class RankBucketView:
             None where token n is at n.
         kind: of the rows, as in `store.h`.
         group_size: of integers: coefficients that share a scale; 0 when all of a row do.
+        plan: of rows that are packed by one.
     """
 
     def __init__(
@@ -46,8 +53,9 @@ class RankBucketView:
         slot_N: Tensor | None = None,
         kind: int,
         group_size: int = 0,
+        plan: "PackedPlan | None" = None,
     ):
-        self.rank, self.kind, self.group_size = rank, kind, group_size
+        self.rank, self.kind, self.group_size, self.plan = rank, kind, group_size, plan
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
         self._keepalive = rows_PNY, scale_PNS, slot_N, row_count  # addresses in them follow
         self.members = _BUCKET.pack(
@@ -69,15 +77,13 @@ class RankBucketView:
     def from_coefficients(cls, coef: Coefficients, slot_N: Tensor | None = None) -> "RankBucketView":
         """Coefficients of one rank; `slot_N` as above."""
         rows_PNY, scale_PNS = coef.buffers()
-        quantization = coef.quantization
         return cls(
             rows_PNY,
             rank=coef.rank,
             row_count=coef.stored.row_count,
             scale_PNS=scale_PNS,
             slot_N=slot_N,
-            kind=KINDS[coef.dtype] if quantization is None else _QUANTIZED[quantization.bits],
-            group_size=0 if quantization is None else quantization.group_size or 0,
+            **_form_of(coef),
         )
 
     @classmethod
@@ -102,7 +108,10 @@ class StoreView:
     """
 
     def __init__(self, buckets: list[RankBucketView], rank: int, row_count: ctypes.c_int64 | None = None):
-        first = (buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size) if buckets else (0, 0, 0)
+        first = (0, 0, 0, 0)
+        if buckets:
+            plan = buckets[0].plan
+            first = buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size, 0 if plan is None else plan.address
         self._keepalive = buckets, row_count  # addresses in them follow
         self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _BUCKET.size)
         self.address = ctypes.addressof(self._memory)
@@ -117,3 +126,61 @@ class StoreView:
         """Write a row of `rank` coefficients behind those of its rank; False, and nothing is written, if there is no room.
         Only where :func:`appends`, and buckets have one part and slots."""
         return bool(library().append(self.address, coef_address, rank))
+
+
+class PackedPlan:
+    """A plan of bits as compiled code reads it."""
+
+    def __init__(self, plan: BitPlan):
+        table_L, firsts = _table_of(plan)
+        # Lanes beyond the last coefficient read what is there, and are not written.
+        spare = (0, _AT_ONCE + -plan.num_coefficients % _AT_ONCE)
+        byte_R, shift_R, mask_R = (F.pad(each.cpu().int(), spare) for each in (plan.byte_R, plan.shift_R, plan.mask_R))
+        level_R = F.pad(torch.tensor([firsts.get(width, 0) for width in plan.bits], dtype=torch.int32), spare)
+        blocks = range(plan.num_uncoded, plan.num_coefficients, _AT_ONCE)
+        first_B = torch.tensor([int(byte_R[start]) for start in blocks], dtype=torch.int32)
+        window_B = torch.zeros(len(blocks), _AT_ONCE, 4, dtype=torch.uint8)
+        lookup_B = torch.empty(len(blocks), dtype=torch.uint8)
+        for block, start in enumerate(blocks):
+            end = min(start + _AT_ONCE, plan.num_coefficients)
+            offset_A = (byte_R[start:end] - first_B[block]).to(torch.uint8)
+            window_B[block, : end - start, 0], window_B[block, : end - start, 1] = offset_A, offset_A + 1
+            lookup_B[block] = _lookup_of(set(plan.bits[start:end]))
+        self._keepalive = byte_R, shift_R, mask_R, level_R, table_L, first_B, window_B, lookup_B
+        self._memory = _PLAN.pack(plan.num_uncoded, *(tensor.data_ptr() for tensor in self._keepalive))
+        self._buffer = ctypes.create_string_buffer(self._memory, len(self._memory))
+        self.address = ctypes.addressof(self._buffer)
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
+def _form_of(coef: Coefficients) -> dict[str, Any]:
+    """How rows are stored, as arguments of a view."""
+    quantization = coef.quantization
+    if quantization is None:
+        return {"kind": KINDS[coef.dtype]}
+    if isinstance(quantization, BitPlan):
+        if quantization.native_view is None:
+            quantization.native_view = PackedPlan(quantization)
+        return {"kind": _PLANNED, "plan": quantization.native_view}
+    return {"kind": _INTEGERS[quantization.bits], "group_size": quantization.group_size or 0}
+
+
+def _table_of(plan: BitPlan) -> tuple[Tensor, dict[int, int]]:
+    """All levels, and the place of each width's lowest: codebooks of up to 4 bits fill the first two registers, that of 5 bits
+    the next two, so that a lookup needs no memory."""
+    table, firsts, place = torch.zeros(32 + 32 + 64 + 256), {}, 0
+    for width in sorted(plan.levels):
+        place = {5: 32, 6: 64, 8: 128}.get(width, place)
+        firsts[width] = place
+        table[place : place + 2**width] = plan.levels[width].cpu()
+        place += 2**width
+    return table, firsts
+
+
+def _lookup_of(widths: set[int]) -> int:
+    """How neighbours of these widths find their levels in the table of :func:`_table_of`."""
+    if widths == {5}:
+        return _IN_NEXT_TWO_REGISTERS
+    return _IN_TWO_REGISTERS if max(widths) < 5 else _ONE_BY_ONE

@@ -30,7 +30,7 @@ from lowrank_kv.ops.rotation import RotaryTable  # noqa: E402
 from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402
-from lowrank_kv.stores.quantization import Quantization  # noqa: E402
+from lowrank_kv.stores.quantization import IntegerQuantization  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -143,7 +143,7 @@ def paged_launches(
     softcap=None,
 ) -> Launches:
     width, batch = groups * head_dim, 8
-    quantization = None if bits is None else Quantization(bits=bits)
+    quantization = None if bits is None else IntegerQuantization(bits=bits)
     pool = PagePool(64, tokens=tokens, dtype=dtype, device=META, quantization=quantization)
     stores = [PagedStore(batch, width, capacity=32768, pool=pool) for _ in range(2)]
     decoder = torch.empty(width, width, dtype=dtype, device=META)
@@ -165,7 +165,7 @@ def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16)
     if bits is None:
         rows = LatentRows(torch.empty(batch, groups, 32768, rank, dtype=dtype, device=META), basis)
     else:
-        quantization = Quantization(bits=bits)
+        quantization = IntegerQuantization(bits=bits)
         width = quantization.row_bytes(rank)
         codes = torch.empty(batch, groups, 32768, width, dtype=torch.uint8, device=META)
         scales = torch.empty(batch, groups, 32768, 2, dtype=torch.bfloat16, device=META)
@@ -196,7 +196,7 @@ def joint_launches(
         basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
         if bits is None:
             return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
-        quantization = Quantization(bits=bits)
+        quantization = IntegerQuantization(bits=bits)
         codes = torch.empty(1, 1, room, quantization.row_bytes(rank), dtype=torch.uint8, device=META)
         return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantization)
 
@@ -285,7 +285,7 @@ def test_latent_attention_on_integers(tmp_path, bits):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_gated_append(tmp_path, bits):
     width, batch = 1024, 8
-    quantization = None if bits is None else Quantization(bits=bits)
+    quantization = None if bits is None else IntegerQuantization(bits=bits)
     pool = PagePool(64, dtype=torch.bfloat16, device=META, quantization=quantization)
     store = PagedStore(batch, width, capacity=32768, pool=pool)
     state = torch.empty(batch, width, dtype=torch.bfloat16, device=META)

@@ -9,7 +9,7 @@ from lowrank_kv.ops import ragged_attention as whichever
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.ragged_attention import RaggedTokens, eager, native, reference
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
 
@@ -44,7 +44,7 @@ def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **o
     return output_QHD.transpose(0, 1)
 
 
-def operands(generator: torch.Generator, dtype: torch.dtype, quantization: Quantization | None = None):
+def operands(generator: torch.Generator, dtype: torch.dtype, quantization: IntegerQuantization | None = None):
     """(query, stores, decoders, options) of 700 tokens of every rank."""
     stores = []
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_a_query_that_may_see_nothing_gets_zero(way, rotated, softcap, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_integers_are_read_as_they_are_held(operation, bits, group, dtype):
     generator = torch.Generator().manual_seed(2)
-    query, stores, decoders, options = operands(generator, dtype, Quantization(bits=bits, group_size=group))
+    query, stores, decoders, options = operands(generator, dtype, IntegerQuantization(bits=bits, group_size=group))
     actual = attend(operation, query, *stores, decoders, **options)
     expected = attend(reference, query.double(), *stores, decoders, **options)
     error = (actual.double() - expected).norm() / expected.norm()
@@ -197,7 +197,7 @@ def test_equal_inputs_give_equal_bits(operation):
 )
 def test_each_sequence_of_a_batch_is_attended_alone(operation, dtype, bits, allowed, queries, rotated, softcap):
     generator = torch.Generator().manual_seed(6)
-    quantization = Quantization(bits=bits) if bits else None
+    quantization = IntegerQuantization(bits=bits) if bits else None
     decoders = Decoders(*(torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype))
     query = (
         torch.randn(4, queries, HEADS, HEAD_DIM, generator=generator).to(dtype).transpose(1, 2)

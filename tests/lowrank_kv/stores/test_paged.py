@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
 
 WIDTH, GRANULE, BATCH, CAPACITY = 64, 32, 2, 120
 CPU = torch.device("cpu")
-KINDS = [None, Quantization(bits=8), Quantization(bits=4)]
+KINDS = [None, IntegerQuantization(bits=8), IntegerQuantization(bits=4)]
 
 
 def new_stores(quantization=None, pages=120):
@@ -122,6 +122,6 @@ def test_what_cannot_be_held_is_refused():
     with pytest.raises(UserError, match="`length` must be in 0..length, which is .20, 20."):
         paged.crop(21)
     with pytest.raises(UserError, match="`group_size` must be none"):
-        PagePool(8, dtype=torch.float32, device=CPU, quantization=Quantization(bits=8, group_size=32))
+        PagePool(8, dtype=torch.float32, device=CPU, quantization=IntegerQuantization(bits=8, group_size=32))
     with pytest.raises(UserError, match="`granule` must be a power of two from 32 on"):
-        PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantization=Quantization(bits=4))
+        PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantization=IntegerQuantization(bits=4))

@@ -8,7 +8,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
-from lowrank_kv.stores.quantization import Quantization, coef_scale_of
+from lowrank_kv.stores.quantization import IntegerQuantization, coef_scale_of
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -27,7 +27,7 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 )
 def test_a_value_is_rounded_to_its_nearest_level(bits, group, rank, rows, scale, offset, seed):
     values = (torch.randn(2, rows, rank, generator=torch.Generator().manual_seed(seed)) + offset) * scale
-    quantization = Quantization(bits=bits, group_size=group)
+    quantization = IntegerQuantization(bits=bits, group_size=group)
     codes, scales = quantization.encode(values)
     assert codes.dtype == torch.uint8
     assert codes.shape == (2, rows, quantization.row_bytes(rank))
@@ -44,7 +44,7 @@ def test_a_value_is_rounded_to_its_nearest_level(bits, group, rank, rows, scale,
 def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
     codes = torch.arange(16, dtype=torch.uint8).repeat(3, 1)
     for rank in (1, 2, 15, 16):
-        quantization = Quantization(bits=4)
+        quantization = IntegerQuantization(bits=4)
         packed = quantization.pack(codes[:, :rank])
         assert packed.shape == (3, -(-rank // 2))
         assert torch.equal(quantization.unpack(packed, rank), codes[:, :rank])
@@ -54,7 +54,7 @@ def test_int4_takes_half_the_bytes_of_int8_and_every_code_survives_packing():
 def test_companding_beats_one_scale_on_a_steep_spectrum(bits):
     deviation = 2.0 ** -torch.linspace(0, 8, 48)
     values = torch.randn(500, 48, generator=torch.Generator().manual_seed(0)) * deviation
-    quantization, spread = Quantization(bits=bits), coef_scale_of(deviation.square())
+    quantization, spread = IntegerQuantization(bits=bits), coef_scale_of(deviation.square())
 
     def lost(rows, factor):
         decoded = quantization.decode(*quantization.encode(rows / factor), 48, torch.float32) * factor
@@ -66,7 +66,9 @@ def test_companding_beats_one_scale_on_a_steep_spectrum(bits):
 @BITS
 def test_rows_grow_crop_keep_and_copy_as_plain_ones_do(bits):
     generator = torch.Generator().manual_seed(1)
-    held = Coefficients((2, 9), dtype=torch.float32, device=torch.device("cpu"), quantization=Quantization(bits=bits))
+    held = Coefficients(
+        (2, 9), dtype=torch.float32, device=torch.device("cpu"), quantization=IntegerQuantization(bits=bits)
+    )
     plain = torch.empty(2, 0, 9)
     for count in (3, 0, 1, TILE_ROWS, 5):
         rows = torch.randn(2, count, 9, generator=generator)

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 
 
@@ -32,7 +32,7 @@ class LatentRows:
     row_BGNY: Tensor
     basis_BGDR: Tensor
     scale_BGN2: Tensor | None = None
-    quantization: Quantization | None = None
+    quantization: IntegerQuantization | None = None
 
     def __post_init__(self):
         group = None if self.quantization is None else self.quantization.group_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 
 
 def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generator, bits=None, shared=False):
@@ -20,7 +20,7 @@ def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generat
     beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
     if bits is None:
         return LatentRows(coef.masked_fill(beyond, torch.nan), bases.to(dtype))
-    quantization = Quantization(bits=bits)
+    quantization = IntegerQuantization(bits=bits)
     codes, scales = quantization.encode(coef)
     return LatentRows(codes, bases.to(dtype), scales.masked_fill(beyond, torch.nan), quantization)
 

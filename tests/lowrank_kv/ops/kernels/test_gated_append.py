@@ -9,14 +9,14 @@ from lowrank_kv.ops.gated_append.triton import gated_append
 from lowrank_kv.ops.gated_append.weights import append_weights
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 
 WIDTH, GRANULE, STEPS = 96, 32, 6
 
 
 def new_store(batch, *, device, dtype=torch.float16, bits=None) -> PagedStore:
-    quantization = None if bits is None else Quantization(bits=bits)
+    quantization = None if bits is None else IntegerQuantization(bits=bits)
     pool = PagePool(batch * 20, tokens=16, granule=GRANULE, dtype=dtype, device=device, quantization=quantization)
     return PagedStore(batch, WIDTH, capacity=80, pool=pool)
 

@@ -13,7 +13,7 @@ from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingRows, GrowingTensor
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 HEADS, GROUPS, HEAD_DIM = 6, 2, 32
@@ -31,7 +31,7 @@ def operands(low, full, rank, *, dtype, generator, bits=None, groups=GROUPS, joi
     """With room to grow, which is filled with NaN, or codes whose scales are."""
     parts, width = (1, groups * HEAD_DIM) if joint else (groups, HEAD_DIM)
     coef = Coefficients(
-        (parts, rank), dtype=dtype, device="cpu", quantization=None if bits is None else Quantization(bits=bits)
+        (parts, rank), dtype=dtype, device="cpu", quantization=None if bits is None else IntegerQuantization(bits=bits)
     )
     coef.append(torch.randn(parts, low, rank, generator=generator).to(dtype))
     coef.reserve(low + 9)
@@ -129,7 +129,7 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
     mask_HQT = torch.rand(HEADS, 1, 43, generator=generator) < 0.7
     grouped = Coefficients(
-        (GROUPS, 8), dtype=torch.float32, device="cpu", quantization=Quantization(bits=8, group_size=4)
+        (GROUPS, 8), dtype=torch.float32, device="cpu", quantization=IntegerQuantization(bits=8, group_size=4)
     )
     grouped.append(keys.coef.rows())
     grouped.reserve(49)

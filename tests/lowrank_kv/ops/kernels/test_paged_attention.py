@@ -11,7 +11,7 @@ from lowrank_kv.ops.paged_attention.triton import paged_attention
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
-from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 
 BATCH, LENGTHS = 2, (190, 41)
 
@@ -25,7 +25,7 @@ def paged_store(width, lengths, *, dtype, device, generator, granule=32, tokens=
         granule=granule,
         dtype=dtype,
         device=device,
-        quantization=None if bits is None else Quantization(bits=bits),
+        quantization=None if bits is None else IntegerQuantization(bits=bits),
     )
     pool.page_PNY.fill_(255 if bits else torch.nan)
     store = PagedStore(len(lengths), width, capacity=longest + 3, pool=pool)

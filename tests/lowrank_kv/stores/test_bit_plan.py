@@ -1,0 +1,103 @@
+"""Rows whose coefficients have widths of their own: what is stored, and what compiled code reads of it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank_kv.ops import native
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
+from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.utils.errors import UserError
+
+LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
+PLANS = st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=70).map(lambda bits: tuple(sorted(bits, reverse=True)))
+
+
+def rows_of(count: int, rank: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, count, rank, generator=generator) * 4.0 ** torch.randint(
+        -3, 4, (2, count, 1), generator=generator
+    )
+
+
+def nearest(unit: torch.Tensor, width: int) -> torch.Tensor:
+    if width == UNCODED:
+        return unit.bfloat16().float()
+    levels = LEVELS[width]
+    return levels[(unit[..., None] - levels).abs().argmin(dim=-1)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(bits=PLANS, count=st.integers(1, 5), seed=st.integers(0, 99), data=st.data())
+def test_each_coefficient_becomes_its_nearest_level_at_the_rows_scale(bits, count, seed, data):
+    plan = BitPlan(bits, LEVELS)
+    rank = data.draw(st.integers(1, len(bits)))
+    rows = rows_of(count, rank, seed)
+    packed, scales = plan.encode(rows)
+    assert packed.shape == (2, count, plan.row_bytes(rank)) and packed.dtype == torch.uint8
+    assert plan.row_bytes(rank) == -(-(8 + sum(bits[:rank])) // 8) == plan.nbytes(rank)
+    assert scales.numel() == 0
+    octaves = (rows.square().mean(-1, keepdim=True).sqrt().log2() * 8).round() / 8
+    expected = torch.stack([nearest((rows / 2**octaves)[..., i], width) for i, width in enumerate(bits[:rank])], -1)
+    torch.testing.assert_close(plan.decode(packed, scales, rank, torch.float32), expected * 2**octaves)
+
+
+def test_what_is_decoded_is_decoded_again_from_itself():
+    """Rounding what is rounded changes nothing but through the scale, which is of the rounded row."""
+    plan = BitPlan((16,) * 3 + (8,) * 5, LEVELS)
+    rows = rows_of(40, 8)
+    once = plan.decode(*plan.encode(rows), 8, torch.float32)
+    again = plan.decode(*plan.encode(once), 8, torch.float32)
+    assert (again - once).norm() < 0.02 * once.norm()
+
+
+def test_rows_of_zeros_and_of_huge_numbers_stay_finite():
+    plan = BitPlan((8, 4, 1), LEVELS)
+    rows = torch.tensor([[[0.0, 0, 0], [1e30, -1e30, 1], [1e-30, 0, 0]]])
+    decoded = plan.decode(*plan.encode(rows), 3, torch.float32)
+    assert torch.isfinite(decoded).all()
+    assert decoded[0, 0].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "bits, levels, message",
+    [
+        ((7,), LEVELS, "`bits` must be among 1, 2, 3, 4, 5, 6, 8, 16; got 7"),
+        ((3, 2), {3: LEVELS[3]}, r"`levels\[2\]` must be a codebook of 4 levels; got None"),
+        ((2, 3), LEVELS, "`bits` must be falling"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(bits, levels, message):
+    with pytest.raises(UserError, match=message):
+        BitPlan(bits, levels)
+
+
+@pytest.mark.skipif(
+    native.unsupported_reason(torch.float32, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
+)
+@settings(max_examples=40, deadline=None)
+@given(bits=st.tuples(PLANS, PLANS), count=st.integers(1, 60), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))
+def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    groups, head_dim, width = 2, 8, 16 // parts
+
+    def operands(widths):
+        coef = Coefficients(
+            (parts, len(widths)), dtype=torch.float32, device="cpu", quantization=BitPlan(widths, LEVELS)
+        )
+        coef.append(rows_of(count, len(widths), seed)[:parts])
+        coef.reserve(count + seed % 3)
+        basis = torch.randn(parts, width, len(widths), generator=generator) / len(widths) ** 0.5
+        return Operands(coef, basis, GrowingTensor(torch.randn(groups, 3, head_dim, generator=generator), dim=1))
+
+    tokens = LowRankTokens(*(operands(widths) for widths in bits))
+    query = torch.randn(4, 1, head_dim, generator=generator)
+    assert native_attention.unsupported_reason(tokens) is None
+    expected = reference.lowrank_attention(query, tokens, scaling=0.3)
+    for operation in (eager, native_attention):
+        found = operation.lowrank_attention(query, tokens, scaling=0.3)
+        torch.testing.assert_close(found, expected.to(found), rtol=2e-4, atol=2e-4)
