@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 import dynakv
 from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank_kv.stores.quantization import CACHE_DTYPES
+from lowrank_kv.stores.quantization import CACHE_DTYPES, MIXED
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
@@ -113,8 +113,21 @@ class CompareConfig:
         )
 
     def preset(self, name: str, cache_dtype: str = "model") -> OjaKVConfig:
-        """A preset with what this comparison changes of it."""
-        return OjaKVConfig.preset(name, cache_dtype=cache_dtype, **self.overrides())
+        """A preset with what this comparison changes of it; one of mixed widths keeps them."""
+        own = OjaKVConfig.preset(name, **self.overrides())
+        return own if own.cache_dtype == MIXED else dataclasses.replace(own, cache_dtype=cache_dtype)
+
+    def presets_and_dtypes(self) -> list[tuple[str, str]]:
+        """(preset, cache dtype) of each row of a preset."""
+        return [
+            (name, cache_dtype)
+            for name in self.presets
+            for cache_dtype in ([MIXED] if self.is_mixed(name) else self.cache_dtypes)
+        ]
+
+    def is_mixed(self, name: str) -> bool:
+        """Whether a preset holds coefficients in mixed widths."""
+        return self.preset(name).cache_dtype == MIXED
 
     def overrides(self) -> dict[str, str]:
         """Settings every method is given."""
@@ -157,7 +170,7 @@ def compare(config: CompareConfig) -> Iterator[dict[str, Any]]:
         inputs.append(path_input("bases", config.bases))
     elif config.presets or SNAPKV in config.baselines:
         ids = config.calibration.blocks(tokenizer)
-        calibration = Calibration.from_text(model, ids)
+        calibration = Calibration.from_text(model, ids, read=any(map(config.is_mixed, config.presets)))
         inputs.append(token_input("calibration", ",".join(config.calibration.name), ids))
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
     order = {label: i for i, label in enumerate(texts)}
@@ -210,7 +223,7 @@ def _measurements(
                 targets[label].insert(0, row.rate)
             yield row
         dynakv.detach(model)
-    for preset, cache_dtype, label in itertools.product(config.presets, config.cache_dtypes, texts):
+    for (preset, cache_dtype), label in itertools.product(config.presets_and_dtypes(), texts):
         for share in targets[label]:
             plan = plan_for_bytes(
                 calibration,
@@ -275,7 +288,7 @@ def _checkpoint_methods(directories: list[str]) -> list[str]:
 
 
 def _named(method: str, cache_dtype: str) -> str:
-    return method if cache_dtype == "model" else f"{method} {cache_dtype}"
+    return method if cache_dtype in ("model", MIXED) else f"{method} {cache_dtype}"
 
 
 def _documents(text: TextConfig) -> Documents:

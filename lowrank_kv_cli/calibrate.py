@@ -4,7 +4,8 @@
         --name Salesforce/wikitext --subset wikitext-2-raw-v1
 
 Writes the second moments of keys, values and queries, from which the bases of every layout, rank and preset are computed.
-With `--gradients true` it writes those of the loss's gradients, too, from which training can start.
+With `--gradients true` it writes those of the loss's gradients, too, from which training can start, and with
+`--read_gradients true` what plans of bits are made from.
 """
 
 import dataclasses
@@ -28,6 +29,9 @@ class CalibrateConfig(CalibrationText):
     gradients: bool = option(
         False, help="also take the loss's gradients, for training with `calibration.start: gradient`"
     )
+    read_gradients: bool = option(
+        False, help="also take the gradients of what later tokens read of a compressed cache, for `cache_dtype: mixed`"
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +40,7 @@ def main(argv: list[str]) -> None:
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(config.model))
-    calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients)
+    calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients, read=config.read_gradients)
     digest = calibration.save(
         config.output,
         model=name_of(config.model),

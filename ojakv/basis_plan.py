@@ -13,9 +13,11 @@ from torch import Tensor
 from lowrank_kv.bases.pca import parts_of, pca_basis
 from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfill_ranks
 from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
+from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.stores.quantization import coef_scale_of
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.quantization import MIXED, IntegerQuantization, Quantization, coef_scale_of
 from lowrank_kv.utils.errors import UserError
 from ojakv.config import OjaKVConfig
 from ojakv.trackers import by_columns
@@ -26,13 +28,17 @@ class InitialBasis:
     """The basis in which one layer's keys, or values, start.
 
     Attributes:
-        vectors_PWR: orthonormal columns, fp32.
+        vectors_PWR: coefficients are states · vectors, fp32; orthonormal columns, unless there is a decoder.
         energy_PR: mean energy of the calibration's states along them, fp32.
+        decoder_PWR: states are decoder · coefficients, fp32; None where that is `vectors_PWR`.
+        quantization: how coefficients are stored in fewer bits; None to store them in the model's dtype.
         is_compressed: False for the identity, where keys or values are stored uncompressed.
     """
 
     vectors_PWR: Tensor
     energy_PR: Tensor
+    decoder_PWR: Tensor | None = None
+    quantization: Quantization | None = None
     is_compressed: bool = True
 
     @property
@@ -40,12 +46,27 @@ class InitialBasis:
         return self.vectors_PWR.shape[0]
 
     @functools.cached_property
-    def coef_scale(self) -> Tensor:
-        """The scale that coefficients are divided by to be held as integers, (P, R) fp32."""
-        return coef_scale_of(self.energy_PR)
+    def coef_scale(self) -> Tensor | None:
+        """The scale that coefficients are divided by to be held as integers, (P, R) fp32; None where they are not."""
+        return coef_scale_of(self.energy_PR) if isinstance(self.quantization, IntegerQuantization) else None
+
+    def decoder(self, dtype: torch.dtype) -> Tensor:
+        """:attr:`decoder_PWR` in a dtype; all caches share one copy."""
+        if dtype not in self._decoders:
+            self._decoders[dtype] = self.decoder_PWR.to(dtype)
+        return self._decoders[dtype]
+
+    @functools.cached_property
+    def _decoders(self) -> dict[torch.dtype, Tensor]:
+        return {}
 
     def to(self, device: torch.device) -> "InitialBasis":
-        return dataclasses.replace(self, vectors_PWR=self.vectors_PWR.to(device), energy_PR=self.energy_PR.to(device))
+        moved = {"vectors_PWR": self.vectors_PWR.to(device), "energy_PR": self.energy_PR.to(device)}
+        if self.decoder_PWR is not None:
+            moved["decoder_PWR"] = self.decoder_PWR.to(device)
+        if isinstance(self.quantization, BitPlan):
+            moved["quantization"] = self.quantization.to(device)
+        return dataclasses.replace(self, **moved)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,11 +122,16 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
         config: the cache's settings.
 
     Raises:
-        UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale.
+        UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale; or
+            in mixed widths, and it does not say what is read of a cache.
     """
     geometry = calibration.geometry
+    if config.cache_dtype == MIXED:
+        coded = coded_bases(calibration, config.rate)
+        layers = {index: (_coded_basis(sides[KEY]), _coded_basis(sides[VALUE])) for index, sides in coded.items()}
+        return Plan(config=config, geometry=geometry, layers=layers)
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
-    if config.quantization is not None and (calibration.tokens or math.inf) < 2 * widest:
+    if config.integers is not None and (calibration.tokens or math.inf) < 2 * widest:
         raise UserError(
             f"{calibration.origin} is of {calibration.tokens} tokens, too few to know how {widest} directions spread, which "
             f"`cache_dtype: {config.cache_dtype}` divides by; "
@@ -115,7 +141,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     is_compressed = [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
     bases = [
-        _initial_basis(spectrum, next(ranks)) if chosen else _identity(geometry)
+        _initial_basis(spectrum, next(ranks), config.integers) if chosen else _identity(geometry)
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
     layers = zip(bases[::2], bases[1::2], strict=True)
@@ -170,10 +196,20 @@ def _positive(total: Tensor) -> Tensor:
     return total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-def _initial_basis(spectrum: _Spectrum, rank: int) -> InitialBasis:
+def _initial_basis(spectrum: _Spectrum, rank: int, integers: IntegerQuantization | None) -> InitialBasis:
     # A copy, because a view would keep all directions in memory.
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
-    return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=spectrum.energy_PW[:, :rank].contiguous())
+    energy_PR = spectrum.energy_PW[:, :rank].contiguous()
+    return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=energy_PR, quantization=integers)
+
+
+def _coded_basis(coded: CodedBasis) -> InitialBasis:
+    return InitialBasis(
+        vectors_PWR=by_columns(coded.encoder_CR[None]),
+        energy_PR=torch.ones(1, coded.plan.num_coefficients),
+        decoder_PWR=by_columns(coded.decoder_RC.T[None]),
+        quantization=coded.plan,
+    )
 
 
 def _identity(geometry: KVGeometry) -> InitialBasis:

@@ -122,8 +122,7 @@ def _num_positions(sequence: PlannedSequence, parts: int) -> int:
 def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
     config = sequence.config
     parts, part_width, rank = initial.vectors_PWR.shape
-    quantization = config.quantization if initial.is_compressed else None
-    row_bytes = rank * itemsize if quantization is None else quantization.nbytes(rank)
+    row_bytes = rank * itemsize if initial.quantization is None else initial.quantization.nbytes(rank)
     num_bytes = sequence.low_rank_capacity * parts * row_bytes + sequence.full_rank_capacity * width * itemsize
     if initial.is_compressed and config.tracker != "fixed":
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.

@@ -9,6 +9,7 @@ from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
     GROUP_SIZE_HELP,
+    MIXED,
     IntegerQuantization,
     quantization_of,
 )
@@ -113,7 +114,12 @@ class OjaKVConfig:
     eviction: Eviction = section(Eviction)
 
     # how coefficients are held
-    cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
+    cache_dtype: str = option(
+        "model",
+        help=f"{CACHE_DTYPE_HELP}; or `{MIXED}`, each coefficient in as many bits as the loss asks of it, at `rate` of the "
+        f"bytes of a token in 16 bits; needs a calibration with `read_gradients`",
+        choices=(*CACHE_DTYPES, MIXED),
+    )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
 
     # how attention reads them
@@ -166,11 +172,34 @@ class OjaKVConfig:
             f"layout per_head with rope post",
         )
 
-        self.quantization  # noqa: B018 - raises where the two do not fit
+        if self.cache_dtype == MIXED:
+            self._check_mixed()
+        self.integers  # noqa: B018 - raises where the two do not fit
+
+    def _check_mixed(self) -> None:
+        """Raise :class:`UserError` where a plan of bits would not be what is asked for."""
+        served = {
+            "tracker": "fixed",
+            "layout": "joint",
+            "rope": "pre",
+            "compress": "both",
+            "query_key": False,
+            "ranks": "budget",
+            "group_size": None,
+        }
+        for key, value in served.items():
+            given = getattr(self, key)
+            require(
+                given == value,
+                key,
+                given,
+                f"{value} with `cache_dtype: {MIXED}`, whose plan says what is kept of a token",
+            )
 
     @property
-    def quantization(self) -> IntegerQuantization | None:
-        return quantization_of(self.cache_dtype, self.group_size)
+    def integers(self) -> IntegerQuantization | None:
+        """How coefficients are held as integers of one width; None where they are not."""
+        return None if self.cache_dtype == MIXED else quantization_of(self.cache_dtype, self.group_size)
 
     @property
     def rotates(self) -> bool:

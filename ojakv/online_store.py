@@ -50,10 +50,8 @@ class OnlineStore:
         self.config, self.name = config, name
         self.tracker = _tracker(initial, config, name)
         self.initial = initial
-        quantization = config.quantization if initial.is_compressed else None
-        # Unquantized coefficients are not scaled.
-        self.coef_scale_PR = None if quantization is None else initial.coef_scale
-        self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantization=quantization)
+        self.coef_scale_PR = initial.coef_scale
+        self.coef = Coefficients((parts, rank), dtype=dtype, device=device, quantization=initial.quantization)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=device), dim=1)
         self._operands: Operands | None = None
         self.guard = StepGuard(config.max_loss, config.max_drift)
@@ -65,12 +63,17 @@ class OnlineStore:
 
     def operands(self) -> Operands:
         """For attention; the same object until an update, or until tokens are compressed or cropped."""
-        last, basis_PWR = self._operands, self.tracker.vectors_PWR
+        last, basis_PWR = self._operands, self._decoder_PWR
         if last is None or last.coef is not self.coef or last.full is not self.full or last.basis_PWR is not basis_PWR:
             # A scaled basis, or one in another dtype, is made anew each time: it would be a tensor more to keep and count.
             last = Operands(self.coef, self._scaled(basis_PWR, 1).to(self.coef.dtype), self.full)
             self._operands = last if last.basis_PWR is basis_PWR else None
         return last
+
+    @property
+    def _decoder_PWR(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        """States are decoder · coefficients. Of a moving basis in fp32, else in the coefficients' dtype."""
+        return self.tracker.vectors_PWR if self.initial.decoder_PWR is None else self.initial.decoder(self.coef.dtype)
 
     def _scaled(self, states_PXR: Tensor, power: int) -> Tensor:
         """States times the coefficients' scale (power 1), or divided by it (power −1)."""
@@ -95,7 +98,7 @@ class OnlineStore:
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Rows (G, N, D), fp32, from their coefficients."""
         no_rows = GrowingTensor(self.full.buffer[:, :0].float(), dim=1)
-        return Operands(Coefficients.from_rows(coef_PNR), self.tracker.vectors_PWR, no_rows).rebuild()
+        return Operands(Coefficients.from_rows(coef_PNR), self._decoder_PWR.float(), no_rows).rebuild()
 
     def forget_operands(self) -> None:
         """To be called before their tensors are replaced, which they would keep alive."""

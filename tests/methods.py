@@ -12,6 +12,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import dynakv
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, calibrate
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan
+from ojakv.basis_plan import Plan
 
 MakeCache = Callable[[], Cache]
 
@@ -52,8 +53,13 @@ def calibration_moments(model: PreTrainedModel):
 
 
 def calibration_of(model: PreTrainedModel, blocks: int = 4) -> Calibration:
-    ids = torch.randint(1, model.config.vocab_size, (blocks, 32), generator=torch.Generator().manual_seed(1))
-    return Calibration.from_text(model, ids, progress=False)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, model.config.vocab_size, (blocks, 32), generator=generator)
+    calibration = Calibration.from_text(model, ids, progress=False)
+    # Only of longer blocks is anything read compressed.
+    longer = torch.randint(1, model.config.vocab_size, (2, 160), generator=generator)
+    read = Calibration.from_text(model, longer, read=True, progress=False).read
+    return dataclasses.replace(calibration, read=read)
 
 
 def spread_gates(model: PreTrainedModel, seed: int = 2) -> None:
@@ -88,12 +94,25 @@ def _preset(name: str, **overrides) -> Method:
             short |= {"num_sink_tokens": 2, "recent_window": 3}
         config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})
         plan = make_plan(calibration_of(model), config)
+        if config.cache_dtype == "mixed" and rate == 1:
+            plan = _unpacked(plan)
         return lambda: OjaKVCache(model, plan)
 
     settings = OjaKVConfig.preset(name, **overrides)
     follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.prefill == "exact")
     label = "-".join([name, *(str(value) for value in overrides.values())])
     return Method(label, build, follows_text=follows)
+
+
+def _unpacked(plan: Plan) -> Plan:
+    """A plan's bases without its bits, of which no number is as exact as fp32."""
+    return dataclasses.replace(
+        plan,
+        layers={
+            index: tuple(dataclasses.replace(initial, quantization=None) for initial in kv)
+            for index, kv in plan.layers.items()
+        },
+    )
 
 
 METHODS = [

@@ -1,7 +1,8 @@
 """Calibration on disk: the second moments that every basis of every layout and rank is computed from.
 
-A calibration is a directory of `moments.safetensors` (4·C² numbers a layer, 6·C² with those of the loss's gradients) and
-`config.json`, which says what model shape it is for, what text it saw, and the SHA-256 of the moments.
+A calibration is a directory of `moments.safetensors` and `config.json`, which says what model shape it is for, what text it
+saw, and the SHA-256 of the moments. A layer has 4·C² numbers, with the loss's gradients 2·C² more, and with what is read of
+a compressed cache 4·C² more and some rows.
 
 Shapes: C = G·D joint width.
 """
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, SIDES, VALUE, calibrate
 from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.calibration.read_moments import ReadMoments, read_moments
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank_kv.utils.atomic_write import new_directory
 from lowrank_kv.utils.config import check_entries
@@ -26,7 +28,25 @@ from lowrank_kv.utils.errors import UserError
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
-GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}  # sides that a calibration may have or not
+# What a calibration may have or not: moments of gradients, and what is read of a compressed cache.
+GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
+READ = {side: {field: f"{side}_read_{field}" for field in ("state", "gradient", "sample")} for side in (KEY, VALUE)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadStates:
+    """What is read of one layer's keys before rotation, or of its values, once they are compressed.
+
+    Attributes:
+        state_CC, gradient_CC: mean second moments, fp32.
+        sample_NC: some rows, bf16.
+
+    See :class:`lowrank_kv.calibration.read_moments.ReadMoments`.
+    """
+
+    state_CC: Tensor
+    gradient_CC: Tensor
+    sample_NC: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +57,7 @@ class Calibration:
         geometry: the model's shape.
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
+        read: layer index → ``key``, ``value`` → what is read of it compressed; None where that was not taken.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         tokens: how many tokens were read, if known.
@@ -44,30 +65,40 @@ class Calibration:
 
     geometry: KVGeometry
     moments: dict[int, dict[str, Tensor]]
+    read: dict[int, dict[str, ReadStates]] | None = None
     origin: str = "the calibration"
     model: str | None = None
     tokens: int | None = None
 
     @classmethod
     def from_text(
-        cls, model: PreTrainedModel, blocks_NT: Tensor, *, gradients: bool = False, progress: bool = True
+        cls,
+        model: PreTrainedModel,
+        blocks_NT: Tensor,
+        *,
+        gradients: bool = False,
+        read: bool = False,
+        progress: bool = True,
     ) -> "Calibration":
         """Run the uncompressed `model` over blocks of token ids.
 
         Args:
-            gradients: also take the loss's gradients, which costs a backward pass.
+            gradients: also take the loss's gradients, from which training can start; costs a backward pass.
+            read: also take what is read of a compressed cache, from which plans of bits are made; costs another.
 
-        See :func:`lowrank_kv.calibration.activation_moments.calibrate` and
-        :func:`lowrank_kv.calibration.gradient_moments.gradient_moments`.
+        See :func:`lowrank_kv.calibration.activation_moments.calibrate`,
+        :func:`lowrank_kv.calibration.gradient_moments.gradient_moments` and
+        :func:`lowrank_kv.calibration.read_moments.read_moments`.
         """
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
+        read_states = _read_states(read_moments(model, blocks_NT, progress=progress)) if read else None
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
         # On the CPU, wherever the model is: bases and ranks are worked out over all layers.
         moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
-        return cls(geometry=geometry_of(model), moments=moments, tokens=blocks_NT.numel())
+        return cls(geometry=geometry_of(model), moments=moments, read=read_states, tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.
@@ -83,6 +114,11 @@ class Calibration:
             for i, sides in self.moments.items()
             for side, moment in sides.items()
         }
+        for i, sides in (self.read or {}).items():
+            for side, read in sides.items():
+                tensors = read.state_CC, read.gradient_CC, read.sample_NC
+                names = (f"layers.{i}.{name}" for name in READ[side].values())
+                flat |= dict(zip(names, tensors, strict=True))
         data = save(flat)
         config = {
             "format": FORMAT,
@@ -125,6 +161,7 @@ class Calibration:
         return cls(
             geometry=geometry,
             moments=_unflattened(flat, geometry, moments_path),
+            read=_unflattened_read(flat, geometry, moments_path),
             origin=f"the calibration `{directory}`",
             model=config["model"],
             tokens=config.get("tokens"),
@@ -149,6 +186,18 @@ class Calibration:
             i: {side: SecondMoment.from_mean(sides[name]) for side, name in GRADIENTS.items()}
             for i, sides in self.moments.items()
         }
+
+    def read_states(self) -> dict[int, dict[str, ReadStates]]:
+        """:attr:`read`.
+
+        Raises:
+            UserError: there are none.
+        """
+        if self.read is None:
+            raise UserError(
+                f"{self.origin} does not say what is read of a compressed cache; make it anew with `read_gradients: true`"
+            )
+        return self.read
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration, after a check that it fits `model`.
@@ -176,3 +225,38 @@ def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> d
                 raise UserError(f"{path} does not hold what its {CONFIG} says: {what}; calibrate again")
         moments[index] = {side: flat[name] for side, name in names.items()}
     return moments
+
+
+def _unflattened_read(
+    flat: dict[str, Tensor], geometry: KVGeometry, path: Path
+) -> dict[int, dict[str, ReadStates]] | None:
+    """What is read compressed, from names in the file. Raises :class:`UserError` where something is missing or misshapen."""
+    names = {
+        (index, side): [f"layers.{index}.{name}" for name in READ[side].values()]
+        for index in geometry.layers
+        for side in READ
+    }
+    if not any(name in flat for each in names.values() for name in each):
+        return None
+    read: dict[int, dict[str, ReadStates]] = {index: {} for index in geometry.layers}
+    for (index, side), each in names.items():
+        for name in each:
+            if name not in flat or flat[name].shape[-1] != geometry.width:
+                raise UserError(f"{path} does not hold what it should: {name} is missing or misshapen; calibrate again")
+        state_CC, gradient_CC, sample_NC = (flat[name] for name in each)
+        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC)
+    return read
+
+
+def _read_states(found: dict[int, dict[str, ReadMoments]]) -> dict[int, dict[str, ReadStates]]:
+    return {
+        index: {
+            side: ReadStates(
+                state_CC=read.state.mean().float().cpu(),
+                gradient_CC=read.gradient.mean().float().cpu(),
+                sample_NC=read.sample_NC.cpu(),
+            )
+            for side, read in sides.items()
+        }
+        for index, sides in found.items()
+    }

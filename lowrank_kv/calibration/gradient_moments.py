@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
-from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.attention import PREPARED, TRANSFORM
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
@@ -49,7 +50,7 @@ def gradient_moments(
     moments = empty_moments(model, (KEY, VALUE))
     with (
         evaluating(model),
-        _probes(model) as probes,
+        probes_of(model) as probes,
         torch.enable_grad(),
         tqdm(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
     ):
@@ -62,12 +63,13 @@ def gradient_moments(
             gradients = iter(torch.autograd.grad(loss, states))
             for index in probes:
                 for side in (KEY, VALUE):
-                    _add(moments[index][side], next(gradients), f"layer {index}, {side}")
+                    add_gradients(moments[index][side], next(gradients), f"layer {index}, {side}")
             bar.update(block_T.numel())
     return moments
 
 
-def _add(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
+def add_gradients(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
+    """Add gradients to a moment; raises :class:`UserError` with the name of the states if they are not finite."""
     try:
         moment.update(gradient_BTC.flatten(0, 1))
     except ValueError as error:
@@ -75,18 +77,24 @@ def _add(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _probes(model: PreTrainedModel) -> Iterator[dict[int, "_Probe"]]:
-    """A probe where each layer's compressor would be."""
+def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -> Iterator[dict[int, "_Probe"]]:
+    """A probe where each layer's compressor would be.
+
+    Args:
+        exact_tokens: which tokens a query sees past the probe; None for none.
+    """
     prepare(model)
     modules = attention_modules(model)
     probes = {index: _Probe() for index in geometry_of(model).layers}
-    for index, probe in probes.items():
-        modules[index]._modules[TRANSFORM] = probe
     try:
+        for index, probe in probes.items():
+            modules[index]._modules[TRANSFORM] = probe
+            getattr(modules[index], PREPARED).see_exactly(exact_tokens)
         yield probes
     finally:
         for index in probes:
-            del modules[index]._modules[TRANSFORM]
+            modules[index]._modules.pop(TRANSFORM, None)
+            getattr(modules[index], PREPARED).see_exactly(None)
 
 
 class _Probe(nn.Module):

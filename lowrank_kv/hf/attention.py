@@ -18,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowrank_kv.hf.backends import backend
+from lowrank_kv.hf.backends import MASKED_BACKENDS, backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
 from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
@@ -44,6 +45,7 @@ class PreparedAttention(GraphHandle):
         hook: the handle of the module's pre-hook.
         previous: name of the model's attention before it was prepared; it still runs underneath.
         observer: is shown (q, rotated k, v, rope) of every uncached call, for calibration.
+        exact_tokens: which tokens a query of an uncached call sees past the module's compressor; None for none.
     """
 
     module: nn.Module
@@ -52,6 +54,20 @@ class PreparedAttention(GraphHandle):
     hook: RemovableHandle
     previous: str
     observer: Observer | None = None
+    exact_tokens: ExactTokens | None = None
+
+    def see_exactly(self, exact_tokens: ExactTokens | None) -> None:
+        """Set :attr:`exact_tokens`.
+
+        Raises:
+            UserError: the model's own attention takes no mask in which queries see different tokens.
+        """
+        if exact_tokens is not None and self.previous not in MASKED_BACKENDS:
+            raise UserError(
+                f"attention `{self.previous}` cannot let each query see other tokens exactly; load the model with one of "
+                f"{', '.join(MASKED_BACKENDS)}"
+            )
+        self.exact_tokens = exact_tokens
 
     @property
     def is_bare(self) -> bool:
@@ -106,7 +122,10 @@ class _UncachedCall:
             prepared.observer(query, key, value, self.rope)
         transform = prepared.module._modules.get(TRANSFORM)
         if transform is not None:
+            exact = key, value
             key, value, *_ = transform(key, value, self.rope)  # its other outputs are read by hooks
+            if prepared.exact_tokens is not None:
+                key, value, mask = prepared.exact_tokens.joined(exact, (key, value), _boolean(mask))
         return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 

@@ -16,7 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowrank_kv.utils.errors import UserError
 
 _FLASH = "flash_attention_2"
-BACKENDS = ("sdpa", "eager", _FLASH)
+MASKED_BACKENDS = ("sdpa", "eager")  # their masks may be of any form
+BACKENDS = (*MASKED_BACKENDS, _FLASH)
 
 
 def check_backend(name: str) -> None:

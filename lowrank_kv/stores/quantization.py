@@ -13,6 +13,7 @@ from lowrank_kv.utils.config import require
 
 # How coefficients are stored: in the model's dtype (None), or as integers of this many bits.
 CACHE_DTYPES = {"model": None, "int8": 8, "int4": 4}
+MIXED = "mixed"  # or by a plan of bits (lowrank_kv/stores/bit_plan.py)
 CACHE_DTYPE_HELP = "how coefficients are stored: in the model's dtype, or as integers with a scale for each token"
 GROUP_SIZE_HELP = "coefficients that share a scale; all of a token where none is given"
 

@@ -204,13 +204,10 @@ def found_tensors(cache) -> set[int]:
     """Addresses of every non-empty tensor reachable from the cache's own objects; those of the model, the codecs (and what
     codecs give out, which must be their own tensors) and the calibrated bases, which all caches share, left out, and the
     layers' numbers, of 8 bytes, which an empty cache has, too."""
-    shared = {
-        tensor.untyped_storage().data_ptr()
-        for layer in cache.compressed_layers()
-        if hasattr(layer, "plan")
-        for side in layer.plan.pair(layer.index, layer.device)
-        for tensor in (side.vectors_PWR, side.energy_PR)
-    }
+    sides = [
+        layer.plan.pair(layer.index, layer.device) for layer in cache.compressed_layers() if hasattr(layer, "plan")
+    ]
+    shared = reachable_tensors(sides)
     for layer in cache.compressed_layers():
         shared.add(layer.number.untyped_storage().data_ptr())
         for codec in (layer.codec.key, layer.codec.value) if hasattr(layer, "codec") else ():
@@ -218,7 +215,12 @@ def found_tensors(cache) -> set[int]:
             if (gate := codec.token_gate()) is not None:
                 given += [tensor for tensor in vars(gate).values() if isinstance(tensor, torch.Tensor)]
             shared |= {tensor.untyped_storage().data_ptr() for tensor in given}
-    seen, found, queue = set(), set(), [cache]
+    return reachable_tensors(cache) - shared
+
+
+def reachable_tensors(root) -> set[int]:
+    """Addresses of every non-empty tensor that an object leads to, but for those of modules and codecs."""
+    seen, found, queue = set(), set(), [root]
     while queue:
         thing = queue.pop()
         if id(thing) in seen or isinstance(thing, torch.nn.Module):
@@ -233,7 +235,7 @@ def found_tensors(cache) -> set[int]:
             queue.extend(thing)
         elif hasattr(thing, "__dict__") and not callable(thing):
             queue.extend(value for name, value in vars(thing).items() if name != "codec")
-    return found - shared
+    return found
 
 
 @torch.no_grad()

@@ -168,8 +168,8 @@ def _form_of(coef: Coefficients) -> dict[str, Any]:
 
 
 def _table_of(plan: BitPlan) -> tuple[Tensor, dict[int, int]]:
-    """All levels, and the place of each width's lowest: codebooks of up to 4 bits fill the first two registers, that of 5 bits
-    the next two, so that a lookup needs no memory."""
+    """All levels, and the place of each width's lowest: codebooks of up to 4 bits fill the first two registers, that of 5
+    bits the next two, so that a lookup needs no memory."""
     table, firsts, place = torch.zeros(32 + 32 + 64 + 256), {}, 0
     for width in sorted(plan.levels):
         place = {5: 32, 6: 64, 8: 128}.get(width, place)

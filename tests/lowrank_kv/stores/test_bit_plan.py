@@ -38,7 +38,8 @@ def test_each_coefficient_becomes_its_nearest_level_at_the_rows_scale(bits, coun
     rank = data.draw(st.integers(1, len(bits)))
     rows = rows_of(count, rank, seed)
     packed, scales = plan.encode(rows)
-    assert packed.shape == (2, count, plan.row_bytes(rank)) and packed.dtype == torch.uint8
+    assert packed.shape == (2, count, plan.row_bytes(rank))
+    assert packed.dtype == torch.uint8
     assert plan.row_bytes(rank) == -(-(8 + sum(bits[:rank])) // 8) == plan.nbytes(rank)
     assert scales.numel() == 0
     octaves = (rows.square().mean(-1, keepdim=True).sqrt().log2() * 8).round() / 8
@@ -64,7 +65,7 @@ def test_rows_of_zeros_and_of_huge_numbers_stay_finite():
 
 
 @pytest.mark.parametrize(
-    "bits, levels, message",
+    ("bits", "levels", "message"),
     [
         ((7,), LEVELS, "`bits` must be among 1, 2, 3, 4, 5, 6, 8, 16; got 7"),
         ((3, 2), {3: LEVELS[3]}, r"`levels\[2\]` must be a codebook of 4 levels; got None"),

@@ -1,0 +1,83 @@
+"""How many bits each coefficient gets: water-filling of a budget of bytes over what the loss asks of coefficients.
+
+Shapes: C coefficients of a row.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.utils.errors import UserError
+
+
+def allocate_bits(
+    importances: Sequence[Tensor], distortions: Mapping[int, float], budget: int, *, overhead: int
+) -> list[list[int]]:
+    """The widths of every row's coefficients that cost least for their bytes.
+
+    Leaving the coefficient i with distortion ε costs w_i λ_i ε. Bits are given where a bit saves most, over all rows alike.
+    That is the optimum where more bits never save more than those before; widths between which they would are not used.
+
+    Args:
+        importances: w_i λ_i of each row's coefficients, (C,), falling.
+        distortions: bits → ε, the share of a coefficient's energy that rounding takes; 1 for no bits is understood.
+        budget: bytes of one row of each kind together.
+        overhead: bits of a row besides its coefficients'.
+
+    Returns:
+        the widths of each row's coefficients, falling; every row keeps at least one coefficient.
+
+    Raises:
+        UserError: the budget does not even hold one coefficient of each row.
+    """
+    steps = _worthwhile_steps({0: 1.0, **distortions})
+    importance_N = torch.cat([importance_C.double() for importance_C in importances])
+    row_N = torch.cat([torch.full((len(each),), i) for i, each in enumerate(importances)])
+    place_N = torch.cat([torch.arange(len(each)) for each in importances])
+    gain, cost, owner, target = [], [], [], []
+    for before, after in steps:
+        saved = ({0: 1.0, **distortions}[before] - distortions[after]) / (after - before)
+        # The first coefficient of a row is given its first bits whatever they save.
+        is_least_N = (place_N == 0) & (before == 0)
+        gain.append(torch.where(is_least_N, torch.inf, importance_N * saved))
+        cost.append(torch.full_like(row_N, after - before))
+        owner.append(torch.arange(len(row_N)))
+        target.append(torch.full_like(row_N, after))
+    order = torch.argsort(torch.cat(gain), descending=True, stable=True)
+    owner_S, cost_S, target_S = (torch.cat(each)[order] for each in (owner, cost, target))
+
+    def num_bytes(count: int) -> int:
+        bits = torch.zeros(len(importances), dtype=torch.long)
+        bits.index_add_(0, row_N[owner_S[:count]], cost_S[:count])
+        return int(((bits + overhead + 7) // 8).sum())
+
+    low, high = len(importances), len(owner_S)
+    if num_bytes(low) > budget:
+        raise UserError(
+            f"a budget of {budget} bytes for {len(importances)} rows does not hold one coefficient of each; at least "
+            f"{num_bytes(low)} are needed"
+        )
+    while low < high:  # the most steps that the budget holds
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if num_bytes(middle) <= budget else (low, middle - 1)
+    width_N = torch.zeros(len(row_N), dtype=torch.long)
+    width_N.scatter_reduce_(0, owner_S[:low], target_S[:low], "amax")
+    return [each.tolist() for each in width_N.split([len(each) for each in importances])]
+
+
+def _worthwhile_steps(distortions: Mapping[int, float]) -> list[tuple[int, int]]:
+    """(from, to) of the widths on the lower convex hull of distortion over bits."""
+    hull: list[int] = []
+    for bits in sorted(distortions):
+        while hull and distortions[bits] >= distortions[hull[-1]]:
+            break
+        else:
+            while len(hull) > 1 and _slope(distortions, hull[-1], bits) <= _slope(distortions, hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(bits)
+    return list(zip(hull, hull[1:], strict=False))
+
+
+def _slope(distortions: Mapping[int, float], before: int, after: int) -> float:
+    return (distortions[after] - distortions[before]) / (after - before)

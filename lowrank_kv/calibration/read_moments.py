@@ -1,0 +1,101 @@
+"""What later tokens read of a compressed cache: moments of these keys and values, and of how the loss answers to them.
+
+A token's nearest successors see it at full rank (:class:`lowrank_kv.hf.exact_tokens.ExactTokens`), and they are the ones
+that look at it most. Their share of the gradient says nothing about what its compressed form is needed for: it is left out.
+
+Shapes: B batch, T tokens, N sampled rows, C = G·D joint width.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from lowrank_kv.bases.moments import SecondMoment
+from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
+from lowrank_kv.calibration.gradient_moments import add_gradients, probes_of
+from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.eval_mode import evaluating
+
+# Rows of each layer's keys and of its values that are kept, for codebooks: a thousandth of their spread is known from them.
+SAMPLED_ROWS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadMoments:
+    """Of one layer's keys before rotation, or of its values.
+
+    Attributes:
+        state: second moment of the tokens that some later one reads compressed.
+        gradient: second moment of ∂(Σ CE)/∂x̃ with regard to their compressed forms x̃, which here equal x.
+        sample_NC: some of these rows, evenly spread over the text, bf16.
+    """
+
+    state: SecondMoment
+    gradient: SecondMoment
+    sample_NC: Tensor
+
+
+def read_moments(
+    model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens | None = None, progress: bool = True
+) -> dict[int, dict[str, ReadMoments]]:
+    """Layer index → ``key``, ``value`` → what is read of that layer.
+
+    One backward pass a block through the model in eval mode, whose attention is over twice as many keys; it keeps the
+    activations of one block. Parameters get no gradients.
+
+    Args:
+        model: an uncompressed model that attends with sdpa or eager attention, any floating dtype.
+        blocks_NT: token ids.
+        exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
+
+    Raises:
+        UserError: the model has compressors or attends otherwise, blocks are too short, or gradients are not finite.
+    """
+    check_uncompressed(model)
+    exact_tokens = exact_tokens or ExactTokens()
+    read = exact_tokens.read_by_some(blocks_NT.shape[1])
+    rows_of_block = read.stop - read.start
+    if not rows_of_block:
+        raise UserError(
+            f"in blocks of {blocks_NT.shape[1]} tokens none is read compressed: the first {exact_tokens.num_sink_tokens}, "
+            f"the latest {exact_tokens.recent_window} and the {exact_tokens.update_period} that wait are exact; calibrate "
+            f"on longer blocks"
+        )
+    states, gradients = empty_moments(model, (KEY, VALUE)), empty_moments(model, (KEY, VALUE))
+    stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
+    samples: dict[tuple[int, str], list[Tensor]] = {(index, side): [] for index in states for side in (KEY, VALUE)}
+    with (
+        evaluating(model),
+        probes_of(model, exact_tokens) as probes,
+        torch.enable_grad(),
+        tqdm(total=blocks_NT.numel(), unit="tok", desc="read gradients", disable=not progress) as bar,
+    ):
+        for number, block_T in enumerate(blocks_NT):
+            ids_T = block_T.to(model.device)
+            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits_TV.float(), ids_T[1:], reduction="sum")
+            names = [(index, side) for index in probes for side in (KEY, VALUE)]
+            leaves = [state for probe in probes.values() for state in probe.states]
+            first = -number * rows_of_block % stride
+            for (index, side), state_BTC, gradient_BTC in zip(
+                names, leaves, torch.autograd.grad(loss, leaves), strict=True
+            ):
+                rows_NC = state_BTC.detach()[0, read]
+                states[index][side].update(rows_NC)
+                add_gradients(gradients[index][side], gradient_BTC[:, read], f"layer {index}, {side}")
+                samples[index, side].append(rows_NC[first::stride].bfloat16())
+            bar.update(block_T.numel())
+    return {
+        index: {
+            side: ReadMoments(
+                state=states[index][side], gradient=gradients[index][side], sample_NC=torch.cat(samples[index, side])
+            )
+            for side in (KEY, VALUE)
+        }
+        for index in states
+    }

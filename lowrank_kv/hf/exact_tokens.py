@@ -1,0 +1,55 @@
+"""Which tokens a query sees exactly in a pass without a cache, as if the others had been read from a compressed one.
+
+Shapes: B batch, G KV heads, Q queries, T tokens (as many as queries), D head dim.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.utils.config import require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactTokens:
+    """A cache keeps its first tokens and its latest ones at full rank, and compresses the others a period at a time.
+
+    Attributes:
+        num_sink_tokens, recent_window, update_period: as in :class:`ojakv.OjaKVConfig`, in tokens.
+    """
+
+    num_sink_tokens: int = 4
+    recent_window: int = 16
+    update_period: int = 32
+
+    def __post_init__(self):
+        for key, least in (("num_sink_tokens", 0), ("recent_window", 0), ("update_period", 1)):
+            require(getattr(self, key) >= least, key, getattr(self, key), f"at least {least}")
+
+    def is_read_compressed(self, tokens: int, device: torch.device) -> Tensor:
+        """(Q, T) bool: True where a query reads the compressed form of a token, if it may see that token at all."""
+        place_T = torch.arange(tokens, device=device)
+        end_Q = place_T // self.update_period * self.update_period - self.recent_window
+        return (place_T >= self.num_sink_tokens) & (place_T < end_Q[:, None])
+
+    def read_by_some(self, tokens: int) -> slice:
+        """The tokens of a pass that some query reads compressed; none if it is too short."""
+        end = (tokens - 1) // self.update_period * self.update_period - self.recent_window
+        return slice(self.num_sink_tokens, max(end, self.num_sink_tokens))
+
+    def joined(
+        self, exact: tuple[Tensor, Tensor], compressed: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values for one softmax over both forms, (B, G, 2·T, D) each, and its mask, (B or 1, 1, Q, 2·T) bool.
+
+        Args:
+            exact, compressed: rotated keys, and values, of the same tokens, (B, G, T, D) each.
+            mask: bool (B or 1, 1, Q, T), True where a query may see a token; None where only causality masks.
+        """
+        tokens, device = exact[0].shape[2], exact[0].device
+        if mask is None:
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
+        reads = self.is_read_compressed(tokens, device)
+        key, value = (torch.cat(pair, dim=2) for pair in zip(exact, compressed, strict=True))
+        return key, value, torch.cat([mask & ~reads, mask & reads], dim=3)
