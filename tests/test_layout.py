@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "lowrank_kv.codec": UTILS | STORES | {"lowrank_kv.eviction"},
     "lowrank_kv.ops": UTILS | BASES | STORES | {"lowrank_kv.codec"},
     "lowrank_kv.hf": UTILS | STORES | SEAMS | OPS,
-    "lowrank_kv.calibration": UTILS | BASES | HF,
+    "lowrank_kv.calibration": UTILS | BASES | STORES | HF,
     "dynakv": CORE,
     "ojakv": CORE,
     "training": CORE | METHODS,

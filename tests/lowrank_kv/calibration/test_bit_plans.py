@@ -1,0 +1,122 @@
+"""What is read of a compressed cache, and the coder that is made of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from methods import tiny_model
+
+from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.gradient_moments import probes_of
+from lowrank_kv.calibration.read_moments import read_moments
+from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.utils.errors import UserError
+
+EXACT = ExactTokens(num_sink_tokens=2, recent_window=3, update_period=4)
+
+
+def ids_of(blocks: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 97, (blocks, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return Calibration.from_text(tiny_model(), ids_of(3, 160), read=True, progress=False)
+
+
+def test_a_query_reads_what_a_cache_would_have_compressed_by_then():
+    reads = EXACT.is_read_compressed(24, torch.device("cpu"))
+    for query in range(24):
+        compressed = query // 4 * 4 - 3  # whole periods, without the window
+        assert reads[query].nonzero().flatten().tolist() == list(range(2, max(compressed, 2)))
+    assert EXACT.read_by_some(24) == slice(2, 17)
+    assert EXACT.read_by_some(4) == slice(2, 2)
+
+
+class Changed(torch.nn.Module):
+    """A compressor that changes one number of the values."""
+
+    def __init__(self, token: int, place: int, change: float):
+        super().__init__()
+        self.token, self.place, self.change = token, place, change
+
+    def forward(self, key_BGTD, value_BGTD, rope):
+        value_BGTD = value_BGTD.clone()
+        value_BGTD[0, self.place // 16, self.token, self.place % 16] += self.change
+        return key_BGTD, value_BGTD
+
+
+@pytest.mark.parametrize(("layer", "token", "place"), [(2, 9, 5), (1, 4, 20)])
+def test_gradients_are_those_of_the_compressed_copies_alone(layer, token, place):
+    """Against finite differences of the loss where only the copies that are read compressed change."""
+    model, ids, eps = tiny_model(), ids_of(1, 24), 2e-2
+
+    @torch.no_grad()
+    def loss(change: float) -> float:
+        model.model.layers[layer].self_attn._modules[TRANSFORM] = Changed(token, place, change)
+        logits = model(ids, use_cache=False).logits[0, :-1].double()
+        return float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+
+    with probes_of(model, EXACT) as probes, torch.enable_grad():
+        total = F.cross_entropy(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="sum")
+        [gradient] = torch.autograd.grad(total, [probes[layer].states[1]])
+        numeric = (loss(eps) - loss(-eps)) / (2 * eps)
+    assert float(gradient[0, token, place]) == pytest.approx(numeric, rel=2e-2, abs=2e-4)
+    assert float(gradient[0, 17:].abs().max()) == 0.0, "nobody reads the latest tokens compressed"
+    found = read_moments(model, ids, exact_tokens=EXACT, progress=False)
+    read = gradient[0, EXACT.read_by_some(24)].double()
+    torch.testing.assert_close(found[layer]["value"].gradient.mean(), read.T @ read / 15)
+
+
+def test_nothing_is_left_on_the_model():
+    model, ids = tiny_model(), ids_of(1, 160)
+    before = model(ids, use_cache=False).logits
+    read_moments(model, ids, progress=False)
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_blocks_too_short_to_be_read_compressed_are_refused():
+    with pytest.raises(UserError, match="in blocks of 32 tokens none is read compressed"):
+        read_moments(tiny_model(), ids_of(1, 32), progress=False)
+
+
+def test_what_is_read_survives_saving(calibration, tmp_path):
+    calibration.save(tmp_path / "bases", model="tiny", text=["random"])
+    loaded = Calibration.load(tmp_path / "bases").read_states()
+    for index, sides in calibration.read_states().items():
+        for side, read in sides.items():
+            for name in ("state_CC", "gradient_CC", "sample_NC"):
+                assert torch.equal(getattr(loaded[index][side], name), getattr(read, name))
+
+
+def test_a_calibration_without_it_says_how_to_get_it():
+    calibration = Calibration.from_text(tiny_model(), ids_of(1, 32), progress=False)
+    with pytest.raises(UserError, match="read_gradients: true"):
+        coded_bases(calibration, 0.2)
+
+
+@pytest.mark.parametrize("rate", [0.08, 0.3, 1.0])
+def test_a_coder_takes_the_bytes_it_was_given(calibration, rate):
+    coded = [each for sides in coded_bases(calibration, rate).values() for each in sides.values()]
+    full = sum(2 * len(each.encoder_CR) for each in coded)
+    taken = sum(each.plan.row_bytes(each.plan.num_coefficients) for each in coded)
+    assert taken <= rate * full
+    assert taken >= rate * full - 2 * len(coded)  # rows are whole bytes
+
+
+def test_more_bytes_lose_less(calibration):
+    def lost(rate):
+        total = 0.0
+        for index, sides in coded_bases(calibration, rate).items():
+            for side, coded in sides.items():
+                rows = calibration.read_states()[index][side].sample_NC.float()
+                coefficients = rows @ coded.encoder_CR
+                decoded = coded.plan.decode(*coded.plan.encode(coefficients), coefficients.shape[1], torch.float32)
+                total += float((decoded @ coded.decoder_RC - rows).square().sum() / rows.square().sum())
+        return total / 6
+
+    losses = [lost(rate) for rate in (0.08, 0.15, 0.3, 0.6)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1e-3
