@@ -2,11 +2,12 @@
 
     python tests/golden/record.py --output tests/golden/baseline.json        # tiny models
     python tests/golden/record.py --demo --output tests/golden/demo.json     # the demo model
+    python tests/golden/record.py --add tests/golden/baseline.json           # labels that are not there yet, no others
     python tests/golden/record.py --compare A.json B.json                    # labels that differ; status 1 if any does
 
 What is recorded is this checkout, wherever the package is installed from. A file is the same, byte for byte, whenever one
 commit is recorded on one machine. `test_golden.py` compares with the two files here, which are recorded again only where
-results are meant to change; a new row of `tests/methods.py` or `tests/families.py` is recorded with its commit.
+results are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit.
 """
 
 import argparse
@@ -35,13 +36,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, help="file to record to")
+    task.add_argument("--add", type=Path, help="recording that gets the labels it does not have yet")
     task.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="recordings to compare")
     parser.add_argument("--demo", action="store_true", help="record the demo model instead of tiny ones")
     arguments = parser.parse_args()
     if arguments.compare:
         return compare(*arguments.compare)
     entries = {label: entry for group in (DEMO if arguments.demo else TINY) for label, entry in record(group).items()}
-    write(arguments.output, Recording(machine(), commit(), entries))
+    if arguments.add:
+        before = read(arguments.add)
+        write(arguments.add, Recording(before.machine, before.commit, {**entries, **before.entries}))
+    else:
+        write(arguments.output, Recording(machine(), commit(), entries))
     return 0
 
 
