@@ -52,14 +52,15 @@ def calibration_moments(model: PreTrainedModel):
     return calibrate(model, ids, sides=(KEY, VALUE), progress=False)
 
 
-def calibration_of(model: PreTrainedModel, blocks: int = 4) -> Calibration:
+def calibration_of(model: PreTrainedModel, blocks: int = 4, *, read: bool = False) -> Calibration:
+    """With `read` it says what is read of a compressed cache, for which longer blocks are read."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (blocks, 32), generator=generator)
     calibration = Calibration.from_text(model, ids, progress=False)
-    # Only of longer blocks is anything read compressed.
+    if not read:
+        return calibration
     longer = torch.randint(1, model.config.vocab_size, (2, 160), generator=generator)
-    read = Calibration.from_text(model, longer, read=True, progress=False).read
-    return dataclasses.replace(calibration, read=read)
+    return dataclasses.replace(calibration, read=Calibration.from_text(model, longer, read=True, progress=False).read)
 
 
 def spread_gates(model: PreTrainedModel, seed: int = 2) -> None:
@@ -93,7 +94,7 @@ def _preset(name: str, **overrides) -> Method:
         if settings.recent_window:
             short |= {"num_sink_tokens": 2, "recent_window": 3}
         config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})
-        plan = make_plan(calibration_of(model), config)
+        plan = make_plan(calibration_of(model, read=config.cache_dtype == "mixed"), config)
         if config.cache_dtype == "mixed" and rate == 1:
             plan = _unpacked(plan)
         return lambda: OjaKVCache(model, plan)

@@ -24,6 +24,10 @@ _ROUNDS = 2
 # What Lloyd–Max quantizers of normal numbers leave (Max 1960), to begin with; of bf16, a uniform error of 2^-9.
 _NORMAL = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.00064, 8: 4.1e-5}
 _BFLOAT16 = 2.0**-18 / 3
+# Codebooks of so many bits also reach beyond what was sampled, up to what a row can hold at most. What no sample has is
+# rare, but a coefficient that ends at the last level is then off by more than all others of its row together. So many
+# numbers on either side stand for it.
+_REACHING_BITS, _REACHING_NUMBERS = 5, 16
 # Numbers that a codebook is fitted to at most.
 _MOST_SAMPLES = 1_000_000
 
@@ -118,14 +122,22 @@ def _fitted(spectra: list[_Spectrum], widths: list[list[int]]) -> tuple[dict[int
         scaled_NR = kept_NR / kept_NR.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         for bits, found in samples.items():
             found.append(scaled_NR[:, width_C[width_C > 0] == bits].flatten())
+    widest = max(map(len, widths))
     together = {bits: _thinned(torch.cat(found)) for bits, found in samples.items()}
     everything = _thinned(torch.cat(list(together.values())))
     levels, distortions = {}, {}
     for bits, sample_N in together.items():
         sample_N = sample_N if len(sample_N) >= 64 * 2**bits else everything
-        levels[bits] = lloyd_max(sample_N, bits)
+        levels[bits] = lloyd_max(_reaching(sample_N, widest) if bits >= _REACHING_BITS else sample_N, bits)
         distortions[bits] = distortion(sample_N, levels[bits])
     return levels, distortions
+
+
+def _reaching(sample_N: Tensor, width: int) -> Tensor:
+    """The same and a few numbers from the largest up to √C, the most that a row of C of mean square 1 holds."""
+    bounds = sample_N.abs().max().clamp(1e-3, width**0.5).log(), torch.tensor(float(width)).sqrt().log()
+    beyond_N = torch.linspace(*map(float, bounds), _REACHING_NUMBERS).exp()
+    return torch.cat([sample_N, beyond_N, -beyond_N])
 
 
 def _thinned(sample_N: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 def mixed_maker(model, rate):
     config = OjaKVConfig.preset("static-mixed", rate=rate, recent_window=3, update_period=4)
-    plan = make_plan(calibration_of(model), config)
+    plan = make_plan(calibration_of(model, read=True), config)
     return lambda: OjaKVCache(model, plan)
 
 

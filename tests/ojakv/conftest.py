@@ -12,7 +12,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def calibration(model):
-    return calibration_of(model)
+    return calibration_of(model, read=True)
 
 
 @pytest.fixture
