@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from lowrank_kv.bases.pca import parts_of, pca_basis
 from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE, observe
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from ojakv import OjaKVConfig, make_plan
-from ojakv.basis_plan import InitialBasis
-from ojakv.online_store import OnlineStore
+from ojakv.online_store import new_store
 
 from .perplexity import check_split
 from .subspace_metrics import relative_error, subspace_overlap
@@ -106,14 +106,14 @@ def _of_layer(
     """Basis → (RER, SO with the oracle), the heads' mean."""
     head_dim, heads = calibration.geometry.head_dim, calibration.geometry.num_kv_heads
     start = start.to(rows_NC.device)
-    side = OnlineStore(start, config, head_dim=head_dim, dtype=torch.float32, name="rows")
+    side = new_store(start, config, head_dim=head_dim, dtype=torch.float32, name="rows")
     parts_PNW = side.parts(rows_NC.unflatten(1, (heads, head_dim)).transpose(0, 1))
     side.follow(parts_PNW[:, :prefix], is_prompt=True)
     rest_PNW = parts_PNW[:, prefix:]
     moment_CC = (rows_NC[prefix:].double().T @ rows_NC[prefix:].double()) / len(rest_PNW[0])
     rank = start.vectors_PWR.shape[2]
     oracle_PWR = pca_basis(parts_of(moment_CC, layout=config.layout, num_heads=heads)).vectors_PWW[:, :, :rank]
-    bases = {"static": start.vectors_PWR, "adapted": side.tracker.vectors_PWR, "oracle": oracle_PWR}
+    bases = {"static": start.vectors_PWR, "adapted": side.basis_PWR, "oracle": oracle_PWR}
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)

@@ -12,11 +12,10 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.bases.codebooks import lloyd_max
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.bit_plan import BitPlan
 from ojakv import OjaKVCache, OjaKVConfig
-from ojakv.basis_plan import InitialBasis, Plan
-from ojakv.trackers import by_columns
 
 # name → bits
 ROTATED = {"rotated-int4": 4, "rotated-int3": 3, "rotated-int2": 2}

@@ -8,11 +8,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dynakv.checkpoint import CheckpointConfig
 from lowrank_kv.bases.rank_allocation import uniform_ranks
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.saved import Rates
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan
-from ojakv.basis_plan import InitialBasis
 from ojakv.byte_budget import planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max

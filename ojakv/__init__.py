@@ -1,8 +1,9 @@
 """OjaKV: online low-rank bases for the key–value cache, and every fixed or sketched basis it is compared with."""
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.compile_decoding import compile_decoding
-from ojakv.basis_plan import Plan, make_plan
+from ojakv.basis_plan import make_plan
 from ojakv.byte_budget import plan_for_bytes
 from ojakv.cache import OjaKVCache
 from ojakv.config import PRESETS, OjaKVConfig

@@ -4,7 +4,6 @@ Shapes: C = G·D joint width, G KV heads, D head dim, P parts, W width of a part
 """
 
 import dataclasses
-import functools
 import math
 
 import torch
@@ -15,95 +14,11 @@ from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfi
 from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.stores.bit_plan import BitPlan
-from lowrank_kv.stores.quantization import MIXED, IntegerQuantization, Quantization, coef_scale_of
+from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 from ojakv.config import OjaKVConfig
-from ojakv.trackers import by_columns
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitialBasis:
-    """The basis in which one layer's keys, or values, start.
-
-    Attributes:
-        vectors_PWR: coefficients are states · vectors, fp32; orthonormal columns, unless there is a decoder.
-        energy_PR: mean energy of the calibration's states along them, fp32.
-        decoder_PWR: states are decoder · coefficients, fp32; None where that is `vectors_PWR`.
-        quantization: how coefficients are stored in fewer bits; None to store them in the model's dtype.
-        is_compressed: False for the identity, where keys or values are stored uncompressed.
-    """
-
-    vectors_PWR: Tensor
-    energy_PR: Tensor
-    decoder_PWR: Tensor | None = None
-    quantization: Quantization | None = None
-    is_compressed: bool = True
-
-    @property
-    def parts(self) -> int:
-        return self.vectors_PWR.shape[0]
-
-    @functools.cached_property
-    def coef_scale(self) -> Tensor | None:
-        """The scale that coefficients are divided by to be held as integers, (P, R) fp32; None where they are not."""
-        return coef_scale_of(self.energy_PR) if isinstance(self.quantization, IntegerQuantization) else None
-
-    def decoder(self, dtype: torch.dtype) -> Tensor:
-        """:attr:`decoder_PWR` in a dtype; all caches share one copy."""
-        if dtype not in self._decoders:
-            self._decoders[dtype] = self.decoder_PWR.to(dtype)
-        return self._decoders[dtype]
-
-    @functools.cached_property
-    def _decoders(self) -> dict[torch.dtype, Tensor]:
-        return {}
-
-    def to(self, device: torch.device) -> "InitialBasis":
-        moved = {"vectors_PWR": self.vectors_PWR.to(device), "energy_PR": self.energy_PR.to(device)}
-        if self.decoder_PWR is not None:
-            moved["decoder_PWR"] = self.decoder_PWR.to(device)
-        if isinstance(self.quantization, BitPlan):
-            moved["quantization"] = self.quantization.to(device)
-        return dataclasses.replace(self, **moved)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that the caches of one configuration start from, and share.
-
-    Attributes:
-        layers: layer index → (keys, values).
-    """
-
-    config: OjaKVConfig
-    geometry: KVGeometry
-    layers: dict[int, tuple[InitialBasis, InitialBasis]]
-
-    def pair(self, index: int, device: torch.device) -> tuple[InitialBasis, InitialBasis]:
-        """The bases of a layer's keys and values on `device`; all caches share one copy."""
-        kv = self.layers[index]
-        if kv[0].vectors_PWR.device == device:
-            return kv
-        if (index, device) not in self._elsewhere:
-            self._elsewhere[index, device] = tuple(initial.to(device) for initial in kv)
-        return self._elsewhere[index, device]
-
-    @functools.cached_property
-    def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[InitialBasis, InitialBasis]]:
-        return {}
-
-    @property
-    def coefficient_rate(self) -> float:
-        """Coefficients of a compressed token over the numbers of an uncompressed one."""
-        kept = sum(initial.parts * initial.vectors_PWR.shape[2] for kv in self.layers.values() for initial in kv)
-        return kept / (2 * self.geometry.width * len(self.layers))
-
-
-def eviction_parts(kv: tuple[InitialBasis, InitialBasis]) -> int:
-    """How many parts choose for themselves which tokens to forget: heads that share coefficients choose together."""
-    return min(initial.parts for initial in kv)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
+from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.stores.growable_tensor import grown
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from ojakv.basis_plan import InitialBasis, Plan, eviction_parts, make_plan
+from ojakv.basis_plan import make_plan
 from ojakv.config import OjaKVConfig
-from ojakv.retention import CompressionStep, RetentionSchedule
 
 # Halvings of the range of rates.
 _STEPS = 12

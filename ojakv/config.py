@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv.bases.pca import LAYOUTS, ROPE_SIDES
-from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
@@ -13,22 +13,20 @@ from lowrank_kv.stores.quantization import (
     IntegerQuantization,
     quantization_of,
 )
-from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require, section
+from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require
 from lowrank_kv.utils.errors import UserError
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")
 RANKS = ("fraction", "energy", "budget")
 COMPRESSED = ("both", "keys", "values")
-PREFILLS = ("exact", "reconstructed")
-ATTENTION = ("low_rank", "reconstructed")
 
 _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
 @configuration
-class OjaKVConfig:
+class OjaKVConfig(WindowedConfig):
     """Which states the bases represent, how large they are, how they follow the text, and which tokens stay at full rank."""
 
     # which states the bases represent
@@ -79,7 +77,6 @@ class OjaKVConfig:
     )
     pool: int = option(1, help="states averaged together before a step", unit="tokens")
     update: str = option("periodic", help="step at every T tokens, or only when needed", choices=UPDATES)
-    update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
     trigger: float = option(
         0.2,
         help="a triggered update waits until the residuals since the last one exceed, by this much in sum, what updates "
@@ -95,24 +92,6 @@ class OjaKVConfig:
         "of a layer's keys or values; steps that would exceed it are halved or left out; null has no bound",
     )
 
-    # which tokens stay at full rank
-    num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
-    recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
-    full_rank_ratio: float = option(
-        0.0,
-        help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
-        "(v2 of the paper)",
-    )
-    observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
-    score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
-    keep_prompt_full_rank: bool = option(
-        False, help="keep all of a prompt at full rank, compress only what is generated"
-    )
-    min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
-
-    # which tokens are forgotten
-    eviction: Eviction = section(Eviction)
-
     # how coefficients are held
     cache_dtype: str = option(
         "model",
@@ -122,17 +101,8 @@ class OjaKVConfig:
     )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
 
-    # how attention reads them
-    prefill: str = option(
-        "exact",
-        help="the prompt's own attention sees exact keys and values (OjaKV-PF), or rebuilt ones",
-        choices=PREFILLS,
-    )
-    attention: str = option(
-        "low_rank", help="decode on coefficients, or rebuild keys and values for the model's backend", choices=ATTENTION
-    )
-
     def __post_init__(self):
+        super().__post_init__()
         share = "in (0, 1]"
         require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
         require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
@@ -147,17 +117,8 @@ class OjaKVConfig:
             self.update_window,
             "at least 1, or null for all",
         )
-        for key in ("rank_multiple", "prompt_steps", "pool", "update_period", "observation_window", "score_pool"):
+        for key in ("rank_multiple", "prompt_steps", "pool"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
-        require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
-        for key in ("num_sink_tokens", "recent_window", "min_length"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
-        require(
-            0 <= self.full_rank_ratio <= 1,
-            "full_rank_ratio",
-            self.full_rank_ratio,
-            "in [0, 1]; 0.05 keeps 5 % of a prompt",
-        )
         require(
             not self.full_rank_ratio or self.compress != "values",
             "full_rank_ratio",
@@ -203,8 +164,11 @@ class OjaKVConfig:
 
     @property
     def rotates(self) -> bool:
-        """Whether keys are compressed before rotation; keys at full rank are always rotated."""
         return self.rope == "pre" and self.compress != "values"
+
+    @property
+    def follows_text(self) -> bool:
+        return self.tracker != "fixed"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "OjaKVConfig":

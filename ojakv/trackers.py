@@ -1,4 +1,4 @@
-"""Low-rank bases that stay fixed or follow the rows they see.
+"""Low-rank bases that follow the rows they see.
 
 A tracker holds one orthonormal fp32 basis for each part of a state: each KV head in the ``per_head`` layout, all of them
 together in the ``joint`` one.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowrank_kv.hf.cache.windowed.plan import by_columns
 from lowrank_kv.stores.growable_tensor import writable
 from lowrank_kv.utils.errors import UserError
 
@@ -86,25 +87,6 @@ class Tracker(abc.ABC):
     @abc.abstractmethod
     def clone(self) -> "Tracker":
         """An independent copy."""
-
-
-class FixedTracker(Tracker):
-    """A basis that stays as it was calibrated (StaticPCA, SubSpace-G, Eigen). All sequences share it."""
-
-    def observe(self, rows_PNW: Tensor) -> None:
-        pass
-
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> None:
-        return None
-
-    def defer(self, new: NewRows) -> None:
-        pass
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def clone(self) -> "FixedTracker":
-        return FixedTracker(self.vectors_PWR, self.name)
 
 
 class OjaTracker(Tracker):
@@ -263,11 +245,6 @@ class FrequentDirections(Tracker):
         if not self._shared:
             twin.vectors_PWR = self.vectors_PWR.clone()
         return twin
-
-
-def by_columns(matrix_PWR: Tensor) -> Tensor:
-    """The same matrix with the numbers of each column side by side, as attention reads a basis at every token."""
-    return matrix_PWR.mT.contiguous().mT
 
 
 def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:

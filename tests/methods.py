@@ -11,8 +11,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, calibrate
-from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan
-from ojakv.basis_plan import Plan
+from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 MakeCache = Callable[[], Cache]
 

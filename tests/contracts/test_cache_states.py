@@ -15,9 +15,9 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
-from ojakv.sequence import OnlineSequence
 
 VOCABULARY, MAX_TOKENS, MAX_BATCH = 97, 150, 6
 EVICTION = Eviction(keep_ratio=0.5, window_size=4, kernel_size=1)
@@ -42,7 +42,7 @@ def online_maker(model):
 
 def places_of(sequence) -> list[int]:
     """Places of the tokens a sequence still has."""
-    positions = sequence.positions.stored() if isinstance(sequence, OnlineSequence) else sequence.places()
+    positions = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.places()
     return list(range(sequence.length)) if positions is None else positions.tolist()
 
 

@@ -6,9 +6,9 @@ from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
 from lowrank_kv.eviction import Eviction, top_scores
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
-from ojakv.sequence import OnlineSequence
 
 PROMPT = 40
 
@@ -48,7 +48,7 @@ def ids():
 
 def places_of(sequence) -> torch.Tensor:
     """Places of the tokens a sequence still has, (1 or P, N)."""
-    position = sequence.positions.stored() if isinstance(sequence, OnlineSequence) else sequence.places()
+    position = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.places()
     return torch.atleast_2d(position).sort().values
 
 

@@ -43,7 +43,7 @@ def test_the_tokens_of_largest_weighted_residual_stay_whole(model, calibration, 
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = original
     side = cache.layers[2].sequences[0].key
-    basis, key, query = side.tracker.vectors_PWR, seen["key"], seen["query"]
+    basis, key, query = side.basis_PWR, seen["key"], seen["query"]
     residual = key - key @ basis @ basis.mT
     error = torch.zeros(60)
     for token in range(60):

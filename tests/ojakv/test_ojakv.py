@@ -147,8 +147,8 @@ def test_state_is_fp32_whatever_the_models_dtype(calibration, ids):
     cache = filled(model, calibration, ids, 60, update_period=2)
     side = cache.layers[0].sequences[0].key
     assert side.updates > 40
-    assert (side.tracker.vectors_PWR.dtype, side.coef.rows().dtype) == (torch.float32, torch.bfloat16)
-    gram = side.tracker.vectors_PWR.mT @ side.tracker.vectors_PWR
+    assert (side.basis_PWR.dtype, side.coef.rows().dtype) == (torch.float32, torch.bfloat16)
+    gram = side.basis_PWR.mT @ side.basis_PWR
     torch.testing.assert_close(gram, torch.eye(gram.shape[1])[None], atol=1e-5, rtol=0)
     assert 0.9 < cache.kept_energy <= 1
 
@@ -165,8 +165,4 @@ def test_sequences_share_a_plan_that_holds_its_bases_alone(model, calibration, i
         for start, side in zip(sides, (sequence.key, sequence.value), strict=True):
             basis = start.vectors_PWR
             assert basis.untyped_storage().nbytes() == basis.nbytes
-            assert (
-                side.tracker.vectors_PWR.data_ptr()
-                == side.operands().basis_PWR.mT.contiguous().data_ptr()
-                == basis.data_ptr()
-            )
+            assert side.basis_PWR.data_ptr() == side.operands().basis_PWR.mT.contiguous().data_ptr() == basis.data_ptr()

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from evaluation.subspace_metrics import relative_error
-from ojakv import OjaKVConfig
-from ojakv.basis_plan import InitialBasis
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from ojakv import OjaKVConfig, online_store
 from ojakv.online_store import OnlineStore
 
 
 def new_store(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineStore:
     start = InitialBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
     config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
-    return OnlineStore(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
+    return online_store.new_store(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
 
 
 def turning_stream(regimes: int, length: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def run(store: OnlineStore, rows: torch.Tensor, period: int) -> float:
     left = energy = 0.0
     for i, batch in enumerate(rows.split(period, dim=1)):
         store.follow(batch, is_prompt=i == 0)
-        left += relative_error(batch[0], store.tracker.vectors_PWR[0]) * float(batch.square().sum())
+        left += relative_error(batch[0], store.basis_PWR[0]) * float(batch.square().sum())
         energy += float(batch.square().sum())
         store.append(store.projected(batch))
     return left / energy
@@ -69,7 +69,7 @@ def test_a_rate_of_zero_leaves_the_basis(tracker):
     store = new_store(start, tracker=tracker, learning_rate=0.0, decode_learning_rate=0.0)
     run(store, rows, 32)
     assert store.updates == 0
-    assert torch.equal(store.tracker.vectors_PWR[0], start)
+    assert torch.equal(store.basis_PWR[0], start)
 
 
 def test_refused_steps_are_counted():
@@ -123,7 +123,7 @@ def test_oja_follows_a_subspace_that_turns(scale):
     error = {}
     for name, store in stores.items():
         run(store, rows, 32)
-        error[name] = relative_error(window, store.tracker.vectors_PWR[0])
+        error[name] = relative_error(window, store.basis_PWR[0])
     assert error["oja"] < 1.1 * best
     # Where the first tokens count as much as the last, their leading directions are kept instead.
     assert error["all tokens count"] > 10 * best
@@ -139,7 +139,7 @@ def test_a_basis_stays_orthonormal_over_a_thousand_updates(tracker, dtype):
     store = new_store(start, dtype, tracker=tracker)
     run(store, rows, 8)
     assert store.updates > 1000
-    basis = store.tracker.vectors_PWR[0]
+    basis = store.basis_PWR[0]
     assert (basis.dtype, store.coef.rows().dtype) == (torch.float32, dtype)
     torch.testing.assert_close(basis.T @ basis, torch.eye(6), atol=1e-5, rtol=0)
 
@@ -162,7 +162,7 @@ def test_a_sketch_moves_as_far_as_the_bound_lets_it():
     for max_loss in (0.01, 1.0):
         store = new_store(start, tracker="frequent_directions", max_loss=max_loss)
         run(store, rows, 32)
-        errors.append(relative_error(window, store.tracker.vectors_PWR[0]))
+        errors.append(relative_error(window, store.basis_PWR[0]))
     assert errors[0] < 1.1 * errors[1]
     # The sketch knows the first 1,024 rows, too.
     assert errors[0] < 2 * best
@@ -261,7 +261,7 @@ def test_stored_rows_are_projected_on_the_new_basis(dtype, cache_dtype):
     old = held_rows(store)
     store.follow(rows[:, 96:], is_prompt=False)
     assert store.updates == 1
-    basis = store.tracker.vectors_PWR
+    basis = store.basis_PWR
     tolerance = 0.03 if cache_dtype == "int8" else 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(held_rows(store), old @ basis @ basis.mT, atol=tolerance, rtol=tolerance)
     assert float((held_rows(store) - old).norm() / old.norm()) > 0.1, "the basis must have turned"
@@ -270,4 +270,4 @@ def test_stored_rows_are_projected_on_the_new_basis(dtype, cache_dtype):
 def held_rows(store: OnlineStore) -> torch.Tensor:
     """(P, N, W) as they would be read."""
     coef = store.coef.rows().float()
-    return (coef if store.coef_scale_PR is None else coef * store.coef_scale_PR[:, None]) @ store.tracker.vectors_PWR.mT
+    return (coef if store.coef_scale_PR is None else coef * store.coef_scale_PR[:, None]) @ store.basis_PWR.mT

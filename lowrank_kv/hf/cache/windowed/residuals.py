@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
-from ojakv.config import OjaKVConfig
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 
 # This many of a prompt's last queries weigh its residuals together.
 QUERIES_AT_ONCE = 8
 
 
 def largest_residuals(
-    residual_GND: Tensor, position_N: Tensor, prompt: Prompt, count: int, scaling: float, config: OjaKVConfig
+    residual_GND: Tensor, position_N: Tensor, prompt: Prompt, count: int, scaling: float, config: WindowedConfig
 ) -> Tensor:
     """True for the `count` tokens whose query-weighted residual is largest, (N,).
 

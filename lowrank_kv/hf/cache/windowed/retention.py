@@ -7,7 +7,7 @@ The full-rank tokens of a sequence lie in one row: first those that are *pinned*
 import dataclasses
 from typing import NamedTuple
 
-from ojakv.config import OjaKVConfig
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 
 
 class CompressionStep(NamedTuple):
@@ -30,7 +30,7 @@ class CompressionStep(NamedTuple):
 class RetentionSchedule:
     """The rules of one configuration. It has no state."""
 
-    config: OjaKVConfig
+    config: WindowedConfig
 
     @property
     def compresses_at_once(self) -> bool:
@@ -38,7 +38,7 @@ class RetentionSchedule:
         config = self.config
         waits = config.update_period > 1 or config.recent_window or config.min_length
         keeps = config.num_sink_tokens or config.full_rank_ratio or config.keep_prompt_full_rank
-        return config.tracker == "fixed" and not waits and not keeps
+        return not config.follows_text and not waits and not keeps
 
     def full_rank_capacity(self, num_pinned: int) -> int:
         """The most tokens at full rank while tokens are decoded one at a time; the newest may be uncommitted."""

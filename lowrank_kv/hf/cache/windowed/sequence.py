@@ -1,8 +1,8 @@
 """One sequence of one layer: tokens at full rank, and tokens as coefficients.
 
-A token's way: :meth:`OnlineSequence.append` stores it at full rank, where it waits. A later call finds that it is due
-(:class:`ojakv.retention.RetentionSchedule`) and :meth:`OnlineSequence.compress_due` lets the bases follow it. It then is
-pinned, and stays at full rank, or becomes a row of coefficients, which :meth:`OnlineSequence.evict` may forget.
+A token's way: :meth:`WindowedSequence.append` stores it at full rank, where it waits. A later call finds that it is due
+(:class:`~lowrank_kv.hf.cache.windowed.retention.RetentionSchedule`), and bases that move follow it. It then is
+pinned, and stays at full rank, or becomes a row of coefficients, which :meth:`WindowedSequence.evict` may forget.
 
 Shapes: H query heads, G KV heads, D head dim, N low-rank tokens, F tokens at full rank, Q new tokens, P parts, W width of a
 part, R rank, T all tokens seen.
@@ -16,18 +16,17 @@ from torch import Tensor
 
 from lowrank_kv.eviction import Eviction, min_crop_length_after, top_scores
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
+from lowrank_kv.hf.cache.windowed.positions import TokenPositions
+from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
+from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
+from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
-from ojakv.basis_plan import InitialBasis
-from ojakv.config import OjaKVConfig
-from ojakv.online_store import OnlineStore
-from ojakv.positions import TokenPositions
-from ojakv.residuals import largest_residuals
-from ojakv.retention import CompressionStep, RetentionSchedule
 
 
-class OnlineSequence:
+class WindowedSequence:
     """Keys, values and positions of the tokens of one sequence.
 
     Full-rank tokens lie in one block for keys and one for values: first those that are pinned, then, in order, those that
@@ -39,20 +38,11 @@ class OnlineSequence:
         min_crop_length: the sequence cannot be cropped to fewer tokens, because some of these are evicted.
     """
 
-    def __init__(
-        self,
-        initial: tuple[InitialBasis, InitialBasis],
-        config: OjaKVConfig,
-        *,
-        head_dim: int,
-        dtype: torch.dtype,
-        layer: int,
-    ):
+    def __init__(self, key: TokenStore, value: TokenStore, config: WindowedConfig):
         self.config = config
         self.schedule = RetentionSchedule(config)
-        self.key = OnlineStore(initial[0], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} keys")
-        self.value = OnlineStore(initial[1], config, head_dim=head_dim, dtype=dtype, name=f"layer {layer} values")
-        self.positions = TokenPositions(initial[0].vectors_PWR.device)
+        self.key, self.value = key, value
+        self.positions = TokenPositions(key.device)
         self.num_pinned = 0
         self.has_started = False
         self.min_crop_length = 0
@@ -264,7 +254,7 @@ class OnlineSequence:
         has_sinks = self.positions.num_present >= max(1, self.config.num_sink_tokens)
         self.has_started = self.has_started and has_sinks
 
-    def clone(self) -> "OnlineSequence":
+    def clone(self) -> "WindowedSequence":
         """An independent copy."""
         twin = copy.copy(self)
         twin.key, twin.value, twin.positions = self.key.clone(), self.value.clone(), self.positions.clone()

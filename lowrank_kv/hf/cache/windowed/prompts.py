@@ -1,4 +1,4 @@
-"""Which prompt the bases can follow in a call, and which tokens are still uncommitted.
+"""Which prompt a call lets a windowed cache compress, and which tokens are still uncommitted.
 
 Shapes: B batch, H query heads, Q queries of a call, D head dim.
 """
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.cache.prompt_tracker import Prompt, PromptTracker
-from ojakv.config import OjaKVConfig
-from ojakv.retention import RetentionSchedule
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
+from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 
 
-class OnlinePromptTracker(PromptTracker):
+class CommittedPromptTracker(PromptTracker):
     """Also keeps a prompt waiting while some of its call's tokens may be taken back.
 
-    A basis cannot forget tokens that it has followed. Tokens that may be cropped (drafts) are therefore uncommitted until
-    the next call: neither they, nor their number, nor their queries decide anything, so that a crop of them leaves exactly
-    the state of a sequence that never saw them.
+    Neither a basis that has followed tokens nor a token that is compressed can go back. Tokens that may be cropped (drafts)
+    are therefore uncommitted until the next call: neither they, nor their number, nor their queries decide anything, so that
+    a crop of them leaves exactly the state of a sequence that never saw them.
 
     Attributes:
         uncommitted: a prompt that waits for the next call.
     """
 
-    def __init__(self, config: OjaKVConfig):
+    def __init__(self, config: WindowedConfig):
         self.uncommitted: Prompt | None = None
         self._needs_queries = config.full_rank_ratio > 0
         self._commits_at_once = RetentionSchedule(config).compresses_at_once

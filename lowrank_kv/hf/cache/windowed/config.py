@@ -1,0 +1,64 @@
+"""Which tokens a windowed cache keeps at full rank, which it forgets, and how attention reads it."""
+
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.utils.config import configuration, option, require, section
+
+PREFILLS = ("exact", "reconstructed")
+ATTENTION = ("low_rank", "reconstructed")
+
+
+@configuration
+class WindowedConfig:
+    """The settings that all windowed caches share; a method's own configuration extends them."""
+
+    # which tokens stay at full rank
+    update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
+    num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
+    recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
+    full_rank_ratio: float = option(
+        0.0,
+        help="share of a prompt, or of each chunk of it, kept at full rank: its tokens of largest query-weighted residual "
+        "(v2 of the paper)",
+    )
+    observation_window: int = option(32, help="w, last queries that weigh each token's residual", unit="tokens")
+    score_pool: int = option(1, help="neighbouring scores averaged before the choice; 1 is none", unit="tokens")
+    keep_prompt_full_rank: bool = option(
+        False, help="keep all of a prompt at full rank, compress only what is generated"
+    )
+    min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
+
+    # which tokens are forgotten
+    eviction: Eviction = section(Eviction)
+
+    # how attention reads them
+    prefill: str = option(
+        "exact",
+        help="the prompt's own attention sees exact keys and values (OjaKV-PF), or rebuilt ones",
+        choices=PREFILLS,
+    )
+    attention: str = option(
+        "low_rank", help="decode on coefficients, or rebuild keys and values for the model's backend", choices=ATTENTION
+    )
+
+    def __post_init__(self):
+        for key in ("update_period", "observation_window", "score_pool"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
+        for key in ("num_sink_tokens", "recent_window", "min_length"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
+        require(
+            0 <= self.full_rank_ratio <= 1,
+            "full_rank_ratio",
+            self.full_rank_ratio,
+            "in [0, 1]; 0.05 keeps 5 % of a prompt",
+        )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are compressed before rotation; keys at full rank are always rotated."""
+        return True
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether bases move with the text that is read."""
+        return False

@@ -1,0 +1,172 @@
+"""A cache layer that keeps a window of tokens at full rank, and the others as coefficients.
+
+Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
+from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of
+from lowrank_kv.hf.cache.windowed.store import TokenStore
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
+from lowrank_kv.ops.rotation import Rotate, Rotation
+from lowrank_kv.ops.softmax import join_sequences
+from lowrank_kv.utils.errors import UserError
+
+
+class WindowedLayer(SequenceLayer):
+    """One layer of sequences that each keep a window at full rank and the other tokens as coefficients."""
+
+    def __init__(self, plan: Plan, index: int):
+        super().__init__()
+        self.plan, self.config, self.index = plan, plan.config, index
+        self.prompts = CommittedPromptTracker(plan.config)
+        self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
+
+    @property
+    def rotates(self) -> bool:
+        return self.config.rotates
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.config.eviction.is_on
+
+    def activate_past_recording(self) -> None:
+        """See :meth:`SequenceLayer.activate_past_recording`.
+
+        Raises:
+            UserError: tokens are evicted, and an eviction cannot be undone.
+        """
+        if self.config.eviction.is_on:
+            raise UserError(
+                f"`eviction.keep_ratio` is {self.config.eviction.keep_ratio}, but a call with drafts must be able "
+                f"to take tokens back; keep the whole prompt (`eviction.keep_ratio: 1`), or generate without drafts"
+            )
+        super().activate_past_recording()
+
+    def new_sequence(self) -> WindowedSequence:
+        key, value = self.plan.pair(self.index, self.device)
+        stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")
+        return WindowedSequence(*stores, self.config)
+
+    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
+        """An empty store of one sequence's keys, or values."""
+        grows = self.config.update_period == 1
+        return TokenStore(initial, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
+
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
+        """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
+        places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
+        for b, sequence in enumerate(self.sequences):
+            present_Q = None if context.mask is None else _present(context.mask, b, places)
+            sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
+        self._new = (key_BGQD, value_BGQD)
+
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """A prompt, and long chunks after it, run `inner` on exact or rebuilt states. A few queries attend in the low-rank
+        space, unless the configuration asks for rebuilt states there, too."""
+        (key, value), self._new = self._new, None
+        past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
+        is_few = query.shape[2] <= MAX_DECODE_QUERIES
+        is_exact = self.config.prefill == "exact"
+        if not is_exact:
+            self._compress_due(query, scaling)
+        if past and is_few and self.config.attention == "low_rank":
+            output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
+        elif any(sequence.min_crop_length for sequence in self.sequences):
+            output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
+        else:
+            if past or not is_exact:
+                key, value = self.dense()
+            output = inner(module, query, key, value, mask, **kwargs)
+        if is_exact:
+            self._compress_due(query, scaling)
+        if self.config.eviction.is_on:
+            self._evict(query, new_key, mask, scaling)
+        return output
+
+    def _evict(self, query: Tensor, new_key: Tensor, mask: Tensor | None, scaling: float) -> None:
+        """Forget the tokens of a prompt, once it is complete, that its last tokens do not look at. Heads that share their
+        coefficients choose together. They choose by the exact keys of a prompt that this call brought alone, by rebuilt keys
+        where it took several calls."""
+        eviction = self.config.eviction
+        end = self.get_seq_length()
+        completed = self.prompts.completed(query, end, eviction.window_size)
+        if completed is None:
+            return
+        prompt, query_BHWD = completed
+        is_of_this_call = prompt == slice(end - new_key.shape[2], end)
+        parts = eviction_parts(self.plan.layers[self.index])
+        for b, sequence in enumerate(self.sequences):
+            key_GTD = new_key[b] if is_of_this_call else sequence.keys_at(prompt, self._rotation(b))
+            present_T = None if mask is None else _present(mask, b, prompt)
+            score_PT = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=parts)
+            sequence.evict(score_PT, prompt, eviction)
+
+    def _attend_rebuilt(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> Tensor:
+        """`inner` on the tokens that each sequence still has, which may be of different number."""
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            key, value, position = sequence.in_order(self._rotation(b))
+            mask_1HQT = None
+            if mask is not None:
+                columns = columns_of(mask_of_row(mask, b), position, query.shape[1])
+                mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
+            outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
+        return torch.cat(outputs)
+
+    def _compress_due(self, query: Tensor, scaling: float) -> None:
+        prompt, is_uncommitted = self.prompts.committed(query, self.get_seq_length())
+        if self.prompts.uncommitted is not None:
+            return  # all tokens wait until the next call
+        for b, sequence in enumerate(self.sequences):
+            sequence.compress_due(
+                None if prompt is None else prompt.of_sequence(b),
+                scaling,
+                self._rotation(b),
+                self._unrotate(b),
+                is_uncommitted=is_uncommitted,
+            )
+
+    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            mask_QT = None
+            if mask is not None:
+                mask_QT = columns_of(mask_of_row(mask, b), sequence.positions.stored(), query.shape[1])
+            tokens = LowRankTokens(
+                sequence.key.operands(),
+                sequence.value.operands(),
+                self._rotation(b),
+                sequence.positions.low_rank_places() if self.rotates else None,
+                mask_QT,
+            )
+            outputs.append(lowrank_attention(query[b], tokens, scaling=scaling, softcap=softcap))
+        return join_sequences(outputs)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """All keys (rotated) and values, rebuilt, (B, G, T, D) each."""
+        pairs = [sequence.dense(self._rotation(b)) for b, sequence in enumerate(self.sequences)]
+        return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
+
+    def _rotation(self, b: int) -> Rotation | None:
+        return self.history.rotation(b, self.device) if self.rotates and self.history is not None else None
+
+    def _unrotate(self, b: int) -> Rotate | None:
+        return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
+
+
+def _present(mask: Tensor, b: int, positions: slice) -> Tensor:
+    """False for padding: tokens that no query of the call may see. A later call cannot bring them back."""
+    return mask_of_row(mask, b)[:, positions].any(dim=0)

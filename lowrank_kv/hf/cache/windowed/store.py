@@ -1,0 +1,123 @@
+"""One sequence's keys, or values, of one layer: coefficients in a basis, and tokens at full rank.
+
+Shapes: G KV heads, D head dim, P parts, N tokens, F tokens at full rank, W width of a part, R rank.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from lowrank_kv.ops.lowrank_attention import Operands
+from lowrank_kv.stores.coefficients import Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
+from lowrank_kv.utils.errors import UserError
+
+
+class TokenStore:
+    """Coefficients in a basis that stays as it was made, which all sequences share, and the rows of tokens at full rank.
+
+    Args:
+        initial: the basis.
+        head_dim: D.
+        dtype: the dtype in which states are stored.
+        name: such as ``layer 3 keys``, for errors.
+        grows: whether coefficients are appended one token at a time, so that room is left behind them.
+    """
+
+    def __init__(self, initial: InitialBasis, *, head_dim: int, dtype: torch.dtype, name: str, grows: bool):
+        parts, width, rank = initial.vectors_PWR.shape
+        groups = parts * width // head_dim
+        self.initial, self.name = initial, name
+        self.coef_scale_PR = initial.coef_scale
+        self.coef = Coefficients((parts, rank), dtype=dtype, device=self.device, quantization=initial.quantization)
+        self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=self.device), dim=1)
+        self._appends_exactly = not grows
+        self._operands: Operands | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.initial.vectors_PWR.device
+
+    @property
+    def basis_PWR(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        """Coefficients are rows · basis, fp32."""
+        return self.initial.vectors_PWR
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def operands(self) -> Operands:
+        """For attention; the same object until an update, or until tokens are compressed or cropped."""
+        last, basis_PWR = self._operands, self._decoder_PWR
+        if last is None or last.coef is not self.coef or last.full is not self.full or last.basis_PWR is not basis_PWR:
+            # A scaled basis, or one in another dtype, is made anew each time: it would be a tensor more to keep and count.
+            last = Operands(self.coef, self._scaled(basis_PWR, 1).to(self.coef.dtype), self.full)
+            self._operands = last if last.basis_PWR is basis_PWR else None
+        return last
+
+    @property
+    def _decoder_PWR(self) -> Tensor:  # noqa: N802
+        """States are decoder · coefficients. A basis in fp32, else in the coefficients' dtype."""
+        return self.basis_PWR if self.initial.decoder_PWR is None else self.initial.decoder(self.coef.dtype)
+
+    def _scaled(self, states_PXR: Tensor, power: int) -> Tensor:
+        """States times the coefficients' scale (power 1), or divided by it (power −1)."""
+        return states_PXR if self.coef_scale_PR is None else states_PXR * self.coef_scale_PR[:, None] ** power
+
+    def parts(self, rows_GND: Tensor) -> Tensor:
+        """Rows of heads as rows of parts, fp32, (P, N, W).
+
+        Raises:
+            UserError: a row is NaN or infinite.
+        """
+        rows_GND = rows_GND.float()
+        if not math.isfinite(float(rows_GND.sum())):  # what is not finite stays so in a sum
+            raise UserError(f"{self.name} hold NaN or infinite entries; check the model's weights and dtype")
+        joint = self.initial.vectors_PWR.shape[0] == 1
+        return rows_GND.transpose(0, 1).flatten(1)[None] if joint else rows_GND
+
+    def projected(self, rows_PNW: Tensor) -> Tensor:
+        """Rows (P, N, W) as coefficients in the present basis, (P, N, R)."""
+        return rows_PNW @ self.basis_PWR
+
+    def rebuilt(self, coef_PNR: Tensor) -> Tensor:
+        """Rows (G, N, D), fp32, from their coefficients."""
+        no_rows = GrowingTensor(self.full.buffer[:, :0].float(), dim=1)
+        return Operands(Coefficients.from_rows(coef_PNR), self._decoder_PWR.float(), no_rows).rebuild()
+
+    def forget_operands(self) -> None:
+        """To be called before their tensors are replaced, which they would keep alive."""
+        self._operands = None
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """See rows that are about to be compressed; a basis that moves follows them."""
+        self.forget_operands()
+
+    def append(self, coef_PNR: Tensor) -> None:
+        """Append coefficients in the present basis."""
+        self.coef.append(self._scaled(coef_PNR, -1), exact=self._appends_exactly)
+
+    def crop(self, length: int) -> None:
+        """Forget the coefficients from row `length` on."""
+        self.coef.crop(length)
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of everything held; the first `num_pinned` full-rank tokens stay, the others wait."""
+        yield from self.coef.tensors_by_kind()
+        yield FULL_RANK, self.full.buffer[:, :num_pinned]
+        yield BUFFERS, self.full.buffer[:, num_pinned:]
+
+    def clone(self) -> "TokenStore":
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.coef, twin.full = self.coef.clone(), self.full.clone()
+        twin.forget_operands()
+        return twin
