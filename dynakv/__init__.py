@@ -3,11 +3,11 @@
 Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full DynaKV checkpoints.
 """
 
-from dynakv.attach import add_compressors, configure, detach, open_gates, use_ragged_cache
+from dynakv.attach import add_compressors, configure, detach, open_gates, see_exactly, use_ragged_cache
 from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
 from dynakv.checkpoint import attach, initialize_from_checkpoint, save_compressor, save_full
 from dynakv.config import DECODERS, DynaKVConfig
-from dynakv.initialization import initialize_from_gradients, initialize_from_moments
+from dynakv.initialization import initialize_from_coders, initialize_from_gradients, initialize_from_moments
 from lowrank_kv.hf.compile_decoding import compile_decoding
 
 __all__ = [
@@ -21,12 +21,14 @@ __all__ = [
     "configure",
     "detach",
     "initialize_from_checkpoint",
+    "initialize_from_coders",
     "initialize_from_gradients",
     "initialize_from_moments",
     "is_attached",
     "open_gates",
     "save_compressor",
     "save_full",
+    "see_exactly",
     "token_compressors",
     "use_ragged_cache",
 ]

@@ -10,11 +10,12 @@ from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
 from lowrank_kv.bases.rank_allocation import check_rank
 from lowrank_kv.hf import full_checkpoint
-from lowrank_kv.hf.attention import TRANSFORM
+from lowrank_kv.hf.attention import PREPARED, TRANSFORM
 from lowrank_kv.hf.default_cache import set_default_cache
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare, restore
-from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 
 
@@ -37,7 +38,13 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
 
 
 def open_gates(model: PreTrainedModel) -> None:
-    """Keep every coefficient of every token: the model then equals the uncompressed one."""
+    """Keep every coefficient of every token: the model then equals the uncompressed one.
+
+    Raises:
+        UserError: a plan of bits says what is kept, and rounds it.
+    """
+    settings = next(iter(compressors(model).values())).key.config
+    require(not settings.has_plan, "rank_policy", settings.rank_policy, "one with gates or ranks to open")
     for layer in compressors(model).values():
         layer.key.gate.open()
         layer.value.gate.open()
@@ -47,6 +54,20 @@ def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
     """Let `generate()`, and plain calls with ``use_cache``, fill a :class:`DynaKVCache`."""
     compressors(model)
     return set_default_cache(prepare(model), DynaKVCache)
+
+
+def see_exactly(model: PreTrainedModel, exact_tokens: ExactTokens | None) -> None:
+    """Let each token of an uncached pass see some tokens before it past the compressors, as a cache would keep them.
+
+    Args:
+        model: with compressors.
+        exact_tokens: which ones; None for none.
+
+    Raises:
+        UserError: the model's own attention takes no such mask.
+    """
+    for index in compressors(model):
+        getattr(attention_modules(model)[index], PREPARED).see_exactly(exact_tokens)
 
 
 def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""The cache of a DynaKV model: each token's keys and values at the rank its gate chose."""
+"""The cache of a DynaKV model: each token's keys and values at the rank its gate chose, or by a plan of bits."""
 
 from transformers import PreTrainedModel
 
@@ -6,7 +6,11 @@ from dynakv.compressor import LayerCompressor, TokenCompressor
 from lowrank_kv.hf.attention import TRANSFORM, has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
-from lowrank_kv.hf.geometry import attention_modules
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
+from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+from lowrank_kv.hf.cache.windowed.plan import Plan
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 
 
@@ -36,8 +40,19 @@ def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
 
 
 class DynaKVCache(LowRankCache):
-    """A ragged cache filled by the model's own compressors; `generate()` of an attached model makes one by itself."""
+    """A cache filled by the model's own compressors; `generate()` of an attached model makes one by itself.
+
+    Where gates choose ranks it is ragged. Where a plan of bits is kept of every token, first and latest tokens stay at full
+    rank (`exact_tokens`).
+    """
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "DynaKVCache":
-        return cls(model, {index: RaggedLayer(layer.codec()) for index, layer in compressors(model).items()})
+        layers = compressors(model)
+        config = next(iter(layers.values())).key.config
+        if not config.has_plan:
+            return cls(model, {index: RaggedLayer(layer.codec()) for index, layer in layers.items()})
+        windowed = WindowedConfig(**to_dict(config.exact_tokens), eviction=config.eviction, prefill=config.prefill)
+        bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
+        plan = Plan(config=windowed, geometry=geometry_of(model), layers=bases)
+        return cls(model, {index: WindowedLayer(plan, index) for index in layers})

@@ -8,17 +8,22 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from dynakv.config import DynaKVConfig
+from dynakv.config import NESTED, PLAN, DynaKVConfig
 from dynakv.fused_reconstruction import Truncation, gated_reconstruction
 from dynakv.gate import Gate, soft_mask
 from dynakv.nested_rank import NestedRank
-from dynakv.projection import Projection
+from dynakv.planned_bits import PlannedBits
+from dynakv.projection import RELATIVE, Projection
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.bases.loss_weighted import WeightedBasis
 from lowrank_kv.bases.pca import Basis
 from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
+from lowrank_kv.stores.bit_plan import BitPlan
+
+_RANK_POLICIES = {NESTED: NestedRank, PLAN: PlannedBits}
 
 
 class TokenCompressor(nn.Module):
@@ -27,10 +32,12 @@ class TokenCompressor(nn.Module):
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
         self.width, self.config, self.name = width, config, name
-        self.projection = Projection(width, decoder=config.decoder, name=name)
-        self.gate = NestedRank(width) if config.rank_policy == "nested" else Gate(width)
+        decoder = RELATIVE if config.has_plan else config.decoder
+        self.projection = Projection(width, decoder=decoder, name=name)
+        self.gate = _RANK_POLICIES.get(config.rank_policy, Gate)(width)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
+        self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
 
     def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -43,6 +50,11 @@ class TokenCompressor(nn.Module):
         self.projection.initialize(basis.basis_CC, basis.inverse_CC)
         self.gate.initialize_at(basis.energy_C, rank, self.config.threshold)
 
+    def initialize_coded(self, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan) -> None:
+        """Start from a training-free coder (:class:`lowrank_kv.calibration.bit_plans.CodedBasis`)."""
+        self.projection.initialize(encoder_CC, decoder_CC)
+        self.gate.initialize(plan)
+
     def forward(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compress and rebuild states without a cache: as trained in training mode, as stored at inference otherwise.
 
@@ -54,6 +66,8 @@ class TokenCompressor(nn.Module):
             coefficients that the threshold keeps after rounding, a scalar that does not. The two rates are equal where
             there is no soft mask, and fp32 (fp64 in training on fp64 states).
         """
+        if isinstance(self.gate, PlannedBits):
+            return self._rounded(states_BTC)
         if self.training:
             return self._train_on(states_BTC)
         coef_BTC, rank_BT = self.encode(states_BTC)
@@ -74,6 +88,26 @@ class TokenCompressor(nn.Module):
         )
         gate_CC, gate_C = self.gate.affine(states_BTC.dtype)
         return gated_reconstruction(states_BTC, basis_CC, decoder_CC, gate_CC, gate_C, truncation)
+
+    def _rounded(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by a plan: rates are shares of bytes, and coefficients are computed in fp32, as for a store."""
+        if self.training:
+            basis_CC, decoder_CC = self.projection.matrices()
+        else:
+            basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
+        rank = self.gate.plan.num_coefficients
+        coef_BTR = self.gate.rounded(states_BTC.float() @ basis_CC[:, :rank])
+        rate = coef_BTR.new_tensor(self.gate.rate)
+        return (coef_BTR @ decoder_CC[:rank]).to(states_BTC.dtype), rate, rate
+
+    def initial_basis(self) -> InitialBasis:
+        """What a cache starts from where there is a plan; the same object until a parameter changes."""
+        device = self.projection.weight.device
+        basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, device)
+        found = self._initial_basis
+        if found is None or found[0] is not basis_CC or found[1].quantization is not self.gate.plan:
+            self._initial_basis = found = basis_CC, InitialBasis.coded(basis_CC, decoder_CC, self.gate.plan)
+        return found[1]
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""

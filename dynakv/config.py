@@ -3,6 +3,7 @@
 from typing import Any
 
 from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
@@ -17,7 +18,7 @@ METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 MASKS = ("hard", "soft_prefix", "straight_through")
 PREFILLS = ("exact", "reconstructed")
 DECODERS = ("exact", "orthogonal", "decoupled")
-RANK_POLICIES = ("gate", "nested")
+RANK_POLICIES = (GATE, NESTED, PLAN) = ("gate", "nested", "plan")
 
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
@@ -47,7 +48,8 @@ class DynaKVConfig:
         "gate",
         help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank "
         "for all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
-        "(MatryoshkaKV)",
+        "(MatryoshkaKV), or `plan`, for all tokens a number of bits for each coefficient, given before training by what the "
+        "loss asks, so that a token takes `rate.target_retain_rate` of its bytes in 16 bits",
         choices=RANK_POLICIES,
     )
     gate_decay: float = option(
@@ -62,18 +64,39 @@ class DynaKVConfig:
     cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
     eviction: Eviction = section(Eviction)
+    exact_tokens: ExactTokens = section(ExactTokens)
 
     def __post_init__(self):
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
         require(
-            self.rank_policy == "gate" or self.mask == "hard",
+            self.has_gates or self.mask == "hard",
             "mask",
             self.mask,
-            "`hard` where `rank_policy` is nested: there is no soft mask",
+            f"`hard` where `rank_policy` is {self.rank_policy}: there is no soft mask",
+        )
+        planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
+        for key, value in planned.items():
+            given = getattr(self, key)
+            require(not self.has_plan or given == value, key, given, f"{value} where `rank_policy` is plan")
+        require(
+            self.has_plan or self.exact_tokens == ExactTokens(),
+            "exact_tokens",
+            to_dict(self.exact_tokens),
+            "left out where `rank_policy` is not plan: a ragged cache keeps no token at full rank",
         )
         self.quantization  # noqa: B018 - says what is wrong with it
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates choose how much of a token is kept, and keeping has a price."""
+        return self.rank_policy == GATE
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan of bits says what is kept of every token."""
+        return self.rank_policy == PLAN
 
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
         """These settings with some replaced, as a user may at inference; a present value may be repeated.
@@ -89,18 +112,21 @@ class DynaKVConfig:
             raise UserError(
                 "`mask` cannot be overridden with 'straight_through': that is of training; it serves as 'hard' does"
             )
-        eviction = overrides.get("eviction")
-        if isinstance(eviction, dict):  # its other keys stay as they are
-            overrides["eviction"] = {**to_dict(self.eviction), **eviction}
+        for key in ("eviction", "exact_tokens"):
+            given = overrides.get(key)
+            if isinstance(given, dict):  # its other keys stay as they are
+                overrides[key] = {**to_dict(getattr(self, key)), **given}
         return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
 
     def _fixed_by_training(self) -> dict[str, str]:
         """Key → why nothing but training could change what it says."""
         fixed = {key: f"the weights were trained with {getattr(self, key)!r}" for key in WEIGHTS_DEPEND_ON}
         fixed["gate_decay"] = "it is how the gate starts training, and changes nothing after it; leave it out"
-        if self.rank_policy == "nested":
-            why = "with `rank_policy: nested` ranks were chosen at the end of training, and it changes nothing; leave it out"
+        if not self.has_gates:
+            why = f"with `rank_policy: {self.rank_policy}` what is kept was settled by training; leave it out"
             fixed |= dict.fromkeys(("threshold", "granularity", "mask"), why)
+        if self.has_plan:
+            fixed |= dict.fromkeys(("cache_dtype", "group_size"), "its plan says how many bits each coefficient has")
         return fixed
 
     @property

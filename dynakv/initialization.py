@@ -12,8 +12,10 @@ from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.bases.pca import pca_basis
 from lowrank_kv.bases.rank_allocation import waterfill_ranks
+from lowrank_kv.calibration.bit_plans import CodedBasis
 
 Moments = dict[int, dict[str, SecondMoment]]
+Coders = dict[int, dict[str, CodedBasis]]
 
 
 def initialize_from_moments(model: PreTrainedModel, moments: Moments) -> None:
@@ -75,6 +77,17 @@ def initialize_from_gradients(
     level = float(falling[min(kept, len(falling) - 1)])
     # R = Σ cost · (soft rank) / Σ cost · C: one coefficient more adds 2 α R · cost / Σ cost · C, and saves cost · level.
     return level * sum(cost * len(loss_C) for cost, loss_C in zip(costs, losses_C, strict=True)) ** 2 / (2 * soft)
+
+
+def initialize_from_coders(model: PreTrainedModel, coders: Coders) -> None:
+    """Start every layer from the coder that needs no training (:func:`lowrank_kv.calibration.bit_plans.coded_bases`).
+
+    Args:
+        coders: layer index → {"key": of unrotated joint keys, "value": of joint values}.
+    """
+    for (index, side), compressor in _sides(model).items():
+        coder = coders[index][side]
+        compressor.initialize_coded(coder.encoder_CC, coder.decoder_CC, coder.plan)
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

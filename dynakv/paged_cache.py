@@ -42,8 +42,8 @@ class PagedDynaKVCache(DynaKVCache):
 
         Raises:
             UserError: no compressors, no NVIDIA GPU or several, a granularity that fits no pages, or something that only an
-                ordinary compressed cache serves: eviction, nested truncation, odd head dims, a rotation other than that of
-                halves.
+                ordinary compressed cache serves: eviction, ranks that no gate chooses, odd head dims, a rotation other than
+                that of halves.
         """
         codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         settings = next(iter(compressors(model).values())).key.config
@@ -57,7 +57,7 @@ class PagedDynaKVCache(DynaKVCache):
             ),
             (settings.eviction.is_on, f"`eviction.keep_ratio` {settings.eviction.keep_ratio} (1 keeps all tokens)"),
             (geometry_of(model).head_dim % 2 == 1, f"heads of {geometry_of(model).head_dim} dims, an odd number"),
-            (settings.rank_policy == "nested", "`rank_policy: nested`, whose ranks are not whole granules"),
+            (not settings.has_gates, f"`rank_policy: {settings.rank_policy}`, whose tokens are no whole granules"),
         ]
         for is_wrong, what in refused:
             if is_wrong:

@@ -11,6 +11,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lowrank_kv.utils.errors import UserError
 
+# A kind of decoder that no configuration names: `rank_policy: plan` learns so.
+RELATIVE = "relative"
 # Past this condition number, rounding U⁻¹ to bf16 costs more than the truncation saves.
 MAX_CONDITION = 1e4
 
@@ -20,26 +22,33 @@ class Projection(nn.Module):
 
     ``exact`` learns U itself and inverts it. ``orthogonal`` learns U = U₀ · exp(A − Aᵀ), which stays orthogonal, so that
     the inverse is the transpose. ``decoupled`` learns U and V apart, V started from the inverse: nothing is ever
-    inverted, and V may make up for what truncation takes.
+    inverted, and V may make up for what truncation takes. ``relative`` is ``exact`` with U = U₀ (I + A), V = (I + A)⁻¹ V₀,
+    and learns A: where coefficients are about equally large, so are the steps that they ask for.
     """
 
     def __init__(self, width: int, *, decoder: str, name: str):
         super().__init__()
         self.name, self.decoder_kind = name, decoder
-        self.weight = nn.Parameter(torch.zeros(width, width) if decoder == "orthogonal" else torch.eye(width))
+        starts_at_zero = decoder in ("orthogonal", RELATIVE)
+        self.weight = nn.Parameter(torch.zeros(width, width) if starts_at_zero else torch.eye(width))
         if decoder == "orthogonal":
             self.register_buffer("start", torch.eye(width))
         elif decoder == "decoupled":
             self.decoder = nn.Parameter(torch.eye(width))
+        elif decoder == RELATIVE:
+            self.register_buffer("start", torch.eye(width))
+            self.register_buffer("start_inverse", torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
         self._fixed: dict[tuple, tuple] = {}  # (dtype, device) → versions of the parameters, U, V
 
     @torch.no_grad()
     def initialize(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
         """Start from a basis and its inverse; ``orthogonal`` from an orthonormal one."""
-        if self.decoder_kind == "orthogonal":
+        if self.decoder_kind in ("orthogonal", RELATIVE):
             self.weight.zero_()
             self.start.copy_(basis_CC)
+            if self.decoder_kind == RELATIVE:
+                self.start_inverse.copy_(inverse_CC)
             return
         self.weight.copy_(basis_CC)
         if self.decoder_kind == "decoupled":
@@ -55,18 +64,28 @@ class Projection(nn.Module):
             return basis_CC, basis_CC.T
         if self.decoder_kind == "decoupled":
             return self.weight, self.decoder
-        return self.weight, _Inverse.apply(self.weight, self._latest_inverse())
+        inverted_CC = self._inverted_matrix()
+        inverse_CC = _Inverse.apply(inverted_CC, self._latest_inverse(inverted_CC))
+        if self.decoder_kind == RELATIVE:
+            return self.start @ inverted_CC, inverse_CC @ self.start_inverse
+        return inverted_CC, inverse_CC
+
+    def _inverted_matrix(self) -> Tensor:
+        """What training inverts: U, or the I + A that it is its start times."""
+        if self.decoder_kind == RELATIVE:
+            return torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device) + self.weight
+        return self.weight
 
     @torch.no_grad()
-    def _latest_inverse(self) -> Tensor:
+    def _latest_inverse(self, matrix_CC: Tensor) -> Tensor:
         # Compared by content: sharded training puts other numbers into the same storage without a trace. Reading C² numbers
         # is nothing beside inverting them.
-        if self._inverted is None or not torch.equal(self._inverted[0], self.weight):
+        if self._inverted is None or not torch.equal(self._inverted[0], matrix_CC):
             try:
-                inverse_CC = torch.linalg.inv(self.weight.float()).to(self.weight.dtype)
+                inverse_CC = torch.linalg.inv(matrix_CC.float()).to(matrix_CC.dtype)
             except torch.linalg.LinAlgError as error:
                 raise self._ill_conditioned("is singular") from error
-            self._inverted = self.weight.detach().clone(), inverse_CC
+            self._inverted = matrix_CC.detach().clone(), inverse_CC
         return self._inverted[1]
 
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,18 +109,19 @@ class Projection(nn.Module):
         number is above 10⁴."""
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters()):
             raise self._ill_conditioned("holds NaN or infinite entries")
-        if self.decoder_kind == "exact" and (condition := self.condition()) > MAX_CONDITION:
+        if self.decoder_kind in ("exact", RELATIVE) and (condition := self.condition()) > MAX_CONDITION:
             raise self._ill_conditioned(
                 f"has condition number {condition:.3g} (at most {MAX_CONDITION:.0e} is allowed)"
             )
 
     @torch.no_grad()
     def condition(self) -> float:
-        """σ₁ / σ_C of U; 1 where it is orthogonal, infinite where it is singular to fp64."""
+        """σ₁ / σ_C of U, or of the I + A that takes its start to it; 1 where U is orthogonal, infinite where it is singular
+        to fp64."""
         if self.decoder_kind == "orthogonal":
             return 1.0
         # Of UᵀU, whose eigenvalues come several times faster than singular values; exact to 1e-8 at the bound.
-        weight_CC = self.weight.double()
+        weight_CC = self._inverted_matrix().double()
         energy_C = torch.linalg.eigvalsh(weight_CC.T @ weight_CC)
         return math.sqrt(energy_C[-1] / energy_C[0]) if energy_C[0] > 0 else math.inf
 
@@ -116,6 +136,9 @@ class Projection(nn.Module):
         if self.decoder_kind == "orthogonal":
             basis_CC = _orthogonal_basis(self.start.double(), self.weight.double())
             return basis_CC, basis_CC.T
+        if self.decoder_kind == RELATIVE:
+            change_CC = torch.eye(len(self.weight)).to(self.weight).double() + self.weight.double()
+            return self.start.double() @ change_CC, torch.linalg.inv(change_CC) @ self.start_inverse.double()
         basis_CC = self.weight.double()
         return basis_CC, self.decoder.double() if self.decoder_kind == "decoupled" else torch.linalg.inv(basis_CC)
 

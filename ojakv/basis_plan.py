@@ -12,7 +12,7 @@ from torch import Tensor
 from lowrank_kv.bases.pca import parts_of, pca_basis
 from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfill_ranks
 from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
-from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
+from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry
@@ -43,7 +43,12 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     geometry = calibration.geometry
     if config.cache_dtype == MIXED:
         coded = coded_bases(calibration, config.rate)
-        layers = {index: (_coded_basis(sides[KEY]), _coded_basis(sides[VALUE])) for index, sides in coded.items()}
+        layers = {
+            index: tuple(
+                InitialBasis.coded(side.encoder_CC, side.decoder_CC, side.plan) for side in (sides[KEY], sides[VALUE])
+            )
+            for index, sides in coded.items()
+        }
         return Plan(config=config, geometry=geometry, layers=layers)
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
     if config.integers is not None and (calibration.tokens or math.inf) < 2 * widest:
@@ -116,15 +121,6 @@ def _initial_basis(spectrum: _Spectrum, rank: int, integers: IntegerQuantization
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
     energy_PR = spectrum.energy_PW[:, :rank].contiguous()
     return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=energy_PR, quantization=integers)
-
-
-def _coded_basis(coded: CodedBasis) -> InitialBasis:
-    return InitialBasis(
-        vectors_PWR=by_columns(coded.encoder_CR[None]),
-        energy_PR=torch.ones(1, coded.plan.num_coefficients),
-        decoder_PWR=by_columns(coded.decoder_RC.T[None]),
-        quantization=coded.plan,
-    )
 
 
 def _identity(geometry: KVGeometry) -> InitialBasis:

@@ -11,6 +11,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, calibrate
+from lowrank_kv.calibration.bit_plans import coded_bases
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 MakeCache = Callable[[], Cache]
@@ -84,6 +85,32 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
     return lambda: dynakv.DynaKVCache.from_model(model)
 
 
+def planned_model(model: PreTrainedModel, rate: float) -> MakeCache:
+    """A compressor with a plan of bits, whose projection has moved away from its start."""
+    settings = dynakv.DynaKVConfig(
+        rank_policy="plan",
+        prefill="exact",
+        exact_tokens={"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
+    )
+    coders = coded_bases(calibration_of(model, read=True), rate)
+    dynakv.add_compressors(model, settings)
+    dynakv.initialize_from_coders(model, coders)
+    generator = torch.Generator().manual_seed(2)
+    for compressor in dynakv.token_compressors(model):
+        weight = compressor.projection.weight
+        weight.data.copy_(0.05 * torch.randn(weight.shape, generator=generator))
+    dynakv.use_ragged_cache(model)
+
+    def make_cache() -> Cache:
+        cache = dynakv.DynaKVCache.from_model(model)
+        if rate == 1:
+            for layer in cache.compressed_layers():
+                layer.plan = _unpacked(layer.plan)
+        return cache
+
+    return make_cache
+
+
 def _preset(name: str, **overrides) -> Method:
     def build(model: PreTrainedModel, rate: float) -> MakeCache:
         # Short periods and few tokens at full rank, so that of a few dozen some are compressed and see updates.
@@ -124,5 +151,6 @@ METHODS = [
     Method("dynakv", dynakv_model),
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, mask="soft_prefix")),
+    Method("dynakv-plan", planned_model, follows_text=True),
     Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]

@@ -1,6 +1,7 @@
 """Every key of a training run. `lowrank-kv train --help` lists them."""
 
-from dynakv.config import GRADIENT, STARTS, DynaKVConfig
+from dynakv.config import GRADIENT, PCA, STARTS, DynaKVConfig
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import configuration, option, require, section, within
 
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
@@ -93,7 +94,9 @@ class RateConfig:
         "an estimate from the calibration where that starts from gradients, and at 4 otherwise",
     )
     target_retain_rate: float | None = option(
-        None, help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper)"
+        None,
+        help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper). With "
+        "`compressor.rank_policy: plan` the share of a token's bytes in 16 bits",
     )
     gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
     layer_floor: float = option(
@@ -302,16 +305,20 @@ class TrainConfig:
             )
             with within("compressor."):
                 self.compressor.check_gradient_start()
-        if self.compressor.rank_policy == "nested":
+        if not self.compressor.has_gates:
+            policy = self.compressor.rank_policy
             require(
                 self.rate.target_retain_rate is not None,
                 "rate.target_retain_rate",
                 None,
-                "given where `compressor.rank_policy` is nested: it says what the ranks are allocated to",
+                f"given where `compressor.rank_policy` is {policy}: it says what is allocated",
             )
             for key, unused in (("key_cost", 1.0), ("layer_floor", 0.0)):
                 value = getattr(self.rate, key)
-                require(value == unused, f"rate.{key}", value, f"{unused:g} with nested ranks, which have no price")
+                require(value == unused, f"rate.{key}", value, f"{unused:g} where `compressor.rank_policy` is {policy}")
+        if self.compressor.has_plan:
+            start = self.calibration.start
+            require(start != PCA, "calibration.start", start, "`gradient`, or left out, with a plan of bits")
         if self.trainable == FULL:
             require(
                 not self.loss.distillation,
@@ -327,6 +334,16 @@ class TrainConfig:
         if start is None and self.rate.target_retain_rate is not None and compressor.can_start_from_gradients:
             start = GRADIENT
         return start == GRADIENT and self.initial_checkpoint is None
+
+    @property
+    def seen_exactly(self) -> ExactTokens | None:
+        """What a token sees past its own compressor while training. Where exact prompts are served, it reads the compressed
+        form only of those before that a cache would have compressed by then; None where every token reads all so."""
+        if self.compressor.prefill != "exact":
+            return None
+        if self.compressor.has_plan:
+            return self.compressor.exact_tokens
+        return ExactTokens(num_sink_tokens=0, recent_window=0, update_period=1)  # a ragged cache compresses at once
 
     @property
     def lr_projection(self) -> float:

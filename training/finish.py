@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
+from dynakv.config import NESTED
 
 from .checkpoint_averaging import load_mean
 from .config import COMPRESSOR, TrainConfig
@@ -75,8 +76,9 @@ def _calibrate_and_measure(
 ) -> dict[str, Any]:
     """Bring the hard rate to its target on the `following` training text, then measure every held-out text."""
     found, step = {"heldout": {}}, config.optimizer.steps
-    rate, is_nested = config.rate, config.compressor.rank_policy == "nested"
-    if rate.target_retain_rate is not None and (rate.calibrate_threshold or is_nested):
+    rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
+    has_threshold = config.compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
+    if has_threshold or is_nested:
         blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
         if is_nested:
             key, values = "allocated_ranks", {"hard_rate": allocate_ranks(model, blocks, rate.target_retain_rate)}

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 import dynakv
 from dynakv.checkpoint import read_config
 from dynakv.initialization import Moments
 from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 
@@ -48,6 +50,9 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
         start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
+    elif config.compressor.has_plan:
+        coders = coded_bases(_calibration_of_reads(engine, stream), config.rate.target_retain_rate)
+        start = functools.partial(dynakv.initialize_from_coders, model, coders)
     elif config.starts_from_gradients:
         moments, gradients = _moments(engine, stream, gradients=True)
         rate = config.rate
@@ -78,9 +83,25 @@ def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tupl
     if config.calibration.bases is not None:
         calibration = Calibration.load(config.calibration.bases).for_model(model)
         return calibration.second_moments(), calibration.gradients() if gradients else None
-    length = min(config.dataset.sequence_length, config.calibration.tokens)
-    count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
-    blocks_NT = torch.cat([batch.ids_BT for batch in stream.first(count)])[:, :length]
+    blocks_NT = _leading_blocks(config, stream)
     with uncompressed(model):
         moments = calibrate(model, blocks_NT, progress=engine.main)
         return moments, gradient_moments(model, blocks_NT, progress=engine.main) if gradients else None
+
+
+def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration:
+    """What is read of a compressed cache, and how the loss answers to it."""
+    config, model = engine.config, engine.model
+    if config.calibration.bases is not None:
+        return Calibration.load(config.calibration.bases).for_model(model)
+    blocks_NT = _leading_blocks(config, stream)
+    exact_tokens = config.compressor.exact_tokens
+    with uncompressed(model):
+        return Calibration.of_reads(model, blocks_NT, exact_tokens=exact_tokens, progress=engine.main)
+
+
+def _leading_blocks(config: TrainConfig, stream: TrainingBlocks) -> Tensor:
+    """The text that is calibrated on, (N, T)."""
+    length = min(config.dataset.sequence_length, config.calibration.tokens)
+    count = math.ceil(config.calibration.tokens / config.dataset.sequence_length)
+    return torch.cat([batch.ids_BT for batch in stream.first(count)])[:, :length]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.compressor import TokenCompressor
 from dynakv.gate import Gate, entropy
+from dynakv.planned_bits import PlannedBits
 from lowrank_kv.bases.hard_rank import hard_rank
 
 from .data import Batch
@@ -30,7 +31,7 @@ class Inspection:
     """The result of one inspection.
 
     Attributes:
-        rate_L2T: share of coefficients kept of each token (Figures 4 and 5), fp32.
+        rate_L2T: share of coefficients kept of each token (Figures 4 and 5), fp32; by a plan of bits, share of bytes.
         entropy_L2: mean entropy of the gates over the sentence in nats, at most log C; None without gates.
         condition_L2: condition number of U.
         inversion_error_L2: ‖U V − I‖ / ‖I‖ in fp32.
@@ -85,8 +86,14 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     condition_L2 = per_side(lambda side: torch.tensor(side.projection.condition()))
     inversion_error_L2 = per_side(lambda side: torch.tensor(side.projection.inversion_error()))
     run_uncached(model, [Batch.from_ids(sentence_T[None], None)], dict.fromkeys(sides, record))
+
+    def rate(side: TokenCompressor) -> Tensor:
+        if isinstance(side.gate, PlannedBits):  # which is never called: no token chooses
+            return torch.full(sentence_T.shape, side.gate.rate)
+        return ranks[side.gate] / side.width
+
     return Inspection(
-        rate_L2T=per_side(lambda side: ranks[side.gate] / side.width),
+        rate_L2T=per_side(rate),
         entropy_L2=per_side(lambda side: entropies[side.gate]) if entropies else None,
         condition_L2=condition_L2,
         inversion_error_L2=inversion_error_L2,

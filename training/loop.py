@@ -124,6 +124,7 @@ def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> No
     config = engine.config
     dynakv.add_compressors(model, config.compressor)
     dynakv.use_ragged_cache(model)
+    dynakv.see_exactly(model, config.seen_exactly)
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config, lr_projection))

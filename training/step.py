@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dynakv.config import NESTED
 from dynakv.objective import RateRecorder, RetainRates, objective
 from lowrank_kv.utils.errors import UserError
 
@@ -63,7 +64,7 @@ def optimizer_step(
     soft_L2 = hard_L2 = torch.zeros((), device=engine.device)
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
-        if engine.config.compressor.rank_policy == "nested":
+        if engine.config.compressor.rank_policy == NESTED:
             draw_ranks(engine.model, f"{engine.config.seed} {number} {index}")
         with engine.one_pass(last=last):
             with engine.computing():

@@ -13,21 +13,25 @@ from dynakv.objective import RateRecorder
 from lowrank_kv.utils.eval_mode import evaluating
 
 from .data import Batch
+from .distillation import summed_kl, teacher_logits
 
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, Any]:
-    """Hard retain rate and perplexity over text, through the uncached hard mask.
+    """Hard retain rate, perplexity and divergence over text, through the uncached hard mask.
 
     Returns:
-        ``hard_rate`` and ``perplexity``, averaged over all tokens and over all that are predicted; ``layer_rates``, the hard
-        rate of each layer's ``keys`` and ``values``, to four places.
+        ``hard_rate``, ``perplexity`` and ``kl`` (of the uncompressed model's predictions from these, in nats), averaged over
+        all tokens and over all that are predicted; ``layer_rates``, the hard rate of each layer's ``keys`` and ``values``,
+        to four places.
     """
-    loss, predicted, rates, layers = 0.0, 0, [], []
+    loss, kl, predicted, rates, layers = 0.0, 0.0, 0, [], []
     with evaluating(model), RateRecorder(model) as recorder:
         for batch in batches:
             batch = batch.to(model.device)
+            teacher = teacher_logits(model, batch.inputs)
             logits = model(**batch.inputs, use_cache=False).logits
+            kl += float(summed_kl(logits, teacher, batch.targets))
             targets = batch.targets.flatten()
             loss += float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum"))
             predicted += int((targets >= 0).sum())
@@ -38,6 +42,7 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, Any]:
     return {
         "hard_rate": sum(rates) / len(rates),
         "perplexity": math.exp(loss / max(predicted, 1)),
+        "kl": kl / max(predicted, 1),
         "layer_rates": {
             "keys": [round(rate, 4) for rate in keys_L],
             "values": [round(rate, 4) for rate in values_L],

@@ -37,13 +37,13 @@ class CodedBasis:
     """How one layer's keys before rotation, or its values, are coded.
 
     Attributes:
-        encoder_CR: the coefficients are x · encoder, about equally large; fp32.
-        decoder_RC: gives states from coefficients; fp32.
-        plan: how coefficients are packed.
+        encoder_CC: all coefficients are x · encoder, about equally large, and in order of importance; fp32.
+        decoder_CC: its inverse, which gives states from coefficients; fp32.
+        plan: how the first coefficients are packed; the others are not kept.
     """
 
-    encoder_CR: Tensor
-    decoder_RC: Tensor
+    encoder_CC: Tensor
+    decoder_CC: Tensor
     plan: BitPlan
 
 
@@ -70,7 +70,8 @@ def coded_bases(calibration: Calibration, rate: float, *, itemsize: int = 2) -> 
     widths = allocate_bits(importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS)
     found: dict[int, dict[str, CodedBasis]] = {index: {} for index in calibration.geometry.layers}
     for (index, side), spectrum, row in zip(sides, spectra, widths, strict=True):
-        found[index][side] = spectrum.coded([bits for bits in row if bits], levels)
+        plan = BitPlan([bits for bits in row if bits], levels)
+        found[index][side] = CodedBasis(encoder_CC=spectrum.encoder_CC, decoder_CC=spectrum.decoder_CC, plan=plan)
     return found
 
 
@@ -101,14 +102,6 @@ class _Spectrum:
             decoder_CC=decoder_CC[order_C],
             unit_NC=read.sample_NC.float() @ encoder_CC[:, order_C],
             importance_C=importance_C[order_C],
-        )
-
-    def coded(self, bits: list[int], levels: dict[int, Tensor]) -> CodedBasis:
-        rank = len(bits)
-        return CodedBasis(
-            encoder_CR=self.encoder_CC[:, :rank].clone(),
-            decoder_RC=self.decoder_CC[:rank].clone(),
-            plan=BitPlan(bits, levels),
         )
 
 

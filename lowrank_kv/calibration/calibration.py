@@ -21,6 +21,7 @@ from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, SIDES, VALUE, calibrate
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.read_moments import ReadMoments, read_moments
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank_kv.utils.atomic_write import new_directory
 from lowrank_kv.utils.config import check_entries
@@ -99,6 +100,14 @@ class Calibration:
         # On the CPU, wherever the model is: bases and ranks are worked out over all layers.
         moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
         return cls(geometry=geometry_of(model), moments=moments, read=read_states, tokens=blocks_NT.numel())
+
+    @classmethod
+    def of_reads(
+        cls, model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens, progress: bool = True
+    ) -> "Calibration":
+        """Only what is read of a compressed cache that keeps `exact_tokens` at full rank; see :func:`read_moments`."""
+        found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, progress=progress)
+        return cls(geometry=geometry_of(model), moments={}, read=_read_states(found), tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.

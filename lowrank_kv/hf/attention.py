@@ -125,7 +125,8 @@ class _UncachedCall:
             exact = key, value
             key, value, *_ = transform(key, value, self.rope)  # its other outputs are read by hooks
             if prepared.exact_tokens is not None:
-                key, value, mask = prepared.exact_tokens.joined(exact, (key, value), _boolean(mask))
+                position_BT = None if self.rope is None else self.rope.position_BT
+                key, value, mask = prepared.exact_tokens.joined(exact, (key, value), position_BT, _boolean(mask))
         return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 

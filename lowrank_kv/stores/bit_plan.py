@@ -90,14 +90,22 @@ class BitPlan(Quantization):
             self._pack(tile_NR.float(), tile_NY)
         return row_NY, rows_NR.new_empty(*rows_NR.shape[:-1], 0)
 
+    def rounded(self, rows_NR: Tensor) -> Tensor:
+        """What :meth:`decode` gives of encoded rows, (…, N, R) fp32, without packing them."""
+        scale_code_N, unit_NR = _scaled(rows_NR.float())
+        parts = []
+        for width, places in self._runs(rows_NR.shape[-1]):
+            part_NR = unit_NR[..., places].contiguous()
+            if width == UNCODED:
+                parts.append(part_NR.bfloat16().float())
+            else:
+                parts.append(self.levels[width][torch.bucketize(part_NR, self._thresholds[width])])
+        return torch.cat(parts, dim=-1) * _scale_of(scale_code_N)[..., None]
+
     def _pack(self, rows_NR: Tensor, row_NY: Tensor) -> None:
         """Write the rows' bytes."""
         rank = rows_NR.shape[-1]
-        octaves_N = rows_NR.square().mean(dim=-1).sqrt().clamp(min=2.0**-16).log2()
-        scale_code_N = (octaves_N * _STEPS_PER_OCTAVE).round().clamp(
-            -_SCALE_OFFSET, 255 - _SCALE_OFFSET
-        ) + _SCALE_OFFSET
-        unit_NR = rows_NR / _scale_of(scale_code_N)[..., None]
+        scale_code_N, unit_NR = _scaled(rows_NR)
         code_NR = torch.empty_like(unit_NR, dtype=torch.long)
         for width, places in self._runs(rank):
             part_NR = unit_NR[..., places].contiguous()
@@ -138,6 +146,14 @@ class BitPlan(Quantization):
             found.append((width, slice(start, end)))
             start = end
         return found
+
+
+def _scaled(rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes of the scales, rows divided by their scales) of fp32 rows."""
+    octaves_N = rows_NR.square().mean(dim=-1).sqrt().clamp(min=2.0**-16).log2()
+    step_N = (octaves_N * _STEPS_PER_OCTAVE).round().clamp(-_SCALE_OFFSET, 255 - _SCALE_OFFSET)
+    code_N = step_N + _SCALE_OFFSET
+    return code_N, rows_NR / _scale_of(code_N)[..., None]
 
 
 def _scale_of(code_N: Tensor) -> Tensor:

@@ -33,6 +33,18 @@ class InitialBasis:
     quantization: Quantization | None = None
     is_compressed: bool = True
 
+    @classmethod
+    def coded(cls, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan) -> "InitialBasis":
+        """The basis of joint states whose coefficients x · encoder are packed by a plan; the last ones may be left out."""
+        rank = plan.num_coefficients
+        return cls(
+            # Copies, because views would keep all directions in memory.
+            vectors_PWR=by_columns(encoder_CC[None, :, :rank].clone()),
+            energy_PR=torch.ones(1, rank, device=encoder_CC.device),
+            decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
+            quantization=plan,
+        )
+
     @property
     def parts(self) -> int:
         return self.vectors_PWR.shape[0]
