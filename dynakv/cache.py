@@ -1,5 +1,7 @@
 """The cache of a DynaKV model: each token's keys and values at the rank its gate chose, or by a plan of bits."""
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor, TokenCompressor
@@ -48,11 +50,17 @@ class DynaKVCache(LowRankCache):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "DynaKVCache":
+        return cls.maker(model)()
+
+    @classmethod
+    def maker(cls, model: PreTrainedModel) -> Callable[[], "DynaKVCache"]:
+        """A maker of caches that keep to the compressors as they are set now, also once these are taken off the model."""
         layers = compressors(model)
         config = next(iter(layers.values())).key.config
         if not config.has_plan:
-            return cls(model, {index: RaggedLayer(layer.codec()) for index, layer in layers.items()})
+            codecs = {index: layer.codec() for index, layer in layers.items()}
+            return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
         windowed = WindowedConfig(**to_dict(config.exact_tokens), eviction=config.eviction, prefill=config.prefill)
         bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
         plan = Plan(config=windowed, geometry=geometry_of(model), layers=bases)
-        return cls(model, {index: WindowedLayer(plan, index) for index in layers})
+        return lambda: cls(model, {index: WindowedLayer(plan, index) for index in bases})

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
+import dynakv
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils import cli, run_record
@@ -29,6 +30,14 @@ PEERS = (*ROTATED, *QUANTISED)
 
 
 @configuration
+class LabelledCheckpoint:
+    """A compressor checkpoint and its name in the table."""
+
+    label: str = option(help="name in the table")
+    directory: str = option(help="of the checkpoint")
+
+
+@configuration
 class FidelityConfig:
     """One measurement."""
 
@@ -40,8 +49,9 @@ class FidelityConfig:
         ["static-mixed"], help=f"OjaKV presets, any of {', '.join(PRESETS)}, with exact prompts"
     )
     rates: list[float] = option([0.25, 0.2, 0.15, 0.1, 0.06], help="of each preset")
+    checkpoints: list[LabelledCheckpoint] = option([], help="compressor checkpoints of the model")
     peers: list[str] = option([], help=f"any of {', '.join(PEERS)}")
-    bases: str = option(help="directory written by `lowrank-kv calibrate`")
+    bases: str | None = option(None, help="directory written by `lowrank-kv calibrate`; needed for presets")
     prefix: int = option(1024, help="length of the prompt", unit="tokens")
     length: int = option(2048, help="of a window, the prompt included", unit="tokens")
     windows: int = option(32, help="of each text, spread evenly over its first `read` tokens", unit="windows")
@@ -55,6 +65,12 @@ class FidelityConfig:
             require(not unknown, key, unknown, f"among {', '.join(valid)}")
         inexact = [name for name in self.presets if OjaKVConfig.preset(name).prefill != "exact"]
         require(not inexact, "presets", inexact, "with exact prompts, which is what is measured here")
+        require(
+            self.bases is not None or not self.presets,
+            "bases",
+            None,
+            "given where there are `presets`, or `presets` empty",
+        )
         require(all(0 < rate <= 1 for rate in self.rates), "rates", self.rates, "numbers in (0, 1]")
         require(0 < self.prefix < self.length - 1, "prefix", self.prefix, "below `length` by two at least")
         require(self.read >= self.length, "read", self.read, "at least `length`")
@@ -70,13 +86,13 @@ def measure(config: FidelityConfig) -> Iterator[dict[str, Any]]:
         label: windows_of(block_1X[0], config.length, config.windows)
         for label, block_1X in read_texts(config.texts, tokenizer, config.read, 1).items()
     }
-    calibration = Calibration.load(config.bases).for_model(model)
-    makers = _makers(config, model, calibration)
+    makers = _makers(config, model)
     record = run_record.new_record(
         "quality",
         config=to_dict(config) | {"measured": "fidelity", "model": name_of(config.model)},
         inputs=[
-            path_input("bases", config.bases),
+            *([] if config.bases is None else [path_input("bases", config.bases)]),
+            *(path_input("checkpoint", each.directory) for each in config.checkpoints),
             model_input(model),
             *(token_input("text", *text) for text in texts.items()),
         ],
@@ -92,8 +108,13 @@ def measure(config: FidelityConfig) -> Iterator[dict[str, Any]]:
         yield record | {"rows": rows}
 
 
-def _makers(config: FidelityConfig, model: PreTrainedModel, calibration: Calibration) -> dict[str, Callable[[], Cache]]:
+def _makers(config: FidelityConfig, model: PreTrainedModel) -> dict[str, Callable[[], Cache]]:
     makers = {"full": lambda: full_cache(model)}
+    for each in config.checkpoints:
+        dynakv.attach(model, each.directory, prefill="exact")
+        makers[each.label] = dynakv.DynaKVCache.maker(model)
+        dynakv.detach(model)
+    calibration = None if config.bases is None else Calibration.load(config.bases).for_model(model)
     for preset in config.presets:
         for rate in config.rates:
             plan = make_plan(calibration, OjaKVConfig.preset(preset, rate=rate))

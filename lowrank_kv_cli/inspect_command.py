@@ -84,9 +84,12 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
             )
         held = dynakv_nbytes(config, rates, **size)
         caches.append({"cache": f"DynaKV, {Path(arguments.checkpoint)}", "bytes": held * arguments.batch})
-        notes.append(
-            f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
-        )
+        if rates.of_bytes:
+            notes.append(f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}")
+        else:
+            notes.append(
+                f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
+            )
     if arguments.preset is not None:
         calibration = None if arguments.bases is None else Calibration.load(arguments.bases)
         held = preset_nbytes(
@@ -163,6 +166,8 @@ def _rates_line(rates: dict[str, Any] | None) -> str:
     if rates is None:
         return "not recorded; `lowrank-kv generate` and `compare` measure them"
     keys, values = (sum(rates[side]) / len(rates[side]) for side in ("keys", "values"))
+    if rates["of_bytes"]:
+        return f"{keys:.3f} of the keys' bytes in 16 bits, {values:.3f} of the values', on {rates['source']}"
     if rates["is_mean"]:
         return f"{keys:.3f} of all coefficients on {rates['source']}, keys and values of all layers together"
     return f"{keys:.3f} of the keys' coefficients, {values:.3f} of the values', on {rates['source']}"

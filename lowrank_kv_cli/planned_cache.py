@@ -8,12 +8,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dynakv.checkpoint import CheckpointConfig
 from lowrank_kv.bases.rank_allocation import uniform_ranks
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.saved import Rates
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan
-from ojakv.byte_budget import planned_rate
+from ojakv.byte_budget import PlannedSequence, planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max
 
@@ -32,6 +34,8 @@ def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, token
 def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
     """Bytes that a DynaKV cache holds of one sequence, at measured rates; room to grow (less than 1 in 64) is left out."""
     geometry, settings = config.geometry, config.compressor
+    if settings.has_plan:
+        return _windowed_nbytes(config, rates, tokens=tokens, itemsize=itemsize)
     rows = settings.eviction.num_kept(tokens) if settings.eviction.is_on else tokens
     position = 2 if tokens <= _INT16_MAX else 4
     held = 4 * tokens  # position ids
@@ -44,6 +48,18 @@ def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsi
     if settings.eviction.is_on:
         held += 4 * rows * len(geometry.layers)  # where the rows' tokens were
     return round(held)
+
+
+def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
+    """The same where a plan of bits is kept, and some tokens at full rank."""
+    geometry, settings = config.geometry, config.compressor
+    windowed = WindowedConfig(**to_dict(settings.exact_tokens), eviction=settings.eviction)
+    sequence = PlannedSequence.after(windowed, prompt=tokens, tokens=tokens)
+    row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
+    full = 2 * geometry.width * itemsize * len(geometry.layers)
+    positions = 4 * (sequence.full_rank_capacity + sequence.has_evicted * sequence.low_rank_capacity)
+    held = sequence.low_rank_capacity * row + sequence.full_rank_capacity * full
+    return round(held + positions * len(geometry.layers) + 4 * tokens)
 
 
 def preset_nbytes(

@@ -16,6 +16,7 @@ from dynakv.config import METHOD, DynaKVConfig
 from lowrank_kv.calibration import calibration
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import load_shape
+from lowrank_kv.stores.bit_plan import SCALE_BITS
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import RUN_FILE
@@ -29,6 +30,7 @@ class Rates:
 
     Attributes:
         source: what they were measured on.
+        of_bytes: they are shares of the bytes of a token in 16 bits, as a plan of bits gives them.
         is_mean: only the mean over all layers, keys and values is known, and every number is that.
     """
 
@@ -36,6 +38,7 @@ class Rates:
     keys: list[float]
     values: list[float]
     is_mean: bool = False
+    of_bytes: bool = False
 
     @property
     def mean(self) -> float:
@@ -66,21 +69,12 @@ def describe(path: str | Path) -> dict[str, Any]:
 def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | None:
     """The rates of a compressor checkpoint; None where nobody measured any.
 
-    Ranks of `rank_policy: nested` stand in the weights. The rates of gates are those of the first text that the training run
-    held out, or else those after the calibration of its threshold.
+    Ranks of `rank_policy: nested` and plans of bits stand in the weights. The rates of gates are those of the first text
+    that the training run held out, or else those after the calibration of its threshold.
     """
     geometry, summary = config.geometry, config.summary
-    if config.compressor.rank_policy == "nested":
-        path = Path(directory) / WEIGHTS
-        try:
-            with safe_open(path, framework="pt") as weights:
-                keys, values = (
-                    [int(weights.get_tensor(f"layers.{i}.{side}.gate.rank")) / geometry.width for i in geometry.layers]
-                    for side in SIDES
-                )
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read ({error}); restore the checkpoint or train it again") from error
-        return Rates(source="every text: all tokens of a layer keep one rank", keys=keys, values=values)
+    if not config.compressor.has_gates:
+        return _rates_in_weights(Path(directory) / WEIGHTS, geometry, of_bytes=config.compressor.has_plan)
     for text, measured in (summary.get("heldout") or {}).items():
         if "layer_rates" in measured:
             return Rates(source=text, **measured["layer_rates"])
@@ -88,6 +82,22 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
     if "settled" in summary:
         return _mean_rates("the training text", summary["settled"]["hard_rate"], geometry)
     return None
+
+
+def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool) -> Rates:
+    def rate(weights: Any, layer: int, side: str) -> float:
+        if of_bytes:
+            bits_C = weights.get_tensor(f"layers.{layer}.{side}.gate.bits")
+            return -(-(int(bits_C.sum()) + SCALE_BITS) // 8) / (2 * geometry.width)
+        return int(weights.get_tensor(f"layers.{layer}.{side}.gate.rank")) / geometry.width
+
+    try:
+        with safe_open(path, framework="pt") as weights:
+            keys, values = ([rate(weights, index, side) for index in geometry.layers] for side in SIDES)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore the checkpoint or train it again") from error
+    source = "every text: all tokens of a layer keep the same"
+    return Rates(source=source, keys=keys, values=values, of_bytes=of_bytes)
 
 
 def _mean_rates(source: str, rate: float, geometry: KVGeometry) -> Rates:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.stores.growable_tensor import grown
@@ -30,14 +31,14 @@ class PlannedSequence:
         has_evicted: whether any token has been evicted.
     """
 
-    def __init__(self, config: OjaKVConfig):
+    def __init__(self, config: WindowedConfig):
         self.config, self.schedule = config, RetentionSchedule(config)
         self.length = self.num_pinned = self.num_waiting = self.num_low_rank = 0
         self.full_rank_capacity = self.low_rank_capacity = 0
         self.has_started = self.has_evicted = False
 
     @classmethod
-    def after(cls, config: OjaKVConfig, *, prompt: int, tokens: int) -> "PlannedSequence":
+    def after(cls, config: WindowedConfig, *, prompt: int, tokens: int) -> "PlannedSequence":
         """A prompt read in one call, the first of the sequence, then tokens decoded one at a time, `tokens` in all."""
         sequence = cls(config)
         first = max(prompt, 1)

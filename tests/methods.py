@@ -85,12 +85,12 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
     return lambda: dynakv.DynaKVCache.from_model(model)
 
 
-def planned_model(model: PreTrainedModel, rate: float) -> MakeCache:
+def planned_model(model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2) -> MakeCache:
     """A compressor with a plan of bits, whose projection has moved away from its start."""
     settings = dynakv.DynaKVConfig(
         rank_policy="plan",
         prefill="exact",
-        exact_tokens={"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
+        exact_tokens={"num_sink_tokens": num_sink_tokens, "recent_window": 3, "update_period": 4},
     )
     coders = coded_bases(calibration_of(model, read=True), rate)
     dynakv.add_compressors(model, settings)

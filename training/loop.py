@@ -112,7 +112,7 @@ def _check_target(config: TrainConfig, width: int) -> None:
     target, granularity = config.rate.target_retain_rate, config.compressor.granularity
     least = min(granularity, width) / width
     require(
-        target is None or target >= least,
+        target is None or not config.compressor.has_gates or target >= least,
         "rate.target_retain_rate",
         target,
         f"at least {least:.3g}: every token keeps `compressor.granularity`, {granularity}, of {width} coefficients",

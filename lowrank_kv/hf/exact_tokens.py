@@ -27,12 +27,13 @@ class ExactTokens:
         Args:
             position_BT: each token's place in its own document, int64.
         """
-        end_BQ = position_BT // self.update_period * self.update_period - self.recent_window
+        # A token waits while it may still be taken back, so that the newest of those before a query never counts.
+        end_BQ = (position_BT - 1) // self.update_period * self.update_period - self.recent_window
         return (position_BT >= self.num_sink_tokens)[:, None] & (position_BT[:, None] < end_BQ[:, :, None])
 
     def read_by_some(self, tokens: int) -> slice:
         """The tokens of a pass that some query reads compressed; none if it is too short."""
-        end = (tokens - 1) // self.update_period * self.update_period - self.recent_window
+        end = (tokens - 2) // self.update_period * self.update_period - self.recent_window
         return slice(self.num_sink_tokens, max(end, self.num_sink_tokens))
 
     def joined(

@@ -61,7 +61,7 @@ def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tm
     found, text = inspect(directory)
     assert found["kind"] == "DynaKV compressor checkpoint"
     assert found["shape"] == {"layers": [0, 1], "num_kv_heads": 2, "head_dim": 16, "width": 32}
-    assert found["rates"] == {"source": "text.jsonl", "is_mean": False, **LAYER_RATES}
+    assert found["rates"] == {"source": "text.jsonl", "is_mean": False, "of_bytes": False, **LAYER_RATES}
     assert found["files"]["compressor.safetensors"] == (directory / "compressor.safetensors").stat().st_size
     assert found["training"]["dataset"] == {"name": ["a.jsonl"]}
     for part in ("steps 7", "perplexity 9.5", "dataset.name a.jsonl", "20260101T000000-abcdef", "granularity 1"):

@@ -1,0 +1,174 @@
+"""Coders learned as they are served: what a training pass reads compressed, what moves, and what is written and served."""
+
+import json
+
+import pytest
+import torch
+from methods import calibration_of, planned_model, tiny_model
+from training_runs import STILL, losses, merged, summary, train_here
+
+import dynakv
+from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli.planned_cache import dynakv_nbytes
+from lowrank_kv_cli.saved import describe, measured_rates
+from training.config import TrainConfig
+from training.data import Batch
+from training.distillation import summed_kl, teacher_logits
+
+# With these numbers a cache that reads one token after another compresses whole periods.
+EXACT = ExactTokens(num_sink_tokens=1, recent_window=3, update_period=4)
+PLANNED = {
+    "compressor": {
+        "rank_policy": "plan",
+        "prefill": "exact",
+        "exact_tokens": {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
+    },
+    "calibration": {"start": None, "tokens": 1920},
+    "rate": {"target_retain_rate": 0.12},
+    "loss": {"cross_entropy": 0, "distillation": 1},
+    "optimizer": {"steps": 60, "lr_projection": 1e-2},
+}
+
+
+def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_a_training_pass_reads_what_the_cache_serves():
+    """Token by token through the cache, and in one pass: the same tokens are read compressed, and rounded alike."""
+    model = tiny_model()
+    make_cache = planned_model(model, 0.15, num_sink_tokens=1)
+    ids = token_ids(1, 41)
+    cache = make_cache()
+    served = [model(ids[:, :1], past_key_values=cache).logits]
+    served += [model(ids[:, place : place + 1], past_key_values=cache).logits for place in range(1, 41)]
+    compressors = [layer.train() for layer in dynakv.compressors(model).values()]
+    assert compressors
+    model.config.use_cache = False
+    dynakv.see_exactly(model, EXACT)
+    at_once = model(ids, use_cache=False).logits
+    everything = tiny_model()(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(served, dim=1), at_once, atol=2e-4, rtol=0)
+    assert torch.allclose(at_once[:, :8], everything[:, :8], atol=1e-5), "the first tokens read nothing compressed"
+    assert not torch.allclose(at_once[:, 12:], everything[:, 12:], atol=1e-2)
+
+
+@torch.no_grad()
+def test_documents_of_a_block_are_read_apart():
+    model = tiny_model()
+    planned_model(model, 0.15)
+    dynakv.see_exactly(model, EXACT)
+    first, second = token_ids(1, 21), token_ids(1, 19, seed=1)
+    position = torch.cat([torch.arange(21), torch.arange(19)])[None]
+    packed = Batch(torch.cat([first, second], dim=1), position)
+    together = model(**packed.inputs, use_cache=False).logits
+    torch.testing.assert_close(together[:, :21], model(first, use_cache=False).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(together[:, 21:], model(second, use_cache=False).logits, atol=1e-4, rtol=0)
+
+
+def test_only_the_projection_learns_and_gradients_pass_the_rounding():
+    model = tiny_model()
+    planned_model(model, 0.15)
+    dynakv.see_exactly(model, EXACT)
+    model.train()
+    batch = Batch.from_ids(token_ids(2, 60), None)
+    logits = model(**batch.inputs, use_cache=False).logits
+    summed_kl(logits, teacher_logits(model, batch.inputs), batch.targets).backward()
+    for side in dynakv.token_compressors(model):
+        [(name, parameter)] = side.named_parameters()
+        assert name == "projection.weight"
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_training_lowers_the_divergence_and_serves_what_it_wrote(training_values, tmp_path):
+    checkpoint = train_here(training_values, tmp_path / "run", **PLANNED)
+    train_here(training_values, tmp_path / "still", **merged(PLANNED, STILL))
+    learned, still = (sum(losses(tmp_path / name)[-20:]) for name in ("run", "still"))
+    assert learned < 0.95 * still
+    heldout = next(iter(summary(tmp_path / "run")["heldout"].values()))
+    assert 0 < heldout["kl"] < 1
+    assert heldout["hard_rate"] == pytest.approx(0.12, abs=0.01)
+    described = describe(checkpoint)
+    assert described["rates"]["of_bytes"]
+    config = json.loads((checkpoint / "config.json").read_text())["compressor"]
+    assert config["exact_tokens"] == PLANNED["compressor"]["exact_tokens"]
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_served_as_it_was_trained(tmp_path):
+    model = tiny_model()
+    make_cache = planned_model(model, 0.2)
+    ids = token_ids(2, 40)
+    expected = model(ids, past_key_values=make_cache()).logits
+    dynakv.save_compressor(model, tmp_path / "c")
+    loaded = dynakv.attach(tiny_model(), tmp_path / "c")
+    served = loaded(ids)
+    assert torch.equal(served.logits, expected)
+    assert served.past_key_values.compressed_layers()[0].config.recent_window == 3
+    maker = dynakv.DynaKVCache.maker(loaded)
+    dynakv.detach(loaded)
+    assert torch.equal(loaded(ids, past_key_values=maker()).logits, expected), "caches outlive the compressors"
+    dynakv.save_full(model, tmp_path / "full")
+    whole = type(model).from_pretrained(tmp_path / "full").eval()
+    assert torch.equal(whole(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_predicted_bytes_are_those_of_a_cache(tmp_path):
+    model = tiny_model()
+    planned_model(model, 0.2)
+    dynakv.save_compressor(model, tmp_path / "c")
+    config = dynakv.checkpoint.read_config(tmp_path / "c")
+    rates = measured_rates(tmp_path / "c", config)
+    for tokens in (30, 120):
+        cache = model(token_ids(1, tokens)).past_key_values
+        assert dynakv_nbytes(config, rates, tokens=tokens, itemsize=4) == cache.nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate.target_retain_rate": None}, "`rate.target_retain_rate` must be given where"),
+        ({"calibration.start": "pca"}, "`calibration.start` must be `gradient`"),
+        ({"compressor.decoder": "orthogonal"}, "`compressor.decoder` must be exact where `rank_policy` is plan"),
+        ({"compressor.cache_dtype": "int4"}, "`compressor.cache_dtype` must be model where `rank_policy` is plan"),
+        ({"compressor.rank_policy": "gate"}, "`compressor.exact_tokens` must be left out"),
+        ({"rate.key_cost": 3}, "`rate.key_cost` must be 1"),
+    ],
+)
+def test_settings_that_a_plan_does_not_know_are_refused(changes, message):
+    values = {"model": "m", "dataset": {"name": ["t"]}, **PLANNED}
+    for key, value in changes.items():
+        group, _, name = key.partition(".")
+        values[group] = {**values[group], name: value}
+    with pytest.raises(UserError, match=message):
+        build(TrainConfig, values)
+
+
+def test_overrides_that_a_plan_does_not_know_are_refused():
+    config = dynakv.DynaKVConfig(rank_policy="plan", prefill="exact")
+    assert config.overridden(exact_tokens={"recent_window": 64}).exact_tokens.recent_window == 64
+    for key, value in (("threshold", 0.2), ("cache_dtype", "int4"), ("rank_policy", "gate")):
+        with pytest.raises(UserError, match=f"`{key}` cannot be overridden"):
+            config.overridden(**{key: value})
+
+
+def test_a_plan_starts_as_the_coder_that_needs_no_training():
+    model = tiny_model()
+    coders = coded_bases(calibration_of(model, read=True), 0.2)
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(rank_policy="plan"))
+    dynakv.initialize_from_coders(model, coders)
+    for index, layer in dynakv.compressors(model).items():
+        for side in ("key", "value"):
+            coder, basis = coders[index][side], getattr(layer, side).initial_basis()
+            rank = coder.plan.num_coefficients
+            assert basis.quantization.bits == coder.plan.bits
+            torch.testing.assert_close(basis.vectors_PWR[0], coder.encoder_CC[:, :rank])
+            torch.testing.assert_close(basis.decoder_PWR[0].T, coder.decoder_CC[:rank])
+            assert getattr(layer, side).initial_basis() is basis
+    with pytest.raises(UserError, match="one with gates or ranks to open"):
+        dynakv.open_gates(model)
