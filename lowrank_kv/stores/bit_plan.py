@@ -134,6 +134,14 @@ class BitPlan(Quantization):
         return (unit_NR * _scale_of(code_NY[..., :1])).to(dtype)
 
     @functools.cached_property
+    def descriptor_3R(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        """What kernels read of each coefficient, int32: its first bit in the row, the mask under which its code is, and the
+        place in `table_L` of its lowest level, −1 where the code is the upper half of an fp32 number."""
+        is_uncoded_R = torch.arange(self.num_coefficients, device=self.mask_R.device) < self.num_uncoded
+        first_R = self.first_level_R.masked_fill(is_uncoded_R, -1)
+        return torch.stack([self.byte_R * 8 + self.shift_R, self.mask_R, first_R]).int()
+
+    @functools.cached_property
     def _thresholds(self) -> dict[int, Tensor]:
         """Bits → the middles between neighbouring levels."""
         return {width: (level_L[1:] + level_L[:-1]) / 2 for width, level_L in self.levels.items()}

@@ -14,6 +14,8 @@ from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.quantization import IntegerQuantization
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Numbers of all queries of a KV head: each has a sum in a program's registers.
@@ -39,7 +41,9 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
         return "there are no low-rank tokens"
     if tokens.parts_differ:
         return "each part holds tokens of its own"
-    if quantization is not None and quantization.group_size is not None:
+    if isinstance(quantization, BitPlan) and not _is_joint(keys, values, rotation):
+        return "kernels take plans of bits of joint coefficients"
+    if isinstance(quantization, IntegerQuantization) and quantization.group_size is not None:
         return "kernels take integers of which all of a row share one scale"
     if dtype not in _DTYPES:
         return "kernels compute in fp32, fp16 and bf16"

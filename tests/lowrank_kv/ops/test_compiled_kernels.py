@@ -28,6 +28,7 @@ from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  #
 from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
 from lowrank_kv.ops.rotation import RotaryTable  # noqa: E402
 from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
+from lowrank_kv.stores.bit_plan import BitPlan  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402
 from lowrank_kv.stores.quantization import IntegerQuantization  # noqa: E402
@@ -196,6 +197,11 @@ def joint_launches(
         basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
         if bits is None:
             return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
+        if bits == "plan":
+            levels = {width: torch.zeros(2**width) for width in range(1, 5)}
+            plan = BitPlan([16] * 8 + [4] * 24 + [3] * (rank // 4) + [1] * (rank - rank // 4 - 32), levels).to(META)
+            codes = torch.empty(1, 1, room, plan.row_bytes(rank), dtype=torch.uint8, device=META)
+            return LatentRows(codes, basis, None, plan)
         quantization = IntegerQuantization(bits=bits)
         codes = torch.empty(1, 1, room, quantization.row_bytes(rank), dtype=torch.uint8, device=META)
         return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantization)
@@ -222,8 +228,9 @@ def joint_launches(
 
 
 @pytest.mark.parametrize("ranks", [(380, 650), (384, 640)], ids=["any ranks", "multiples of 16"])
-def test_joint_attention(tmp_path, ranks):
-    check_all(joint_launches(key_rank=ranks[0], value_rank=ranks[1]), tmp_path)
+@pytest.mark.parametrize("bits", [None, "plan"])
+def test_joint_attention(tmp_path, ranks, bits):
+    check_all(joint_launches(key_rank=ranks[0], value_rank=ranks[1], bits=bits), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,24 +15,18 @@ from torch import Tensor
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned, tuning_class
+from lowrank_kv.ops.triton.planned_rows import planned_scales, planned_units
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 
 
-@tuned(
-    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    # Not for every rank: water-filling gives each layer its own.
-    key=["GROUPS", "HALF", "BLOCK_M", "BITS", "tuning_class"],
-)
 @triton.jit(do_not_specialize=["tuning_class", "room", "mask_stride_b", "mask_stride_q"])
-def _joint_scores(
+def _scores_kernel(
     query_ptr,
     basis_ptr,
     row_ptr,
     scale_ptr,
+    descriptor_ptr,
+    table_ptr,
     length_ptr,
     cos_ptr,
     sin_ptr,
@@ -80,7 +74,10 @@ def _joint_scores(
             if position_ptr is not None:
                 position_N = tl.load(position_ptr + b * position_stride_b + n, mask=is_row_N, other=0)
             table_row_N = b * table_stride_b + position_N * table_stride_t
-        if BITS < 16:
+        row_ptrs_N = row_ptr + b * row_stride_b + n.to(tl.int64) * row_stride_n
+        if BITS == 0:
+            step_N = planned_scales(row_ptrs_N, is_row_N)
+        elif BITS < 16:
             scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
             step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
@@ -88,18 +85,23 @@ def _joint_scores(
         # With 4 bits a byte holds the coefficients y and y + half of its row.
         width = (rank + 1) // 2 if BITS == 4 else rank
         halves: tl.constexpr = 2 if BITS == 4 else 1
-        row_ptrs = row_ptr + b * row_stride_b + n.to(tl.int64)[:, None] * row_stride_n + y[None, :]
+        row_ptrs = row_ptrs_N[:, None] + y[None, :]
         for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
             first_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
             second_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
             for chunk in range(0, width, BLOCK_Y):
-                is_code_NY = is_row_N[:, None] & (chunk + y < width)[None, :]
-                code_NY = tl.load(row_ptrs + chunk, mask=is_code_NY, other=0)
+                if BITS == 0:
+                    code_NY = planned_units(row_ptrs_N, is_row_N, chunk + y, rank, descriptor_ptr, table_ptr)
+                else:
+                    is_code_NY = is_row_N[:, None] & (chunk + y < width)[None, :]
+                    code_NY = tl.load(row_ptrs + chunk, mask=is_code_NY, other=0)
                 for half in tl.static_range(halves):
                     coef_NY = code_NY
                     if BITS == 4:
                         coef_NY = (code_NY >> 4 * half) & 15
-                    if BITS < 16:
+                    if BITS == 0:
+                        coef_NY = coef_NY * step_N[:, None]
+                    elif BITS < 16:
                         coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
                     coef_NY = coef_NY.to(COMPUTE)
                     # A code beyond the rank is no coefficient: it meets zeros.
@@ -121,6 +123,25 @@ def _joint_scores(
             )  # fmt: skip
 
 
+# Not for every rank: water-filling gives each layer its own.
+_TUNED_BY = ["GROUPS", "HALF", "BLOCK_M", "BITS", "tuning_class"]
+_joint_scores = tuned(
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    key=_TUNED_BY,
+)(_scores_kernel)
+# Places, codes and levels of planned coefficients fill registers: fewer are read at once.
+_planned_scores = tuned(
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 16, "GROUPS_EACH": 1}, num_warps=8, num_stages=2),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=2),
+    triton.Config({"BLOCK_N": 32, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=4, num_stages=2),
+    key=_TUNED_BY,
+)(_scores_kernel)
+
+
 def joint_scores(
     query_BGMD: Tensor,
     keys: LatentRows,
@@ -138,7 +159,7 @@ def joint_scores(
     Arguments as in :func:`lowrank_kv.ops.lowrank_attention.joint.triton.joint_attention`; `query_BGMD` is contiguous.
     """
     batch, groups, rows, head_dim = query_BGMD.shape
-    row_BNY = keys.row_BGNY[:, 0]
+    row_BNY, plan = keys.row_BGNY[:, 0], keys.plan
     # Dims of a head side by side, whatever the rank, are read in wide loads; a QR leaves them so.
     basis_BCR = keys.basis_BGDR[:, 0].mT.contiguous().mT
     scale_BN2 = None if keys.scale_BGN2 is None else keys.scale_BGN2[:, 0]
@@ -149,11 +170,14 @@ def joint_scores(
         return triton.cdiv(room, chosen["BLOCK_N"]), triton.cdiv(groups, chosen["GROUPS_EACH"]), batch
 
     cos, sin = (None, None) if rotation is None else (rotation.cos_BTF, rotation.sin_BTF)
-    _joint_scores[grid](
+    kernel = _joint_scores if plan is None else _planned_scores
+    kernel[grid](
         query_BGMD,
         basis_BCR,
         row_BNY,
         scale_BN2,
+        None if plan is None else plan.descriptor_3R,
+        None if plan is None else plan.table_L,
         length_B,
         cos,
         sin,

@@ -20,6 +20,7 @@ from lowrank_kv.ops.triton.launch import (
     tuned,
     tuning_class,
 )
+from lowrank_kv.ops.triton.planned_rows import planned_scales, planned_units
 
 _MAX_BLOCK_ROWS = 64
 
@@ -36,6 +37,8 @@ def _weighted_rows(
     score_ptr,
     row_ptr,
     scale_ptr,
+    descriptor_ptr,
+    table_ptr,
     length_ptr,
     partial_ptr,
     max_ptr,
@@ -81,15 +84,21 @@ def _weighted_rows(
             other=float("-inf"),
         )
         weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
-        if BITS < 16:
+        row_ptrs_N = row_ptr + b * row_stride_b + n.to(tl.int64) * row_stride_n
+        if BITS == 0:
+            weight_PN *= planned_scales(row_ptrs_N, is_row_N)[None, :]
+        elif BITS < 16:
             scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
             step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
             least_P = least_P * rescale_P + tl.sum(weight_PN * least_N[None, :], 1)
             weight_PN *= step_N[None, :]
         weight_PN = weight_PN.to(COMPUTE)
-        row_ptrs = row_ptr + b * row_stride_b + n.to(tl.int64)[:, None] * row_stride_n + w[None, :]
-        code_NW = tl.load(row_ptrs, mask=is_row_N[:, None] & is_code_W[None, :], other=0)
+        if BITS == 0:
+            code_NW = planned_units(row_ptrs_N, is_row_N, w, rank, descriptor_ptr, table_ptr)
+        else:
+            row_ptrs = row_ptrs_N[:, None] + w[None, :]
+            code_NW = tl.load(row_ptrs, mask=is_row_N[:, None] & is_code_W[None, :], other=0)
         if BITS == 4:
             total_PW = tl.dot(
                 weight_PN, (code_NW & 15).to(COMPUTE), total_PW * rescale_P[:, None], input_precision="ieee"
@@ -132,15 +141,17 @@ def weighted_rows(
         dtype: in which weights and coefficients are multiplied.
     """
     batch, room, rows = score_BNP.shape
-    row_BNY = values.row_BGNY[:, 0]
+    row_BNY, plan = values.row_BGNY[:, 0], values.plan
     scale_BN2 = None if values.scale_BGN2 is None else values.scale_BGN2[:, 0]
     partial_BPSR = torch.empty(batch, rows, splits, values.rank, dtype=torch.float32, device=score_BNP.device)
     block_rows, block_width = min(_MAX_BLOCK_ROWS, block(rows)), block_of(values)
     row_blocks = triton.cdiv(rows, block_rows)
-    _weighted_rows[splits, triton.cdiv(row_BNY.shape[2], block_width), batch * row_blocks](
+    _weighted_rows[splits, triton.cdiv(values.numbers, block_width), batch * row_blocks](
         score_BNP,
         row_BNY,
         scale_BN2,
+        None if plan is None else plan.descriptor_3R,
+        None if plan is None else plan.table_L,
         length_B,
         partial_BPSR,
         max_BPX1,
@@ -164,5 +175,7 @@ def weighted_rows(
 
 
 def block_of(values: LatentRows) -> int:
-    """Numbers, or bytes of codes, of a row that a program has; of integers fewer, since a byte may hold two."""
-    return min(128 if values.bits == 16 else 64, block(values.row_BGNY.shape[3]))
+    """Numbers, or bytes of codes, of a row that a program has; of integers fewer, since a byte may hold two, and of planned
+    coefficients fewer again, whose places and levels fill registers."""
+    most = 128 if values.bits == 16 else 64 if values.plan is None else 32
+    return min(most, block(values.numbers))

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 
@@ -22,8 +23,8 @@ class LatentRows:
             :class:`lowrank_kv.stores.coefficients.Coefficients`; contiguous in the last dim. Rows are read in wide
             loads where their stride is a multiple of 16.
         basis_BGDR: of each sequence and part; 1 in place of B where all sequences share it.
-        scale_BGN2: bf16 step and least value of each row of codes, contiguous in the last dim; None without codes.
-        quantization: how the rows are held as integers, without groups.
+        scale_BGN2: bf16 step and least value of each row of integers, contiguous in the last dim; None for others.
+        quantization: how the rows are held in fewer bits: as integers without groups, or by a plan.
 
     Raises:
         UserError: the quantization has groups.
@@ -32,10 +33,10 @@ class LatentRows:
     row_BGNY: Tensor
     basis_BGDR: Tensor
     scale_BGN2: Tensor | None = None
-    quantization: IntegerQuantization | None = None
+    quantization: IntegerQuantization | BitPlan | None = None
 
     def __post_init__(self):
-        group = None if self.quantization is None else self.quantization.group_size
+        group = self.quantization.group_size if isinstance(self.quantization, IntegerQuantization) else None
         require(group is None, "group_size", group, "none for this operation: all of a row's codes share one scale")
 
     @property
@@ -44,8 +45,20 @@ class LatentRows:
 
     @property
     def bits(self) -> int:
-        """Of a code; 16 for whatever is held as it is."""
+        """Of an integer; 16 for whatever is held as it is, 0 where a plan says."""
+        if self.plan is not None:
+            return 0
         return 16 if self.quantization is None else self.quantization.bits
+
+    @property
+    def plan(self) -> BitPlan | None:
+        """The plan by which rows are packed; None where there is none."""
+        return self.quantization if isinstance(self.quantization, BitPlan) else None
+
+    @property
+    def numbers(self) -> int:
+        """What a row is made of: its coefficients, or the bytes that hold its integers."""
+        return self.rank if self.plan is not None else self.row_BGNY.shape[3]
 
     def rebuilt(self) -> Tensor:
         """All rows at full width, (B, G, N, D) fp64."""

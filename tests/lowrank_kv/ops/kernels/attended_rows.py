@@ -8,8 +8,10 @@ import torch
 from errors import check_near
 from torch import Tensor
 
+from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
 
 
@@ -18,11 +20,23 @@ def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generat
     coef = torch.randn(batch, groups, room, rank, generator=generator).to(dtype)
     bases = torch.randn(1 if shared else batch, groups, head_dim, rank, generator=generator) / head_dim**0.5
     beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
+    if bits == "plan":
+        plan = mixed_plan(rank)
+        rows, _ = plan.encode(coef)
+        rows = rows.masked_fill(beyond, 127)  # numbers of 3e38
+        return LatentRows(rows, bases.to(dtype), None, plan)
     if bits is None:
         return LatentRows(coef.masked_fill(beyond, torch.nan), bases.to(dtype))
     quantization = IntegerQuantization(bits=bits)
     codes, scales = quantization.encode(coef)
     return LatentRows(codes, bases.to(dtype), scales.masked_fill(beyond, torch.nan), quantization)
+
+
+def mixed_plan(rank: int) -> BitPlan:
+    """Widths from 16 bits to one, of as many coefficients each as the rank allows."""
+    widths = sorted((WIDTHS[::-1][place * len(WIDTHS) // rank] for place in range(rank)), reverse=True)
+    sample = torch.randn(40_000, generator=torch.Generator().manual_seed(3))
+    return BitPlan(widths, {width: lloyd_max(sample, width) for width in {*widths} - {UNCODED}})
 
 
 def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, generator):

@@ -13,6 +13,8 @@ CASES = {
     "plain": {},
     "int8": {"bits": 8},
     "int4": {"bits": 4},
+    "a plan of bits": {"bits": "plan"},
+    "a plan of bits with full tokens": {"bits": "plan", "full": 37, "masked": True, "queries": 3},
     "without rotation": {"rotary": 0},
     "half of a head rotated, at positions": {"rotary": 16, "positions": True},
     "a rotation for each sequence": {"tables": 2},
@@ -31,7 +33,7 @@ def test_equals_the_reference(device, generator, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["with full tokens", "int4"])
+@pytest.mark.parametrize("name", ["with full tokens", "int4", "a plan of bits"])
 def test_other_types(device, generator, dtype, name):
     check(device, generator, dtype, CASES[name])
 
