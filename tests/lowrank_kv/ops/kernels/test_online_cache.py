@@ -175,12 +175,14 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
         ("ojakv-joint", {"rate": 0.6, "recent_window": 3, "num_sink_tokens": 2}, True),
         ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int4", "recent_window": 3}, True),
         ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int8", "group_size": 4}, False),
+        ("static-mixed", {"rate": 0.2, "recent_window": 3, "num_sink_tokens": 2}, True),
     ],
     ids=str,
 )
 def test_generates_what_plain_torch_does(device, kernel_calls, monkeypatch, preset, settings, by_kernels):
     model = tiny_model(num_hidden_layers=1)
-    plan = make_plan(calibration_of(model), OjaKVConfig.preset(preset, update_period=3, **settings))
+    config = OjaKVConfig.preset(preset, update_period=3, **settings)
+    plan = make_plan(calibration_of(model, read=config.cache_dtype == "mixed"), config)
     model, ids = model.to(device), torch.arange(1, 25, device=device).view(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # left padding
