@@ -9,6 +9,7 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
 from lowrank_kv.ops.native.library import contiguous_fp32
 from lowrank_kv.ops.rotation import rotates_in_pairs
+from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
@@ -42,7 +43,10 @@ def lowrank_attention(
     else:
         low_query_BMX, key_decoder_PRW, rotary = query_1HQD, keys.decoder_PRW, rotation.table.packed
     held = _view(keys.coef), _view(values.coef), low
-    decoders = native.PackedDecoders(key_decoder_PRW, values.decoder_PRW)
+    paired = rotary is not None and _are_paired(query_HQD, tokens)
+    decoders = native.PackedDecoders(
+        key_decoder_PRW, values.decoder_PRW, paired=paired, key_memo=keys.prepared, value_memo=values.prepared
+    )
     softmax = [native.Tokens(low_query_BMX, *held, decoders, rotary, positions, mask_of_low)]
     if full:
         held = _full_rank_view(keys.full), _full_rank_view(values.full), full
@@ -51,6 +55,19 @@ def lowrank_attention(
     [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
     output_HQD = output_QHD.transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
+
+
+def _are_paired(query_HQD: Tensor, tokens: LowRankTokens) -> bool:
+    """Whether both keys and values are planned coefficients that compiled code multiplies two at a time."""
+    keys, values, rotation, _, _ = tokens
+    if not all(isinstance(each.coef.quantization, BitPlan) for each in (keys, values)) or len(keys.basis_PWR) > 1:
+        return False
+    return native.multiplies_pairs(
+        keys.coef.dtype,
+        head_dim=query_HQD.shape[2],
+        rotated_dims=2 * rotation.table.cos_BTF.shape[-1],
+        queries=query_HQD.shape[0] * query_HQD.shape[1] // keys.full.buffer.shape[0],
+    )
 
 
 def _view(coef: Coefficients) -> native.StoreView:

@@ -6,7 +6,7 @@ queries, N low-rank tokens, F full-rank tokens, T = N + F, R rank.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,11 +23,13 @@ class Operands:
         coef: of the low-rank tokens, (P, N, R).
         basis_PWR: token n of part p is ``basis[p] @ coef[p, n]``.
         full: tokens at full rank, (G, F, D); keys are rotated.
+        prepared: what operations have made of the basis, by what it is for; all operands of one basis may share it.
     """
 
     coef: Coefficients
     basis_PWR: Tensor
     full: GrowingTensor
+    prepared: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def full_GFD(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)

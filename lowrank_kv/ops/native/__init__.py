@@ -1,7 +1,7 @@
 """Compiled code for decoding on a CPU, where the machine has a C compiler: attention, the rotations it needs, and encoding
 and appending new tokens."""
 
-from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, unsupported_reason
+from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, multiplies_pairs, unsupported_reason
 from lowrank_kv.ops.native.encoding import AppendTarget, Encoder, NewTokens, encoder_of, encodes
 from lowrank_kv.ops.native.rotary import PackedRotary, computes_cos_sin, cos_sin
 from lowrank_kv.ops.native.store_view import RankBucketView, StoreView, appends
@@ -21,5 +21,6 @@ __all__ = [
     "cos_sin",
     "encoder_of",
     "encodes",
+    "multiplies_pairs",
     "unsupported_reason",
 ]

@@ -35,9 +35,11 @@ struct task {
     float *output;          /* (queries, heads / queries, head_dim), out; the same in all tasks of a softmax */
     const float *cos, *sin; /* (places, pairs): rotate rebuilt keys; NULL when they are not rotated */
     int64_t pairs;
-    const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not */
+    const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not. Where it
+                                 * is of pairs, (keys.rank / 2, decoder_stride) of two neighbours in bfloat16 */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t decoder_stride, value_width, parts;
+    int64_t paired; /* whether planned coefficients of one part are multiplied as bfloat16, two at a time */
     /* The same in all tasks of a call: */
     int64_t num_kv_heads;
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
@@ -79,6 +81,40 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
     }
 }
 
+#if HAS_PAIRS
+/* Scores of a block's tokens, whose keys of all heads are rebuilt from pairs. */
+static void score_pairs(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
+                        struct scratch *scratch) {
+    const int64_t stride = narrow_stride(bucket->rank), sharing = task->heads / task->num_kv_heads;
+    const uint8_t *row = bucket->rows + first * bucket->row_bytes;
+    uint16_t *coef = (uint16_t *)scratch->coef;
+    for (int64_t t = 0; t < count; t++)
+        read_narrow(task->keys->plan, row + t * bucket->row_bytes, bucket->row_bytes, bucket->rank, coef + t * stride);
+    for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
+        const struct rebuilt keys = {NULL, NULL, task->cos, task->sin, scratch->place, stride / 2, task->decoder_stride, bucket->rank,
+                                     task->depth, (const uint32_t *)coef,
+                                     (const uint32_t *)task->decoder + kv_head * task->depth};
+        rebuilt_scores(&keys, count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
+                       scratch->score + kv_head * sharing, task->lanes, &scratch->ahead);
+    }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t m = 0; m < task->lanes; m += LANES)
+            *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(row[t * bucket->row_bytes]);
+}
+
+/* Coefficients of a block's values as floats, divided by their rows' scales, by which the weights are multiplied. */
+static struct rows weighed_pairs(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
+                                 struct scratch *scratch) {
+    const int64_t stride = narrow_stride(bucket->rank);
+    for (int64_t t = 0; t < count; t++) {
+        const uint8_t *row = bucket->rows + (first + t) * bucket->row_bytes;
+        read_narrow_floats(task->values->plan, row, bucket->row_bytes, bucket->rank, scratch->coef + t * stride);
+        for (int64_t m = 0; m < task->lanes; m += LANES) *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(row[0]);
+    }
+    return (struct rows){scratch->coef, stride};
+}
+#endif
+
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
 static void score_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
                         struct scratch *scratch) {
@@ -99,7 +135,10 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
     const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
     const int in_registers = rebuilds_in_registers(task);
-    for (int64_t part = 0; part < task->parts; part++) {
+#if HAS_PAIRS
+    if (task->paired) score_pairs(task, bucket, first, count, scratch);
+#endif
+    for (int64_t part = 0; part < task->parts && !task->paired; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
@@ -113,7 +152,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
             float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
             if (in_registers) {
                 const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, bucket->rank, depth};
+                                             rows.stride, stride, bucket->rank, depth, NULL, NULL};
                 rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
@@ -156,7 +195,12 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
         }
     }
     for (int64_t part = 0; part < task->parts; part++) {
+#if HAS_PAIRS
+        const struct rows rows = task->paired ? weighed_pairs(task, bucket, first, count, scratch)
+                                              : rows_of(store, bucket, part, first, count, scratch->coef);
+#else
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
+#endif
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;
         const int64_t full_vectors = store->kind == FLOAT32 ? bucket->rank / LANES * LANES : padded(bucket->rank);
@@ -172,6 +216,11 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
 }
 
 int64_t lanes(void) { return LANES; }
+
+/* Whether keys of so many dims, turned in so many pairs, of which `queries` queries share each, may be rebuilt from pairs. */
+int multiplies_pairs(int64_t depth, int64_t pairs, int64_t queries) {
+    return HAS_PAIRS && 2 * pairs == depth && fits_registers(depth, queries);
+}
 
 /* -- all tokens ---------------------------------------------------------------------------------------------------- */
 
@@ -270,7 +319,8 @@ int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes, head_dim = tasks->head_dim;
     int64_t rank = 0, width = 0, latents = 0, buckets = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
-        const int64_t most = padded(task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank);
+        const int64_t larger = task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank;
+        const int64_t most = task->paired ? narrow_stride(larger) : padded(larger);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);

@@ -5,8 +5,8 @@ W width of a part, T tokens in all, R rank, F pairs of a rotation.
 """
 
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,9 @@ from lowrank_kv.ops.native.rotary import ATTEND_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
-_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "5q", "6q2f"))
+_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "6q2f"))
+# What a basis keeps of its decoder for compiled code: pairs of rows in bf16, or rows in fp32.
+_PAIRS, _ROWS = "native pairs", "native rows"
 _NO_ROTATION = bytes(ATTEND_ROTARY.size)
 
 
@@ -40,14 +42,28 @@ class PackedDecoders:
         key_PRW: rebuilds keys, with as many rows as the keys' :class:`StoreView` has coefficients; (R, W) of one part. None
             where queries are projected onto the coefficients.
         value_PRW: the same for values, which are not rebuilt one by one.
+        key_memo, value_memo: where copies in the form that is read are kept for the next time.
+        paired: whether planned coefficients are multiplied two at a time (:func:`multiplies_pairs`); the keys' decoder then
+            has one part and is rounded to bf16.
 
     Attributes:
         is_copy: whether it holds copies of these tensors.
     """
 
-    def __init__(self, key_PRW: Tensor | None, value_PRW: Tensor):
-        key = None if key_PRW is None else _padded(key_PRW)
-        value = contiguous_fp32(value_PRW)
+    def __init__(
+        self,
+        key_PRW: Tensor | None,
+        value_PRW: Tensor,
+        *,
+        paired: bool = False,
+        key_memo: dict[str, Any] | None = None,
+        value_memo: dict[str, Any] | None = None,
+    ):
+        key = None
+        if key_PRW is not None:
+            name, prepare = (_PAIRS, _pairs) if paired else (_ROWS, _padded)
+            key = _kept(key_memo, name, prepare, key_PRW)
+        value = _kept(value_memo, _ROWS, contiguous_fp32, value_PRW)
         self._held = key, value  # kept alive: addresses in them follow
         self.is_copy = key is not key_PRW or value is not value_PRW
         self.packed = _DECODERS.pack(
@@ -56,6 +72,7 @@ class PackedDecoders:
             0 if key is None else key.shape[-1],
             value.shape[-1],
             value.shape[0] if value.dim() == 3 else 1,
+            paired,
         )
 
     def __reduce__(self) -> tuple:
@@ -139,10 +156,38 @@ def attend(
                 output + b * output_bytes,
             )
             packed += _NO_ROTATION if rotary is None else rotary.for_attend
-            packed += (_DECODERS.pack(0, 0, 0, 0, groups) if decoders is None else decoders.packed) + common
+            packed += (_DECODERS.pack(0, 0, 0, 0, groups, False) if decoders is None else decoders.packed) + common
         if library().attend(packed, len(tokens)):
             raise MemoryError("no memory for the scratch space of compiled decode attention")
     return output_BQHD
+
+
+def multiplies_pairs(dtype: torch.dtype, *, head_dim: int, rotated_dims: int, queries: int) -> bool:
+    """Whether compiled code multiplies planned coefficients as bf16, two at a time.
+
+    Args:
+        dtype: of the coefficients; in fp32 they are not rounded.
+        rotated_dims: of a head.
+        queries: rows of queries that share a KV head.
+    """
+    return dtype == torch.bfloat16 and bool(library().multiplies_pairs(head_dim, rotated_dims // 2, queries))
+
+
+def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> Tensor:
+    """`prepare(decoder_PRW)`, or what it returned the last time."""
+    if memo is None:
+        return prepare(decoder_PRW)
+    if name not in memo:
+        memo[name] = prepare(decoder_PRW)
+    return memo[name]
+
+
+def _pairs(decoder_1RW: Tensor) -> Tensor:
+    """Neighbouring rows side by side, (⌈R/2⌉, W) int32 of two bf16 numbers each, the first in the low half; W padded."""
+    [decoder_RW] = decoder_1RW
+    rank, width = decoder_RW.shape
+    padded_RW = F.pad(decoder_RW.to(CPU, torch.bfloat16), (0, -width % lanes(), 0, rank % 2))
+    return padded_RW.unflatten(0, (-1, 2)).mT.contiguous().view(torch.int32)[..., 0].contiguous()
 
 
 def _padded(states: Tensor) -> Tensor:

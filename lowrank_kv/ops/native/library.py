@@ -64,6 +64,7 @@ def library() -> ctypes.CDLL | None:
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number]
     kernels.encode.restype = number
+    kernels.multiplies_pairs.argtypes = [number, number, number]
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
     kernels.angles.restype = None
     return kernels

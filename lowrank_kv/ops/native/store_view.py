@@ -22,8 +22,10 @@ _INTEGERS, _PLANNED = {8: 2, 4: 3}, 4
 # The members of `struct bucket` and `struct store` in store.h, in their order.
 _BUCKET, _STORE = struct.Struct("9q"), struct.Struct("4q2i2q")
 # Those of `struct plan` in plan.h, and what it says of coefficients that are read together.
-_PLAN, _AT_ONCE = struct.Struct("9q"), 16
+_PLAN, _AT_ONCE, _AT_ONCE_NARROW = struct.Struct("13q"), 16, 64
 _IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
+
+_NARROW = 5  # bits of a coefficient that is read with many others
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
@@ -146,8 +148,11 @@ class PackedPlan:
             offset_A = (byte_R[start:end] - first_B[block]).to(torch.uint8)
             window_B[block, : end - start, 0], window_B[block, : end - start, 1] = offset_A, offset_A + 1
             lookup_B[block] = _lookup_of(set(plan.bits[start:end]))
+        wide, *narrow = _narrow_lanes(plan)
         self._keepalive = byte_R, shift_R, mask_R, level_R, table_L, first_B, window_B, lookup_B
-        self._memory = _PLAN.pack(plan.num_uncoded, *(tensor.data_ptr() for tensor in self._keepalive))
+        addresses = (tensor.data_ptr() for tensor in self._keepalive)
+        self._memory = _PLAN.pack(plan.num_uncoded, *addresses, wide, *(tensor.data_ptr() for tensor in narrow))
+        self._keepalive += tuple(narrow)
         self._buffer = ctypes.create_string_buffer(self._memory, len(self._memory))
         self.address = ctypes.addressof(self._buffer)
 
@@ -177,6 +182,29 @@ def _table_of(plan: BitPlan) -> tuple[Tensor, dict[int, int]]:
         table[place : place + 2**width] = plan.levels[width].cpu()
         place += 2**width
     return table, firsts
+
+
+def _narrow_lanes(plan: BitPlan) -> tuple[int, Tensor, Tensor, Tensor]:
+    """How coefficients of up to 5 bits are read, 64 at a time: see `struct plan` in plan.h for (wide, narrow_table,
+    narrow_first, narrow)."""
+    wide = sum(width > _NARROW for width in plan.bits)
+    table, firsts, place = torch.zeros(64, dtype=torch.bfloat16), {}, 0
+    for width in (width for width in sorted(plan.levels) if width <= _NARROW):
+        firsts[width] = place
+        table[place : place + 2**width] = plan.levels[width].cpu()
+        place += 2**width
+    starts = range(wide, plan.num_coefficients, _AT_ONCE_NARROW)
+    bit_R = (plan.byte_R * 8 + plan.shift_R).tolist()
+    first_B = torch.tensor([bit_R[start] // 8 for start in starts], dtype=torch.int32)
+    lanes_B = torch.zeros(len(starts), 4, _AT_ONCE_NARROW, dtype=torch.uint8)
+    for block, start in enumerate(starts):
+        window, begin, mask, level = lanes_B[block]
+        for i, width in enumerate(plan.bits[start : start + _AT_ONCE_NARROW]):
+            eight = i // 8 * 8
+            byte = bit_R[start + eight] // 8
+            window[eight : eight + 8] = torch.arange(8) + byte - int(first_B[block])
+            begin[i], mask[i], level[i] = bit_R[start + i] - 8 * byte, 2**width - 1, firsts[width]
+    return wide, table, first_B, lanes_B
 
 
 def _lookup_of(widths: set[int]) -> int:

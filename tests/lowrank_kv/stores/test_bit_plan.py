@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -102,3 +103,37 @@ def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
     for operation in (eager, native_attention):
         found = operation.lowrank_attention(query, tokens, scaling=0.3)
         torch.testing.assert_close(found, expected.to(found), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.skipif(
+    native.unsupported_reason(torch.bfloat16, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
+)
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.tuples(PLANS, PLANS), count=st.integers(1, 90), queries=st.sampled_from([1, 2, 5]), seed=st.integers(0, 99)
+)
+def test_compiled_attention_rebuilds_rotated_keys_in_bf16(bits, count, queries, seed):
+    """Two coefficients at a time where the processor can, in the form that bf16 models of usual shapes take."""
+    generator = torch.Generator().manual_seed(seed)
+    groups, head_dim = 2, 64
+
+    def operands(widths):
+        coef = Coefficients((1, len(widths)), dtype=torch.bfloat16, device="cpu", quantization=BitPlan(widths, LEVELS))
+        # Of about one size: scores of large keys answer to the last bit of bf16.
+        size = 2 ** torch.randint(-1, 2, (1, count, 1), generator=generator)
+        coef.append(torch.randn(1, count, len(widths), generator=generator) * size)
+        coef.reserve(count + seed % 3)
+        basis = torch.randn(1, groups * head_dim, len(widths), generator=generator) / len(widths) ** 0.5
+        whole = torch.randn(groups, 3, head_dim, generator=generator).bfloat16()
+        return Operands(coef, basis.bfloat16(), GrowingTensor(whole, dim=1))
+
+    angle = torch.rand(1, count + 9, head_dim // 2, generator=generator) * 6
+    table = RotaryTable.from_complex(torch.polar(torch.ones_like(angle), angle))
+    rotation = Rotation(lambda key, at: table.rotate(key[None], torch.arange(count + 9)[at][None])[0], table)
+    mask = torch.rand(queries, count + 3, generator=generator) < 0.8
+    mask[:, -1] = True
+    tokens = LowRankTokens(*(operands(widths) for widths in bits), rotation, slice(7, 7 + count), mask)
+    query = torch.randn(6, queries, head_dim, generator=generator).bfloat16()
+    expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
+    found = native_attention.lowrank_attention(query, tokens, scaling=0.1).double()
+    assert (found - expected).norm() < 0.02 * expected.norm()

@@ -5,6 +5,7 @@ Shapes: P parts (G KV heads of width D, or one of joint width C = G·D), W width
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +61,16 @@ class InitialBasis:
             self._decoders[dtype] = self.decoder_PWR.to(dtype)
         return self._decoders[dtype]
 
+    def prepared(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What attention has made of :meth:`decoder`, for all caches."""
+        return self._prepared.setdefault(dtype, {})
+
     @functools.cached_property
     def _decoders(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    @functools.cached_property
+    def _prepared(self) -> dict[torch.dtype, dict[str, Any]]:
         return {}
 
     def to(self, device: torch.device) -> "InitialBasis":

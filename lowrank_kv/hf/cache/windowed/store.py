@@ -55,7 +55,8 @@ class TokenStore:
         last, basis_PWR = self._operands, self._decoder_PWR
         if last is None or last.coef is not self.coef or last.full is not self.full or last.basis_PWR is not basis_PWR:
             # A scaled basis, or one in another dtype, is made anew each time: it would be a tensor more to keep and count.
-            last = Operands(self.coef, self._scaled(basis_PWR, 1).to(self.coef.dtype), self.full)
+            prepared = {} if self.initial.decoder_PWR is None else self.initial.prepared(self.coef.dtype)
+            last = Operands(self.coef, self._scaled(basis_PWR, 1).to(self.coef.dtype), self.full, prepared)
             self._operands = last if last.basis_PWR is basis_PWR else None
         return last
 
