@@ -42,7 +42,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """
     geometry = calibration.geometry
     if config.cache_dtype == MIXED:
-        coded = coded_bases(calibration, config.rate)
+        coded = coded_bases(calibration, config.rate, token_classes=config.token_classes)
         layers = {
             index: tuple(
                 InitialBasis.coded(side.encoder_CC, side.decoder_CC, side.plan) for side in (sides[KEY], sides[VALUE])

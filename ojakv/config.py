@@ -13,6 +13,7 @@ from lowrank_kv.stores.quantization import (
     IntegerQuantization,
     quantization_of,
 )
+from lowrank_kv.stores.token_plans import MOST_CLASSES
 from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require
 from lowrank_kv.utils.errors import UserError
 
@@ -100,6 +101,11 @@ class OjaKVConfig(WindowedConfig):
         choices=(*CACHE_DTYPES, MIXED),
     )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
+    token_classes: int = option(
+        1,
+        help=f"with `{MIXED}`: tokens are told apart by how finely the loss asks to code them, and each class has bits of "
+        "its own; 1 codes all alike, 4 is most",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -133,6 +139,13 @@ class OjaKVConfig(WindowedConfig):
             f"layout per_head with rope post",
         )
 
+        most = MOST_CLASSES if self.cache_dtype == MIXED else 1
+        require(
+            1 <= self.token_classes <= most,
+            "token_classes",
+            self.token_classes,
+            f"from 1 to {most} with `cache_dtype: {self.cache_dtype}`",
+        )
         if self.cache_dtype == MIXED:
             self._check_mixed()
         self.integers  # noqa: B018 - raises where the two do not fit

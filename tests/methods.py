@@ -136,7 +136,15 @@ def _unpacked(plan: Plan) -> Plan:
     return dataclasses.replace(
         plan,
         layers={
-            index: tuple(dataclasses.replace(initial, quantization=None) for initial in kv)
+            index: tuple(
+                dataclasses.replace(
+                    initial,
+                    vectors_PWR=initial.vectors_PWR[:, :, : initial.decoder_PWR.shape[2]],
+                    energy_PR=initial.energy_PR[:, : initial.decoder_PWR.shape[2]],
+                    quantization=None,
+                )
+                for initial in kv
+            )
             for index, kv in plan.layers.items()
         },
     )

@@ -12,7 +12,12 @@ from lowrank_kv.utils.errors import UserError
 
 
 def allocate_bits(
-    importances: Sequence[Tensor], distortions: Mapping[int, float], budget: int, *, overhead: int
+    importances: Sequence[Tensor],
+    distortions: Mapping[int, float],
+    budget: float,
+    *,
+    overhead: int,
+    shares: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """The widths of every row's coefficients that cost least for their bytes.
 
@@ -22,8 +27,9 @@ def allocate_bits(
     Args:
         importances: w_i λ_i of each row's coefficients, (C,), falling.
         distortions: bits → ε, the share of a coefficient's energy that rounding takes; 1 for no bits is understood.
-        budget: bytes of one row of each kind together.
+        budget: bytes of one row of each kind together, times their shares.
         overhead: bits of a row besides its coefficients'.
+        shares: how often each kind of row occurs; None where each does once.
 
     Returns:
         the widths of each row's coefficients, falling; every row keeps at least one coefficient.
@@ -47,16 +53,18 @@ def allocate_bits(
     order = torch.argsort(torch.cat(gain), descending=True, stable=True)
     owner_S, cost_S, target_S = (torch.cat(each)[order] for each in (owner, cost, target))
 
-    def num_bytes(count: int) -> int:
+    share_K = torch.ones(len(importances)) if shares is None else torch.tensor(shares)
+
+    def num_bytes(count: int) -> float:
         bits = torch.zeros(len(importances), dtype=torch.long)
         bits.index_add_(0, row_N[owner_S[:count]], cost_S[:count])
-        return int(((bits + overhead + 7) // 8).sum())
+        return float((((bits + overhead + 7) // 8) * share_K.double()).sum())
 
     low, high = len(importances), len(owner_S)
     if num_bytes(low) > budget:
         raise UserError(
-            f"a budget of {budget} bytes for {len(importances)} rows does not hold one coefficient of each; at least "
-            f"{num_bytes(low)} are needed"
+            f"a budget of {budget:.0f} bytes for {len(importances)} rows does not hold one coefficient of each; at least "
+            f"{num_bytes(low):.0f} are needed"
         )
     while low < high:  # the most steps that the budget holds
         middle = (low + high + 1) // 2

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lowrank_kv.bases.bit_allocation import allocate_bits
 from lowrank_kv.bases.codebooks import distortion, lloyd_max
-from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.calibration.activation_moments import KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration, ReadStates
+from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.stores.bit_plan import SCALE_BITS, UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import PLACE_BYTES, TokenPlans
 
-# The gradients' moment itself: near the uncompressed model the second-order estimate holds (docs/log/bit-plans.md).
-_POWER = 1.0
 # Allocation and codebooks depend on each other; after two rounds neither moves.
 _ROUNDS = 2
 # What Lloyd–Max quantizers of normal numbers leave (Max 1960), to begin with; of bf16, a uniform error of 2^-9.
@@ -39,79 +39,104 @@ class CodedBasis:
     Attributes:
         encoder_CC: all coefficients are x · encoder, about equally large, and in order of importance; fp32.
         decoder_CC: its inverse, which gives states from coefficients; fp32.
-        plan: how the first coefficients are packed; the others are not kept.
+        plan: how the first coefficients are packed, of all tokens or by their class; the others are not kept.
     """
 
     encoder_CC: Tensor
     decoder_CC: Tensor
-    plan: BitPlan
+    plan: BitPlan | TokenPlans
 
 
-def coded_bases(calibration: Calibration, rate: float, *, itemsize: int = 2) -> dict[int, dict[str, CodedBasis]]:
+def coded_bases(
+    calibration: Calibration, rate: float, *, token_classes: int = 1, itemsize: int = 2
+) -> dict[int, dict[str, CodedBasis]]:
     """Layer index → ``key``, ``value`` → its coder, the budget spread over all of them by what the loss asks.
 
     Args:
         calibration: with what is read of a cache (:meth:`Calibration.read_states`).
-        rate: bytes of a compressed token over those of an uncompressed one, in (0, 1].
+        rate: bytes of a compressed token over those of an uncompressed one, in (0, 1]; their mean over the calibration's
+            tokens where there are classes of them.
+        token_classes: K, how many plans each layer's keys, and its values, have; 1 codes all tokens alike.
         itemsize: bytes of an uncompressed number.
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
     """
     read = calibration.read_states()
-    sides = [(index, side) for index in calibration.geometry.layers for side in (KEY, VALUE)]
-    spectra = [_Spectrum.of(read[index][side]) for index, side in sides]
-    importances = [spectrum.importance_C for spectrum in spectra]
-    budget = int(rate * itemsize * sum(len(importance_C) for importance_C in importances))
+    names = [(index, side) for index in calibration.geometry.layers for side in (KEY, VALUE)]
+    sides = [_Side.of(read[index][side], token_classes) for index, side in names]
+    importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
+    shares = [share for side in sides for share in side.shares]
+    units = [unit_NC for side in sides for unit_NC in side.units]
+    budget = rate * itemsize * sum(len(side.spectrum.importance_C) for side in sides)
+    if token_classes > 1:
+        budget -= PLACE_BYTES * len(sides)
     levels, distortions = {}, _NORMAL
     for _ in range(_ROUNDS):
-        widths = allocate_bits(importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS)
-        levels, distortions = _fitted(spectra, widths)
-    widths = allocate_bits(importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS)
+        widths = allocate_bits(
+            importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares
+        )
+        levels, distortions = _fitted(units, widths)
+    widths = allocate_bits(importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares)
+    plans = iter([BitPlan([bits for bits in row if bits], levels) for row in widths])
     found: dict[int, dict[str, CodedBasis]] = {index: {} for index in calibration.geometry.layers}
-    for (index, side), spectrum, row in zip(sides, spectra, widths, strict=True):
-        plan = BitPlan([bits for bits in row if bits], levels)
-        found[index][side] = CodedBasis(encoder_CC=spectrum.encoder_CC, decoder_CC=spectrum.decoder_CC, plan=plan)
+    for (index, name), side in zip(names, sides, strict=True):
+        found[index][name] = side.coded([next(plans) for _ in side.shares])
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Spectrum:
-    """All coefficients of one layer's keys or values, in order of importance.
+class _Side:
+    """One layer's keys, or its values, whose tokens are in classes.
 
     Attributes:
-        unit_NC: those of sampled rows, divided by their root mean squares.
-        importance_C: what the loss asks of them, w λ.
+        units: sampled rows of each class as coefficients, (N, C) each.
+        shares, weights: see :class:`lowrank_kv.calibration.token_gates.TokenClasses`.
+        gate, bounds_K: tell a token's class; None where there is one for all.
     """
 
-    encoder_CC: Tensor
-    decoder_CC: Tensor
-    unit_NC: Tensor
-    importance_C: Tensor
+    spectrum: Spectrum
+    units: list[Tensor]
+    shares: list[float]
+    weights: list[float]
+    gate: ImportanceGate | None = None
+    bounds_K: Tensor | None = None
 
     @classmethod
-    def of(cls, read: ReadStates) -> "_Spectrum":
-        basis = weighted_basis(read.state_CC, read.gradient_CC, power=_POWER)
-        inverse_CC, gradient_CC = basis.inverse_CC.double(), read.gradient_CC.double()
-        importance_C = basis.energy_C * (inverse_CC @ gradient_CC * inverse_CC).sum(dim=1)
-        order_C = importance_C.argsort(descending=True)
-        size_C = basis.energy_C.clamp(min=float(basis.energy_C.max()) * 1e-9).clamp(min=1e-30).sqrt()
-        encoder_CC, decoder_CC = basis.basis_CC / size_C, basis.inverse_CC * size_C[:, None]
+    def of(cls, read: ReadStates, token_classes: int) -> "_Side":
+        spectrum = Spectrum.of_states(read.state_CC, read.gradient_CC)
+        unit_NC = read.sample_NC.float() @ spectrum.encoder_CC
+        if token_classes == 1:
+            return cls(spectrum=spectrum, units=[unit_NC], shares=[1.0], weights=[1.0])
+        classes = read.fit.classes(token_classes)
+        class_N = torch.bucketize(read.fit.gate.scores(unit_NC), classes.bounds_K)
         return cls(
-            encoder_CC=encoder_CC[:, order_C],
-            decoder_CC=decoder_CC[order_C],
-            unit_NC=read.sample_NC.float() @ encoder_CC[:, order_C],
-            importance_C=importance_C[order_C],
+            spectrum=spectrum,
+            units=[unit_NC[class_N == k] for k in range(token_classes)],
+            shares=classes.shares,
+            weights=classes.weights,
+            gate=read.fit.gate,
+            bounds_K=classes.bounds_K,
         )
 
+    def coded(self, plans: list[BitPlan]) -> CodedBasis:
+        plan = plans[0]
+        if self.gate is not None:
+            plan = TokenPlans(gate=self.gate, bounds_K=self.bounds_K, plans=tuple(plans), shares=tuple(self.shares))
+        return CodedBasis(encoder_CC=self.spectrum.encoder_CC, decoder_CC=self.spectrum.decoder_CC, plan=plan)
 
-def _fitted(spectra: list[_Spectrum], widths: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, float]]:
+
+def _fitted(units: list[Tensor], widths: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, float]]:
     """(levels, distortions) of each width, fitted to the coefficients that have it, of rows divided by their scales. A width
-    that too few have is fitted to all."""
+    that too few have is fitted to all.
+
+    Args:
+        units: sampled coefficients of each kind of rows, (N, C), whose widths are `widths`.
+    """
     samples: dict[int, list[Tensor]] = {bits: [] for bits in WIDTHS if bits != UNCODED}
-    for spectrum, row in zip(spectra, widths, strict=True):
+    for unit_NC, row in zip(units, widths, strict=True):
         width_C = torch.tensor(row)
-        kept_NR = spectrum.unit_NC[:, width_C > 0]
+        kept_NR = unit_NC[:, width_C > 0]
         scaled_NR = kept_NR / kept_NR.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         for bits, found in samples.items():
             found.append(scaled_NR[:, width_C[width_C > 0] == bits].flatten())

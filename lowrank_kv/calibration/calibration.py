@@ -12,6 +12,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -21,8 +22,11 @@ from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, SIDES, VALUE, calibrate
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.read_moments import ReadMoments, read_moments
+from lowrank_kv.calibration.spectrum import Spectrum
+from lowrank_kv.calibration.token_gates import GateFit, fit_gates
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.atomic_write import new_directory
 from lowrank_kv.utils.config import check_entries
 from lowrank_kv.utils.errors import UserError
@@ -31,7 +35,12 @@ MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
 # What a calibration may have or not: moments of gradients, and what is read of a compressed cache.
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
-READ = {side: {field: f"{side}_read_{field}" for field in ("state", "gradient", "sample")} for side in (KEY, VALUE)}
+READ = {
+    side: {field: f"{side}_read_{field}" for field in ("state", "gradient", "sample", "gate", "costs")}
+    for side in (KEY, VALUE)
+}
+# Rows of each layer's keys and of its values that are kept for codebooks: a thousandth of their spread is known from them.
+_KEPT_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,7 @@ class ReadStates:
     Attributes:
         state_CC, gradient_CC: mean second moments, fp32.
         sample_NC: some rows, bf16.
+        fit: the gate that tells which tokens are to be coded finely.
 
     See :class:`lowrank_kv.calibration.read_moments.ReadMoments`.
     """
@@ -48,6 +58,7 @@ class ReadStates:
     state_CC: Tensor
     gradient_CC: Tensor
     sample_NC: Tensor
+    fit: GateFit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +136,10 @@ class Calibration:
         }
         for i, sides in (self.read or {}).items():
             for side, read in sides.items():
-                tensors = read.state_CC, read.gradient_CC, read.sample_NC
+                gate, fit = read.fit.gate, read.fit
+                weights = torch.cat([gate.linear_C, gate.square_C, gate.rest_3, torch.tensor([float(gate.leading)])])
+                costs = torch.stack([fit.score_N, fit.cost_N])
+                tensors = read.state_CC, read.gradient_CC, read.sample_NC, weights, costs
                 names = (f"layers.{i}.{name}" for name in READ[side].values())
                 flat |= dict(zip(names, tensors, strict=True))
         data = save(flat)
@@ -249,23 +263,26 @@ def _unflattened_read(
         return None
     read: dict[int, dict[str, ReadStates]] = {index: {} for index in geometry.layers}
     for (index, side), each in names.items():
-        for name in each:
-            if name not in flat or flat[name].shape[-1] != geometry.width:
+        widths = (geometry.width, geometry.width, geometry.width, 2 * geometry.width + 4, None)
+        for name, width in zip(each, widths, strict=True):
+            if name not in flat or width not in (None, flat[name].shape[-1]):
                 raise UserError(f"{path} does not hold what it should: {name} is missing or misshapen; calibrate again")
-        state_CC, gradient_CC, sample_NC = (flat[name] for name in each)
-        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC)
+        state_CC, gradient_CC, sample_NC, weights, (score_N, cost_N) = (flat[name] for name in each)
+        linear_C, square_C, rest_3, leading = weights.split([geometry.width, geometry.width, 3, 1])
+        gate = ImportanceGate(linear_C=linear_C, square_C=square_C, rest_3=rest_3, leading=int(leading))
+        fit = GateFit(gate=gate, score_N=score_N, cost_N=cost_N)
+        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC, fit=fit)
     return read
 
 
 def _read_states(found: dict[int, dict[str, ReadMoments]]) -> dict[int, dict[str, ReadStates]]:
-    return {
-        index: {
-            side: ReadStates(
-                state_CC=read.state.mean().float().cpu(),
-                gradient_CC=read.gradient.mean().float().cpu(),
-                sample_NC=read.sample_NC.cpu(),
-            )
-            for side, read in sides.items()
-        }
-        for index, sides in found.items()
-    }
+    names = [(index, side) for index, sides in found.items() for side in sides]
+    moments = [found[index][side] for index, side in names]
+    means = [(each.state.mean().float().cpu(), each.gradient.mean().float().cpu()) for each in moments]
+    spectra = [Spectrum.of_states(*pair) for pair in means]
+    fits = fit_gates(spectra, [each.sample_NC for each in moments], [each.sample_gradient_NC for each in moments])
+    read: dict[int, dict[str, ReadStates]] = {index: {} for index in found}
+    for (index, side), each, (state_CC, gradient_CC), fit in zip(names, moments, means, fits, strict=True):
+        kept_NC = each.sample_NC[:: -(-len(each.sample_NC) // _KEPT_ROWS)].contiguous()
+        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=kept_NC, fit=fit)
+    return read

@@ -21,8 +21,8 @@ from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 
-# Rows of each layer's keys and of its values that are kept, for codebooks: a thousandth of their spread is known from them.
-SAMPLED_ROWS = 1024
+# Rows of each layer's keys and of its values, and their gradients, that are kept to fit a gate to.
+SAMPLED_ROWS = 12_288
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,13 @@ class ReadMoments:
     Attributes:
         state: second moment of the tokens that some later one reads compressed.
         gradient: second moment of ∂(Σ CE)/∂x̃ with regard to their compressed forms x̃, which here equal x.
-        sample_NC: some of these rows, evenly spread over the text, bf16.
+        sample_NC, sample_gradient_NC: some of these rows, evenly spread over the text, and their gradients; bf16.
     """
 
     state: SecondMoment
     gradient: SecondMoment
     sample_NC: Tensor
+    sample_gradient_NC: Tensor
 
 
 def read_moments(
@@ -68,7 +69,9 @@ def read_moments(
         )
     states, gradients = empty_moments(model, (KEY, VALUE)), empty_moments(model, (KEY, VALUE))
     stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
-    samples: dict[tuple[int, str], list[Tensor]] = {(index, side): [] for index in states for side in (KEY, VALUE)}
+    samples: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {
+        (index, side): [] for index in states for side in (KEY, VALUE)
+    }
     with (
         evaluating(model),
         probes_of(model, exact_tokens) as probes,
@@ -88,14 +91,16 @@ def read_moments(
                 rows_NC = state_BTC.detach()[0, read]
                 states[index][side].update(rows_NC)
                 add_gradients(gradients[index][side], gradient_BTC[:, read], f"layer {index}, {side}")
-                samples[index, side].append(rows_NC[first::stride].bfloat16())
+                pair = rows_NC[first::stride], gradient_BTC[0, read][first::stride]
+                samples[index, side].append(tuple(each.bfloat16().cpu() for each in pair))
             bar.update(block_T.numel())
-    return {
-        index: {
-            side: ReadMoments(
-                state=states[index][side], gradient=gradients[index][side], sample_NC=torch.cat(samples[index, side])
-            )
-            for side in (KEY, VALUE)
-        }
-        for index in states
-    }
+    found: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
+    for (index, side), pairs in samples.items():
+        row_NC, gradient_NC = (torch.cat(each) for each in zip(*pairs, strict=True))
+        found[index][side] = ReadMoments(
+            state=states[index][side],
+            gradient=gradients[index][side],
+            sample_NC=row_NC,
+            sample_gradient_NC=gradient_NC,
+        )
+    return found

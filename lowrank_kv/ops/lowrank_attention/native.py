@@ -12,6 +12,7 @@ from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
 def unsupported_reason(tokens: LowRankTokens) -> str | None:
@@ -24,6 +25,8 @@ def unsupported_reason(tokens: LowRankTokens) -> str | None:
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
+    if isinstance(keys.coef, TokenwiseCoefficients):
+        return "rows are of several classes"
     return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(tokens.rotation))
 
 

@@ -16,6 +16,7 @@ from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
+from lowrank_kv.stores.token_plans import TokenPlans
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Numbers of all queries of a KV head: each has a sum in a program's registers.
@@ -41,6 +42,8 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
         return "there are no low-rank tokens"
     if tokens.parts_differ:
         return "each part holds tokens of its own"
+    if isinstance(quantization, TokenPlans):
+        return "rows are of several classes"
     if isinstance(quantization, BitPlan) and not _is_joint(keys, values, rotation):
         return "kernels take plans of bits of joint coefficients"
     if isinstance(quantization, IntegerQuantization) and quantization.group_size is not None:

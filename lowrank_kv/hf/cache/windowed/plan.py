@@ -14,6 +14,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization, Quantization, coef_scale_of
+from lowrank_kv.stores.token_plans import TokenPlans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,24 +25,29 @@ class InitialBasis:
         vectors_PWR: coefficients are states · vectors, fp32; orthonormal columns, unless there is a decoder.
         energy_PR: mean energy of the calibration's states along them, fp32.
         decoder_PWR: states are decoder · coefficients, fp32; None where that is `vectors_PWR`.
-        quantization: how coefficients are stored in fewer bits; None to store them in the model's dtype.
+        quantization: how coefficients are stored in fewer bits, or by the class of their token; None to store them in the
+            model's dtype.
         is_compressed: False for the identity, where keys or values are stored uncompressed.
     """
 
     vectors_PWR: Tensor
     energy_PR: Tensor
     decoder_PWR: Tensor | None = None
-    quantization: Quantization | None = None
+    quantization: Quantization | TokenPlans | None = None
     is_compressed: bool = True
 
     @classmethod
-    def coded(cls, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan) -> "InitialBasis":
-        """The basis of joint states whose coefficients x · encoder are packed by a plan; the last ones may be left out."""
+    def coded(cls, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan | TokenPlans) -> "InitialBasis":
+        """The basis of joint states whose coefficients x · encoder are packed by a plan, or by one for each class of tokens.
+
+        The last coefficients may be left out, but a gate reads them all.
+        """
         rank = plan.num_coefficients
+        read = rank if isinstance(plan, BitPlan) else len(encoder_CC)
         return cls(
             # Copies, because views would keep all directions in memory.
-            vectors_PWR=by_columns(encoder_CC[None, :, :rank].clone()),
-            energy_PR=torch.ones(1, rank, device=encoder_CC.device),
+            vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
+            energy_PR=torch.ones(1, read, device=encoder_CC.device),
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
         )
@@ -77,7 +83,7 @@ class InitialBasis:
         moved = {"vectors_PWR": self.vectors_PWR.to(device), "energy_PR": self.energy_PR.to(device)}
         if self.decoder_PWR is not None:
             moved["decoder_PWR"] = self.decoder_PWR.to(device)
-        if isinstance(self.quantization, BitPlan):
+        if isinstance(self.quantization, (BitPlan, TokenPlans)):
             moved["quantization"] = self.quantization.to(device)
         return dataclasses.replace(self, **moved)
 

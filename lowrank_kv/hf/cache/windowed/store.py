@@ -15,6 +15,7 @@ from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
+from lowrank_kv.stores.tokenwise import coefficients_of
 from lowrank_kv.utils.errors import UserError
 
 
@@ -34,7 +35,7 @@ class TokenStore:
         groups = parts * width // head_dim
         self.initial, self.name = initial, name
         self.coef_scale_PR = initial.coef_scale
-        self.coef = Coefficients((parts, rank), dtype=dtype, device=self.device, quantization=initial.quantization)
+        self.coef = coefficients_of((parts, rank), dtype=dtype, device=self.device, quantization=initial.quantization)
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=self.device), dim=1)
         self._appends_exactly = not grows
         self._operands: Operands | None = None
@@ -87,8 +88,9 @@ class TokenStore:
 
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Rows (G, N, D), fp32, from their coefficients."""
-        no_rows = GrowingTensor(self.full.buffer[:, :0].float(), dim=1)
-        return Operands(Coefficients.from_rows(coef_PNR), self._decoder_PWR.float(), no_rows).rebuild()
+        no_rows, decoder_PWR = GrowingTensor(self.full.buffer[:, :0].float(), dim=1), self._decoder_PWR.float()
+        kept_PNR = coef_PNR[..., : decoder_PWR.shape[2]]  # a gate reads more than is kept
+        return Operands(Coefficients.from_rows(kept_PNR), decoder_PWR, no_rows).rebuild()
 
     def forget_operands(self) -> None:
         """To be called before their tensors are replaced, which they would keep alive."""

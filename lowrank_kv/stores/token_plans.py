@@ -1,0 +1,78 @@
+"""A plan of bits for each class of tokens, and the gate that says which class a token is in.
+
+Shapes: N tokens, C coefficients, R kept at most, K classes, Y bytes.
+"""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.utils.config import require
+
+MOST_CLASSES = 4  # a class has two bits
+# Rows from one whose first byte is noted, in four bytes, to the next; and what a token takes of both.
+ROWS_BETWEEN_MARKS = 32
+PLACE_BYTES = 2 / 8 + 4 / ROWS_BETWEEN_MARKS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenPlans:
+    """How rows of one layer's keys, or values, are packed: finely where the loss asks for it.
+
+    Attributes:
+        gate: foretells what a token costs.
+        bounds_K: of the scores between classes, rising, (K − 1,) fp32.
+        plans: of each class, the least important first.
+        shares: of the calibration's tokens, in each class.
+
+    Raises:
+        UserError: there are more classes than two bits can tell.
+    """
+
+    gate: ImportanceGate
+    bounds_K: Tensor
+    plans: tuple[BitPlan, ...]
+    shares: tuple[float, ...]
+
+    def __post_init__(self):
+        require(1 <= len(self.plans) <= MOST_CLASSES, "plans", len(self.plans), f"of 1 to {MOST_CLASSES} classes")
+
+    @property
+    def num_coefficients(self) -> int:
+        """R, the most that a token has."""
+        return max(plan.num_coefficients for plan in self.plans)
+
+    def classes(self, coef_NC: Tensor) -> Tensor:
+        """The class of each token, (N,) int64, from all of its coefficients."""
+        return torch.bucketize(self.gate.scores(coef_NC), self.bounds_K)
+
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row of each class."""
+        return [plan.row_bytes(plan.num_coefficients) for plan in self.plans]
+
+    @functools.cached_property
+    def size_K(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
+        """:meth:`row_bytes` on the device of the bounds, int64."""
+        return torch.tensor(self.row_bytes(), device=self.bounds_K.device)
+
+    def nbytes(self, rank: int) -> float:
+        """Bytes of a token on average, as the calibration's tokens were divided, with what says where its row is."""
+        return sum(share * size for share, size in zip(self.shares, self.row_bytes(), strict=True)) + PLACE_BYTES
+
+    def rounded(self, coef_NC: Tensor) -> Tensor:
+        """The coefficients as a store would give them back, (N, R) fp32, zero where a token has none."""
+        class_N = self.classes(coef_NC)
+        held_NR = coef_NC.new_zeros(len(coef_NC), self.num_coefficients, dtype=torch.float32)
+        for k, plan in enumerate(self.plans):
+            is_of_class_N, rank = class_N == k, plan.num_coefficients
+            held_NR[is_of_class_N, :rank] = plan.rounded(coef_NC[is_of_class_N, :rank])
+        return held_NR
+
+    def to(self, device: torch.device) -> "TokenPlans":
+        """The same for rows on a device."""
+        plans = tuple(plan.to(device) for plan in self.plans)
+        return dataclasses.replace(self, gate=self.gate.to(device), bounds_K=self.bounds_K.to(device), plans=plans)

@@ -1,0 +1,188 @@
+"""Rows of coefficients of which each token has its own number of bytes, by its class.
+
+Rows lie one after another, without gaps. A token's class takes two bits, and every 32nd row's first byte is noted, so that
+any row is found by adding up the sizes of a few.
+
+Shapes: N rows, C coefficients of a row that is written, R that are kept at most, K classes, Y bytes of all rows.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
+from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
+
+_CLASSES_PER_BYTE = 4
+
+
+class TokenwiseCoefficients(Coefficients):
+    """Rows of one part, packed by a plan for each class.
+
+    Args:
+        plans: what packs them.
+        dtype: in which rows are read.
+
+    Attributes:
+        stored: the bytes of all rows.
+        classes: of four rows to a byte, the first in its low bits.
+        marks: the first byte of every 32nd row, int32.
+    """
+
+    def __init__(self, plans: TokenPlans, *, dtype: torch.dtype, device: torch.device):
+        self.rank, self.dtype, self.quantization = plans.num_coefficients, dtype, plans
+
+        def empty(kind: torch.dtype) -> GrowingTensor:
+            return GrowingTensor(torch.empty(0, dtype=kind, device=device))
+
+        self.stored, self.classes, self.marks = empty(torch.uint8), empty(torch.uint8), empty(torch.int32)
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def class_of_rows(self) -> Tensor:
+        """The class of every row, (N,) int64."""
+        return _unpacked(self.classes.rows, self._length)
+
+    def _starts(self, class_N: Tensor) -> Tensor:
+        """The first byte of each row, (N,) int64, of rows that begin with the first."""
+        size_N = self.quantization.size_K[class_N]
+        return size_N.cumsum(0) - size_N
+
+    def rows(self, start: int = 0, end: int | None = None) -> Tensor:
+        """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient."""
+        class_N = self.class_of_rows()
+        places = slice(start, self._length if end is None else end)
+        start_N = self._starts(class_N)[places]
+        return self._decoded(start_N, class_N[places])[None]
+
+    def _decoded(self, start_N: Tensor, class_N: Tensor) -> Tensor:
+        row_NR = torch.zeros(len(class_N), self.rank, dtype=self.dtype, device=self.device)
+        for k, plan in enumerate(self.quantization.plans):
+            [place_M] = (class_N == k).nonzero(as_tuple=True)
+            rank = plan.num_coefficients
+            byte_MY = start_N[place_M, None] + torch.arange(plan.row_bytes(rank), device=self.device)
+            code_MY = self.stored.rows[byte_MY]
+            row_NR[place_M, :rank] = plan.decode(code_MY, code_MY[:, :0], rank, self.dtype)
+        return row_NR
+
+    def buffers(self) -> tuple[Tensor, Tensor | None]:
+        return self.stored.buffer, None
+
+    def tiles(self, start: int = 0, end: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        end = self._length if end is None else end
+        class_N = self.class_of_rows()
+        start_N = self._starts(class_N)
+        for first in range(start, end, TILE_ROWS):
+            places = slice(first, min(first + TILE_ROWS, end))
+            yield places, self._decoded(start_N[places], class_N[places])[None]
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def append(self, rows_1NC: Tensor, *, exact: bool = False) -> None:
+        """Add rows of all coefficients (1, N, C) at the end; with `exact` without room to grow."""
+        [row_NC] = rows_1NC
+        if not len(row_NC):
+            return
+        self._append(row_NC, self.quantization.classes(row_NC), exact=exact)
+
+    def _append(self, row_NC: Tensor, class_N: Tensor, *, exact: bool) -> None:
+        start_N = self._starts(class_N)
+        byte_Y = torch.empty(int(self.quantization.size_K[class_N].sum()), dtype=torch.uint8, device=self.device)
+        for k, plan in enumerate(self.quantization.plans):
+            [place_M] = (class_N == k).nonzero(as_tuple=True)
+            rank = plan.num_coefficients
+            code_MY, _ = plan.encode(row_NC[place_M, :rank])
+            byte_Y[start_N[place_M, None] + torch.arange(code_MY.shape[1], device=self.device)] = code_MY
+        self._append_packed(byte_Y, class_N, start_N, exact=exact)
+
+    def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
+        """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""
+        first_N = torch.arange(self._length, self._length + len(class_N), device=self.device)
+        is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
+        self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
+        self.stored.append(byte_Y, exact=exact)
+        whole = self._length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE
+        begun_M = _unpacked(self.classes.rows[whole // _CLASSES_PER_BYTE :], self._length - whole)
+        self.classes.crop(whole // _CLASSES_PER_BYTE)
+        self.classes.append(_packed(torch.cat([begun_M, class_N])), exact=exact)
+        self._length += len(class_N)
+
+    def empty_like(self, capacity: int) -> Self:
+        return self.clone(rows=0)
+
+    def reserve(self, capacity: int) -> None:
+        """How many bytes so many rows will have is not known: nothing is reserved."""
+
+    def keep(self, index_N: Tensor) -> None:
+        """Keep the rows at `index_N`, (N,) or (1, N), in that order; no room to grow is left."""
+        index_N = index_N.flatten()
+        class_N = self.class_of_rows()
+        start_N, kept_N = self._starts(class_N)[index_N], class_N[index_N]
+        size_N = self.quantization.size_K[kept_N]
+        new_N = size_N.cumsum(0) - size_N
+        # Byte y of the kept ones is byte y − new + start of the old ones.
+        old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
+        kept = self.clone(rows=0)
+        kept._append_packed(self.stored.rows[old_Y], kept_N, new_N, exact=True)
+        self.stored, self.classes, self.marks, self._length = kept.stored, kept.classes, kept.marks, kept._length
+
+    def crop(self, length: int) -> None:
+        if length >= self._length:
+            return
+        class_N = self.class_of_rows()[:length]
+        self.stored.crop(int(self.quantization.size_K[class_N].sum()))
+        self.marks.crop(-(-length // ROWS_BETWEEN_MARKS))
+        self.classes.crop(length // _CLASSES_PER_BYTE)
+        rest_M = class_N[length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE :]
+        self.classes.append(_packed(rest_M))
+        self._length = length
+
+    def clone(self, rows: int | None = None) -> Self:
+        twin = copy.copy(self)
+        twin.stored, twin.classes, twin.marks = self.stored.clone(), self.classes.clone(), self.marks.clone()
+        if rows is not None:
+            twin.crop(rows)
+            twin.stored, twin.classes, twin.marks = twin.stored.clone(), twin.classes.clone(), twin.marks.clone()
+        return twin
+
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        yield COEFFICIENTS, self.stored.buffer
+        yield SCALES, self.classes.buffer
+        yield SCALES, self.marks.buffer
+
+
+def _packed(class_N: Tensor) -> Tensor:
+    """Classes four to a byte, the last ones filled up with zeros."""
+    whole_N = torch.nn.functional.pad(class_N, (0, -len(class_N) % _CLASSES_PER_BYTE)).view(-1, _CLASSES_PER_BYTE)
+    shift_4 = 2 * torch.arange(_CLASSES_PER_BYTE, device=class_N.device)
+    return (whole_N << shift_4).sum(dim=1).to(torch.uint8)
+
+
+def _unpacked(byte_M: Tensor, count: int) -> Tensor:
+    """The first `count` classes, int64."""
+    shift_4 = 2 * torch.arange(_CLASSES_PER_BYTE, device=byte_M.device)
+    return ((byte_M.long()[:, None] >> shift_4) & 3).flatten()[:count]
+
+
+def coefficients_of(
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | TokenPlans | None,
+) -> Coefficients:
+    """An empty store for rows of this shape."""
+    if isinstance(quantization, TokenPlans):
+        return TokenwiseCoefficients(quantization, dtype=dtype, device=device)
+    return Coefficients(shape, dtype=dtype, device=device, quantization=quantization)
