@@ -7,8 +7,9 @@ Shapes: N rows, C coefficients of a row that is written, R that are kept at most
 """
 
 import copy
+import ctypes
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class TokenwiseCoefficients(Coefficients):
         stored: the bytes of all rows.
         classes: of four rows to a byte, the first in its low bits.
         marks: the first byte of every 32nd row, int32.
+        row_count: how many rows there are; compiled code reads this number where it lies.
+        native_view: what compiled code has worked out about the buffers, and where these were.
     """
 
     def __init__(self, plans: TokenPlans, *, dtype: torch.dtype, device: torch.device):
@@ -42,17 +45,18 @@ class TokenwiseCoefficients(Coefficients):
             return GrowingTensor(torch.empty(0, dtype=kind, device=device))
 
         self.stored, self.classes, self.marks = empty(torch.uint8), empty(torch.uint8), empty(torch.int32)
-        self._length = 0
+        self.row_count = ctypes.c_int64(0)
+        self.native_view: Any = None
 
     @property
     def length(self) -> int:
-        return self._length
+        return self.row_count.value
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def class_of_rows(self) -> Tensor:
         """The class of every row, (N,) int64."""
-        return _unpacked(self.classes.rows, self._length)
+        return _unpacked(self.classes.rows, self.length)
 
     def _starts(self, class_N: Tensor) -> Tensor:
         """The first byte of each row, (N,) int64, of rows that begin with the first."""
@@ -62,7 +66,7 @@ class TokenwiseCoefficients(Coefficients):
     def rows(self, start: int = 0, end: int | None = None) -> Tensor:
         """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient."""
         class_N = self.class_of_rows()
-        places = slice(start, self._length if end is None else end)
+        places = slice(start, self.length if end is None else end)
         start_N = self._starts(class_N)[places]
         return self._decoded(start_N, class_N[places])[None]
 
@@ -80,7 +84,7 @@ class TokenwiseCoefficients(Coefficients):
         return self.stored.buffer, None
 
     def tiles(self, start: int = 0, end: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        end = self._length if end is None else end
+        end = self.length if end is None else end
         class_N = self.class_of_rows()
         start_N = self._starts(class_N)
         for first in range(start, end, TILE_ROWS):
@@ -108,15 +112,15 @@ class TokenwiseCoefficients(Coefficients):
 
     def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
         """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""
-        first_N = torch.arange(self._length, self._length + len(class_N), device=self.device)
+        first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
         self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
         self.stored.append(byte_Y, exact=exact)
-        whole = self._length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE
-        begun_M = _unpacked(self.classes.rows[whole // _CLASSES_PER_BYTE :], self._length - whole)
+        whole = self.length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE
+        begun_M = _unpacked(self.classes.rows[whole // _CLASSES_PER_BYTE :], self.length - whole)
         self.classes.crop(whole // _CLASSES_PER_BYTE)
         self.classes.append(_packed(torch.cat([begun_M, class_N])), exact=exact)
-        self._length += len(class_N)
+        self.row_count.value += len(class_N)
 
     def empty_like(self, capacity: int) -> Self:
         return self.clone(rows=0)
@@ -135,10 +139,11 @@ class TokenwiseCoefficients(Coefficients):
         old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
         kept = self.clone(rows=0)
         kept._append_packed(self.stored.rows[old_Y], kept_N, new_N, exact=True)
-        self.stored, self.classes, self.marks, self._length = kept.stored, kept.classes, kept.marks, kept._length
+        self.stored, self.classes, self.marks = kept.stored, kept.classes, kept.marks
+        self.row_count, self.native_view = kept.row_count, None
 
     def crop(self, length: int) -> None:
-        if length >= self._length:
+        if length >= self.length:
             return
         class_N = self.class_of_rows()[:length]
         self.stored.crop(int(self.quantization.size_K[class_N].sum()))
@@ -146,10 +151,11 @@ class TokenwiseCoefficients(Coefficients):
         self.classes.crop(length // _CLASSES_PER_BYTE)
         rest_M = class_N[length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE :]
         self.classes.append(_packed(rest_M))
-        self._length = length
+        self.row_count.value = length
 
     def clone(self, rows: int | None = None) -> Self:
         twin = copy.copy(self)
+        twin.row_count, twin.native_view = ctypes.c_int64(self.length), None
         twin.stored, twin.classes, twin.marks = self.stored.clone(), self.classes.clone(), self.marks.clone()
         if rows is not None:
             twin.crop(rows)

@@ -12,6 +12,7 @@ from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
@@ -25,8 +26,6 @@ def unsupported_reason(tokens: LowRankTokens) -> str | None:
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    if isinstance(keys.coef, TokenwiseCoefficients):
-        return "rows are of several classes"
     return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(tokens.rotation))
 
 
@@ -63,7 +62,8 @@ def lowrank_attention(
 def _are_paired(query_HQD: Tensor, tokens: LowRankTokens) -> bool:
     """Whether both keys and values are planned coefficients that compiled code multiplies two at a time."""
     keys, values, rotation, _, _ = tokens
-    if not all(isinstance(each.coef.quantization, BitPlan) for each in (keys, values)) or len(keys.basis_PWR) > 1:
+    planned = all(isinstance(each.coef.quantization, (BitPlan, TokenPlans)) for each in (keys, values))
+    if not planned or len(keys.basis_PWR) > 1:
         return False
     return native.multiplies_pairs(
         keys.coef.dtype,
@@ -74,6 +74,11 @@ def _are_paired(query_HQD: Tensor, tokens: LowRankTokens) -> bool:
 
 
 def _view(coef: Coefficients) -> native.StoreView:
+    if isinstance(coef, TokenwiseCoefficients):
+        where = [each.buffer.data_ptr() for each in (coef.stored, coef.classes, coef.marks)]
+        if coef.native_view is None or coef.native_view[0] != where:
+            coef.native_view = where, native.StoreView([native.RankBucketView.from_tokenwise(coef)], coef.rank)
+        return coef.native_view[1]
     if coef.stored.native_view is None:
         coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
     return coef.stored.native_view

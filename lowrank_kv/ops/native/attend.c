@@ -48,6 +48,13 @@ struct task {
     float scaling, softcap; /* of scores; 0: none */
 };
 
+/* A block's tokens in another order. */
+struct arranged {
+    int64_t token[BLOCK]; /* counted from the block's first */
+    const uint8_t *row[BLOCK];
+    int64_t end[CLASSES]; /* of the tokens of each class */
+};
+
 /* One thread's own memory. */
 struct scratch {
     float *coef;    /* (BLOCK, padded rank) */
@@ -63,6 +70,7 @@ struct scratch {
     struct share *keys, *values; /* of the stretch, in each bucket */
     struct ahead ahead;          /* of its values */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
+    struct arranged arranged;
 };
 
 /* Whether keys are rebuilt in registers. */
@@ -82,36 +90,81 @@ static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
 }
 
 #if HAS_PAIRS
-/* Scores of a block's tokens, whose keys of all heads are rebuilt from pairs. */
-static void score_pairs(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
-                        struct scratch *scratch) {
-    const int64_t stride = narrow_stride(bucket->rank), sharing = task->heads / task->num_kv_heads;
-    const uint8_t *row = bucket->rows + first * bucket->row_bytes;
-    uint16_t *coef = (uint16_t *)scratch->coef;
-    for (int64_t t = 0; t < count; t++)
-        read_narrow(task->keys->plan, row + t * bucket->row_bytes, bucket->row_bytes, bucket->rank, coef + t * stride);
-    for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
-        const struct rebuilt keys = {NULL, NULL, task->cos, task->sin, scratch->place, stride / 2, task->decoder_stride, bucket->rank,
-                                     task->depth, (const uint32_t *)coef,
-                                     (const uint32_t *)task->decoder + kv_head * task->depth};
-        rebuilt_scores(&keys, count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
-                       scratch->score + kv_head * sharing, task->lanes, &scratch->ahead);
+/* Puts a block's tokens in order of their classes, so that those of one rank follow one another. */
+static void arrange(const struct store *store, const struct bucket *bucket, int64_t first, int64_t count, struct scratch *scratch) {
+    const struct classes *classes = store->classes;
+    struct arranged *found = &scratch->arranged;
+    const uint8_t *row = row_at(store, bucket, first);
+    if (!classes) {
+        for (int64_t t = 0; t < count; t++, row += bucket->row_bytes) found->token[t] = t, found->row[t] = row;
+        found->end[0] = count;
+        return;
+    }
+    int64_t next[CLASSES] = {0}, sum = 0;
+    for (int64_t t = 0; t < count; t++) next[class_of(classes, first + t)]++;
+    for (int k = 0; k < CLASSES; k++) {
+        const int64_t of_class = next[k];
+        next[k] = sum;
+        found->end[k] = sum += of_class;
+    }
+    for (int64_t t = 0; t < count; t++) {
+        const int k = class_of(classes, first + t);
+        found->token[next[k]] = t;
+        found->row[next[k]++] = row;
+        row += classes->row_bytes[k];
+    }
+}
+
+/* The rows of one class, or of all where there are none. */
+struct segment { int64_t first, end, rank, row_bytes; const struct plan *plan; };
+
+static struct segment segment_of(const struct store *store, const struct bucket *bucket, const struct arranged *arranged, int k) {
+    const struct classes *classes = store->classes;
+    if (!classes) return (struct segment){0, arranged->end[0], bucket->rank, bucket->row_bytes, store->plan};
+    return (struct segment){k ? arranged->end[k - 1] : 0, arranged->end[k], classes->rank[k], classes->row_bytes[k], classes->plan[k]};
+}
+
+static inline int segments_of(const struct store *store) { return store->classes ? CLASSES : 1; }
+
+/* Scores of a block's arranged tokens, whose keys of all heads are rebuilt from pairs. */
+static void score_pairs(const struct task *task, const struct bucket *bucket, int64_t count, struct scratch *scratch) {
+    const struct store *store = task->keys;
+    const struct arranged *arranged = &scratch->arranged;
+    const int64_t stride = narrow_stride(store->rank), sharing = task->heads / task->num_kv_heads;
+    for (int k = 0; k < segments_of(store); k++) {
+        const struct segment of = segment_of(store, bucket, arranged, k);
+        if (of.first == of.end) continue;
+        uint16_t *coef = (uint16_t *)scratch->coef + of.first * stride;
+        for (int64_t t = of.first; t < of.end; t++)
+            read_narrow(of.plan, arranged->row[t], of.row_bytes, of.rank, (uint16_t *)scratch->coef + t * stride);
+        for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
+            const struct rebuilt keys = {NULL, NULL, task->cos, task->sin, scratch->place + of.first, stride / 2, task->decoder_stride,
+                                         of.rank, task->depth, (const uint32_t *)coef,
+                                         (const uint32_t *)task->decoder + kv_head * task->depth};
+            rebuilt_scores(&keys, of.end - of.first, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
+                           scratch->score + of.first * task->lanes + kv_head * sharing, task->lanes, &scratch->ahead);
+        }
     }
     for (int64_t t = 0; t < count; t++)
         for (int64_t m = 0; m < task->lanes; m += LANES)
-            *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(row[t * bucket->row_bytes]);
+            *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(arranged->row[t][0]);
 }
 
-/* Coefficients of a block's values as floats, divided by their rows' scales, by which the weights are multiplied. */
-static struct rows weighed_pairs(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
-                                 struct scratch *scratch) {
-    const int64_t stride = narrow_stride(bucket->rank);
-    for (int64_t t = 0; t < count; t++) {
-        const uint8_t *row = bucket->rows + (first + t) * bucket->row_bytes;
-        read_narrow_floats(task->values->plan, row, bucket->row_bytes, bucket->rank, scratch->coef + t * stride);
-        for (int64_t m = 0; m < task->lanes; m += LANES) *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(row[0]);
+/* Adds a block's arranged coefficients, times its weights, to `latent`. */
+static void weigh_pairs(const struct task *task, const struct bucket *bucket, int64_t count, struct scratch *scratch) {
+    const struct store *store = task->values;
+    const struct arranged *arranged = &scratch->arranged;
+    const int64_t stride = narrow_stride(store->rank), lanes = task->lanes;
+    for (int64_t t = 0; t < count; t++) /* in place of the coefficients */
+        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) *= scale_of(arranged->row[t][0]);
+    for (int k = 0; k < segments_of(store); k++) {
+        const struct segment of = segment_of(store, bucket, arranged, k);
+        if (of.first == of.end) continue;
+        for (int64_t t = of.first; t < of.end; t++)
+            read_narrow_floats(of.plan, arranged->row[t], of.row_bytes, of.rank, scratch->coef + t * stride);
+        product(task->heads, padded(of.rank), of.end - of.first, scratch->score + of.first * lanes, 1, lanes,
+                scratch->coef + of.first * stride, stride, scratch->latent, padded(store->rank), 1);
     }
-    return (struct rows){scratch->coef, stride};
 }
 #endif
 
@@ -121,8 +174,11 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
     const struct store *store = task->keys;
     const int64_t lanes = task->lanes;
     int64_t *slot = scratch->slot, *place = scratch->place;
+#if HAS_PAIRS
+    if (task->paired) arrange(store, bucket, first, count, scratch);
+#endif
     for (int64_t t = 0; t < count; t++) {
-        slot[t] = slot_of(store, bucket, first + t);
+        slot[t] = slot_of(store, bucket, first + (task->paired ? scratch->arranged.token[t] : t));
         if (!task->cos) continue;
         place[t] = task->pairs * (task->place ? task->place[slot[t]] : slot[t] + task->first_place);
         for (int64_t f = 0; f < task->pairs; f += 16) { /* needed once the block is rebuilt */
@@ -136,7 +192,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
     const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
     const int in_registers = rebuilds_in_registers(task);
 #if HAS_PAIRS
-    if (task->paired) score_pairs(task, bucket, first, count, scratch);
+    if (task->paired) score_pairs(task, bucket, count, scratch);
 #endif
     for (int64_t part = 0; part < task->parts && !task->paired; part++) {
         float *score = scratch->score + part * part_heads;
@@ -185,8 +241,12 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
     const int64_t stride = padded(store->rank);
     const float *largest = scratch->largest;
     float *sum = scratch->sum;
+#if HAS_PAIRS
+    if (task->paired) arrange(store, bucket, first, count, scratch);
+#endif
     for (int64_t t = 0; t < count; t++) {
-        const float *score = scratch->scores + (slot_of(store, bucket, first + t) - scratch->start) * lanes;
+        const int64_t token = first + (task->paired ? scratch->arranged.token[t] : t);
+        const float *score = scratch->scores + (slot_of(store, bucket, token) - scratch->start) * lanes;
         float *weight = scratch->score + t * lanes;
         for (int64_t m = 0; m < lanes; m += LANES) {
             const vector each = exponential(*(const vector *)(score + m) - *(const vector *)(largest + m));
@@ -194,13 +254,14 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
             *(vector *)(sum + m) += each;
         }
     }
-    for (int64_t part = 0; part < task->parts; part++) {
 #if HAS_PAIRS
-        const struct rows rows = task->paired ? weighed_pairs(task, bucket, first, count, scratch)
-                                              : rows_of(store, bucket, part, first, count, scratch->coef);
-#else
-        const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
+    if (task->paired) {
+        weigh_pairs(task, bucket, count, scratch);
+        return;
+    }
 #endif
+    for (int64_t part = 0; part < task->parts; part++) {
+        const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;
         const int64_t full_vectors = store->kind == FLOAT32 ? bucket->rank / LANES * LANES : padded(bucket->rank);

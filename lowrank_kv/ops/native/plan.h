@@ -123,7 +123,7 @@ static void read_narrow(const struct plan *plan, const uint8_t *row, int64_t row
     if (rank % 2) out[rank] = 0;
 }
 
-/* The same as floats. */
+/* The same as floats, and zeros up to padded(rank). */
 static void read_narrow_floats(const struct plan *plan, const uint8_t *row, int64_t row_bytes, int64_t rank, float *out) {
     const uint8_t *end = row + row_bytes;
     int64_t i = 0;
@@ -138,5 +138,6 @@ static void read_narrow_floats(const struct plan *plan, const uint8_t *row, int6
             _mm512_storeu_si512(out + i + half * 32 + 16, _mm512_slli_epi32(second, 16));
         }
     }
+    for (i = rank; i < padded(rank); i++) out[i] = 0;
 }
 #endif

@@ -17,6 +17,15 @@ struct bucket {
     int64_t capacity, rank, row_bytes, part_bytes, scale_part_bytes;
 };
 
+/* Rows whose plans differ: they lie one after another, each with the bytes of its class. */
+enum { CLASSES = 4, ROWS_BETWEEN_MARKS = 32 };
+struct classes {
+    const uint8_t *packed; /* classes of four rows to a byte, the first in its low bits */
+    const int32_t *mark;   /* the first byte of every ROWS_BETWEEN_MARKS rows */
+    const struct plan *plan[CLASSES];
+    int64_t rank[CLASSES], row_bytes[CLASSES];
+};
+
 struct store {
     struct bucket *buckets;
     int64_t num_buckets;
@@ -25,8 +34,23 @@ struct store {
     int32_t kind;       /* of the rows */
     int32_t slot_bytes; /* 2, 4 or 8 */
     int64_t group_size; /* integers: coefficients that share a scale; 0 when all of a row do */
-    const struct plan *plan; /* of planned rows */
+    const struct plan *plan; /* of planned rows that are all of one class */
+    const struct classes *classes; /* of others; NULL where there are none */
 };
+
+static inline int class_of(const struct classes *classes, int64_t token) {
+    return classes->packed[token / 4] >> token % 4 * 2 & 3;
+}
+
+/* Where the row of a token of one part begins. */
+static const uint8_t *row_at(const struct store *store, const struct bucket *bucket, int64_t token) {
+    const struct classes *classes = store->classes;
+    if (!classes) return bucket->rows + token * bucket->row_bytes;
+    int64_t i = token / ROWS_BETWEEN_MARKS * ROWS_BETWEEN_MARKS;
+    const uint8_t *row = bucket->rows + classes->mark[token / ROWS_BETWEEN_MARKS];
+    for (; i < token; i++) row += classes->row_bytes[class_of(classes, i)];
+    return row;
+}
 
 static inline int64_t slot_of(const struct store *store, const struct bucket *bucket, int64_t token) {
     if (!bucket->slot) return token;
@@ -67,6 +91,17 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
                        float *out) {
     const int64_t rank = bucket->rank, width = padded(rank);
     if (!rank) return;
+    if (store->classes) {
+        const struct classes *classes = store->classes;
+        const uint8_t *row = row_at(store, bucket, first);
+        for (int64_t t = 0; t < count; t++, out += width) {
+            const int k = class_of(classes, first + t);
+            read_row(classes->plan[k], row, classes->row_bytes[k], classes->rank[k], out);
+            for (int64_t r = classes->rank[k]; r < width; r++) out[r] = 0;
+            row += classes->row_bytes[k];
+        }
+        return;
+    }
     const int64_t num_groups = store->group_size ? (rank + store->group_size - 1) / store->group_size : 1;
     for (int64_t t = 0; t < count; t++, out += width) {
         const uint8_t *row = bucket->rows + part * bucket->part_bytes + (first + t) * bucket->row_bytes;

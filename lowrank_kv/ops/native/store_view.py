@@ -16,11 +16,13 @@ from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.token_plans import MOST_CLASSES
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INTEGERS, _PLANNED = {8: 2, 4: 3}, 4
 # The members of `struct bucket` and `struct store` in store.h, in their order.
-_BUCKET, _STORE = struct.Struct("9q"), struct.Struct("4q2i2q")
+_BUCKET, _STORE, _CLASSES = struct.Struct("9q"), struct.Struct("4q2i3q"), struct.Struct("14q")
 # Those of `struct plan` in plan.h, and what it says of coefficients that are read together.
 _PLAN, _AT_ONCE, _AT_ONCE_NARROW = struct.Struct("13q"), 16, 64
 _IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
@@ -43,6 +45,7 @@ class RankBucketView:
         kind: of the rows, as in `store.h`.
         group_size: of integers: coefficients that share a scale; 0 when all of a row do.
         plan: of rows that are packed by one.
+        classes: of rows that are packed by one of several.
     """
 
     def __init__(
@@ -56,8 +59,9 @@ class RankBucketView:
         kind: int,
         group_size: int = 0,
         plan: "PackedPlan | None" = None,
+        classes: "PackedClasses | None" = None,
     ):
-        self.rank, self.kind, self.group_size, self.plan = rank, kind, group_size, plan
+        self.rank, self.kind, self.group_size, self.plan, self.classes = rank, kind, group_size, plan, classes
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
         self._keepalive = rows_PNY, scale_PNS, slot_N, row_count  # addresses in them follow
         self.members = _BUCKET.pack(
@@ -89,6 +93,14 @@ class RankBucketView:
         )
 
     @classmethod
+    def from_tokenwise(cls, coef: TokenwiseCoefficients) -> "RankBucketView":
+        """Rows of several classes."""
+        classes = PackedClasses(coef)
+        mean_bytes = round(coef.quantization.nbytes(coef.rank))  # only for how many are read ahead
+        byte_1NY = coef.stored.buffer[: coef.length * mean_bytes].view(1, -1, 1).expand(1, -1, mean_bytes)
+        return cls(byte_1NY, rank=coef.rank, row_count=coef.row_count, kind=_PLANNED, classes=classes)
+
+    @classmethod
     def from_full_rank(cls, states_GTD: GrowingTensor) -> "RankBucketView":
         """Keys, or values, at full rank, (G, N, D), contiguous."""
         buffer = states_GTD.buffer
@@ -110,10 +122,10 @@ class StoreView:
     """
 
     def __init__(self, buckets: list[RankBucketView], rank: int, row_count: ctypes.c_int64 | None = None):
-        first = (0, 0, 0, 0)
+        first = (0, 0, 0, 0, 0)
         if buckets:
-            plan = buckets[0].plan
-            first = buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size, 0 if plan is None else plan.address
+            addresses = (0 if each is None else each.address for each in (buckets[0].plan, buckets[0].classes))
+            first = buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size, *addresses
         self._keepalive = buckets, row_count  # addresses in them follow
         self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _BUCKET.size)
         self.address = ctypes.addressof(self._memory)
@@ -160,15 +172,42 @@ class PackedPlan:
         return NOTHING
 
 
+class PackedClasses:
+    """Where rows of several classes are, as compiled code reads it, while their store's tensors stay where they are."""
+
+    def __init__(self, coef: TokenwiseCoefficients):
+        plans = [_packed_plan(plan) for plan in coef.quantization.plans]
+        missing = [0] * (MOST_CLASSES - len(plans))
+        ranks = [plan.num_coefficients for plan in coef.quantization.plans]
+        self._keepalive = coef.classes.buffer, coef.marks.buffer, plans
+        memory = _CLASSES.pack(
+            coef.classes.buffer.data_ptr(),
+            coef.marks.buffer.data_ptr(),
+            *(plan.address for plan in plans), *missing,
+            *ranks, *missing,
+            *coef.quantization.row_bytes(), *missing,
+        )  # fmt: skip
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self.address = ctypes.addressof(self._buffer)
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
+def _packed_plan(plan: BitPlan) -> PackedPlan:
+    """What compiled code reads of a plan, made once."""
+    if plan.native_view is None:
+        plan.native_view = PackedPlan(plan)
+    return plan.native_view
+
+
 def _form_of(coef: Coefficients) -> dict[str, Any]:
     """How rows are stored, as arguments of a view."""
     quantization = coef.quantization
     if quantization is None:
         return {"kind": KINDS[coef.dtype]}
     if isinstance(quantization, BitPlan):
-        if quantization.native_view is None:
-            quantization.native_view = PackedPlan(quantization)
-        return {"kind": _PLANNED, "plan": quantization.native_view}
+        return {"kind": _PLANNED, "plan": _packed_plan(quantization)}
     return {"kind": _INTEGERS[quantization.bits], "group_size": quantization.group_size or 0}
 
 

@@ -1,0 +1,170 @@
+"""Rows of several sizes: what is stored, found again, cropped and kept, and what compiled code reads of it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from methods import calibration_of, tiny_model
+
+from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.calibration.token_gates import fit_gate, token_costs
+from lowrank_kv.ops import native
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
+from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
+from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
+from lowrank_kv.utils.errors import UserError
+
+LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
+WIDTH = 40
+RANKS = st.lists(
+    st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=WIDTH).map(lambda bits: tuple(sorted(bits, reverse=True))),
+    min_size=1,
+    max_size=4,
+)
+
+
+def plans_of(classes: list[tuple[int, ...]], seed: int = 0) -> TokenPlans:
+    """With a gate that looks at a random direction."""
+    generator = torch.Generator().manual_seed(seed)
+    gate = ImportanceGate(
+        linear_C=torch.randn(WIDTH, generator=generator) / WIDTH**0.5,
+        square_C=torch.zeros(WIDTH),
+        rest_3=torch.zeros(3),
+        leading=WIDTH,
+    )
+    bounds = torch.linspace(-1, 1, len(classes) + 1)[1:-1]
+    shares = (1 / len(classes),) * len(classes)
+    return TokenPlans(gate=gate, bounds_K=bounds, plans=tuple(BitPlan(bits, LEVELS) for bits in classes), shares=shares)
+
+
+def rows_of(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator) * 2.0 ** torch.randint(-1, 2, (count, 1), generator=generator)
+
+
+def filled(plans: TokenPlans, row_NC: torch.Tensor, pieces: list[int]) -> TokenwiseCoefficients:
+    coef = TokenwiseCoefficients(plans, dtype=torch.float32, device=torch.device("cpu"))
+    for piece in row_NC.split(pieces):
+        coef.append(piece[None])
+    return coef
+
+
+def check(coef: TokenwiseCoefficients, row_NC: torch.Tensor) -> None:
+    plans = coef.quantization
+    assert coef.length == len(row_NC)
+    torch.testing.assert_close(coef.rows()[0], plans.rounded(row_NC) if len(row_NC) else coef.rows()[0])
+    class_N = plans.classes(row_NC)
+    assert coef.class_of_rows().tolist() == class_N.tolist()
+    sizes = torch.tensor([0, *(plans.row_bytes()[k] for k in class_N.tolist())]).cumsum(0)
+    assert coef.stored.length == int(sizes[-1])
+    assert coef.marks.rows.tolist() == sizes[:-1][::ROWS_BETWEEN_MARKS].tolist()
+    assert coef.classes.length == -(-len(row_NC) // 4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    classes=RANKS, pieces=st.lists(st.integers(1, 50), min_size=1, max_size=4), seed=st.integers(0, 99), data=st.data()
+)
+def test_rows_are_found_again_however_they_came_and_whatever_is_taken_away(classes, pieces, seed, data):
+    plans, row_NC = plans_of(classes, seed), rows_of(sum(pieces), seed)
+    coef = filled(plans, row_NC, pieces)
+    check(coef, row_NC)
+    start = data.draw(st.integers(0, len(row_NC)))
+    torch.testing.assert_close(coef.rows(start)[0], plans.rounded(row_NC)[start:])
+    length = data.draw(st.integers(0, len(row_NC)))
+    twin = coef.clone(length)
+    check(twin, row_NC[:length])
+    twin.append(row_NC[None, length:])
+    check(twin, row_NC)
+    twin.crop(length)
+    check(twin, row_NC[:length])
+    twin.append(row_NC[None, :3])
+    check(twin, torch.cat([row_NC[:length], row_NC[:3]]))
+    kept_N = torch.arange(len(row_NC))[torch.rand(len(row_NC)) < 0.5]
+    coef.keep(kept_N[None])
+    check(coef, row_NC[kept_N])
+    coef.append(row_NC[None, :5])
+    check(coef, torch.cat([row_NC[kept_N], row_NC[:5]]))
+
+
+def test_products_are_those_of_the_rows():
+    row_NC = rows_of(3000)
+    coef = filled(plans_of([(2,) * 30, (8, 4, 4), (16, 5)]), row_NC, [2990, 10])
+    held_NR = coef.rows()[0]
+    query, weight = torch.randn(1, 3, coef.rank), torch.rand(1, 3, 3000)
+    torch.testing.assert_close(coef.dot(query), query @ held_NR.T, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(coef.weighted_sum(weight), weight @ held_NR, atol=1e-2, rtol=1e-4)
+
+
+def test_two_bits_tell_four_classes():
+    with pytest.raises(UserError, match="`plans` must be of 1 to 4 classes"):
+        plans_of([(4,)] * 5)
+
+
+@pytest.mark.skipif(
+    native.unsupported_reason(torch.float32, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
+)
+@settings(max_examples=60, deadline=None)
+@given(
+    classes=st.tuples(RANKS, RANKS),
+    count=st.integers(1, 150),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    head_dim=st.sampled_from([8, 64]),
+    seed=st.integers(0, 99),
+)
+def test_compiled_attention_reads_rows_of_several_classes(classes, count, dtype, head_dim, seed):
+    generator, groups, queries = torch.Generator().manual_seed(seed), 2, 2
+
+    def operands(each):
+        coef = TokenwiseCoefficients(plans_of(each, seed), dtype=dtype, device=torch.device("cpu"))
+        coef.append(rows_of(count, seed)[None])
+        basis = torch.randn(1, groups * head_dim, coef.rank, generator=generator) / coef.rank**0.5
+        whole = torch.randn(groups, 3, head_dim, generator=generator).to(dtype)
+        return Operands(coef, basis.to(dtype), GrowingTensor(whole, dim=1))
+
+    angle = torch.rand(1, count + 9, head_dim // 2, generator=generator) * 6
+    table = RotaryTable.from_complex(torch.polar(torch.ones_like(angle), angle))
+    rotation = Rotation(lambda key, at: table.rotate(key[None], torch.arange(count + 9)[at][None])[0], table)
+    mask = torch.rand(queries, count + 3, generator=generator) < 0.8
+    mask[:, -1] = True
+    tokens = LowRankTokens(*(operands(each) for each in classes), rotation, slice(7, 7 + count), mask)
+    query = torch.randn(6, queries, head_dim, generator=generator).to(dtype)
+    assert native_attention.unsupported_reason(tokens) is None
+    expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
+    allowed = 0.02 if dtype == torch.bfloat16 else 1e-4
+    for operation in (eager, native_attention):
+        found = operation.lowrank_attention(query, tokens, scaling=0.1).double()
+        assert (found - expected).norm() <= allowed * expected.norm()
+
+
+def test_a_gate_finds_the_tokens_that_cost_most():
+    """Of tokens whose cost depends on their coefficients, on others than it was fitted to."""
+    generator = torch.Generator().manual_seed(0)
+    coef_NC = torch.randn(4000, WIDTH, generator=generator)
+    size_N = (1.5 * coef_NC[:, 3] + 0.5 * coef_NC[:, 7].square()).exp()
+    gradient_NC = torch.randn(4000, WIDTH, generator=generator) * size_N[:, None].sqrt()
+    importance_C = torch.linspace(2, 0.5, WIDTH)
+    cost_N = token_costs(coef_NC, gradient_NC, importance_C, 1.0)
+    gate = fit_gate(coef_NC[:3000], cost_N[:3000], leading=20)
+    score_N, cost_N, size_N = gate.scores(coef_NC[3000:]), cost_N[3000:], size_N[3000:]
+    assert torch.corrcoef(torch.stack([score_N, size_N.log()]))[0, 1] > 0.9
+    first_N = score_N.argsort(descending=True)[:100]
+    assert cost_N[first_N].sum() > 0.5 * cost_N.sum(), "a tenth of the tokens has more than half of the cost"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_classes_take_the_bytes_they_were_given(rate):
+    calibration = calibration_of(tiny_model(), read=True)
+    coded = [each for sides in coded_bases(calibration, rate, token_classes=4).values() for each in sides.values()]
+    full = sum(2 * len(each.encoder_CC) for each in coded)
+    taken = sum(each.plan.nbytes(each.plan.num_coefficients) for each in coded)
+    assert 0.93 * rate * full <= taken <= rate * full
+    for each in coded:
+        sizes = each.plan.row_bytes()
+        assert sum(each.plan.shares) == pytest.approx(1)
+        assert sizes[0] <= sizes[-1]
