@@ -22,6 +22,7 @@ from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.token_plans import TokenPlans
 
 _RANK_POLICIES = {NESTED: NestedRank, PLAN: PlannedBits}
 
@@ -50,7 +51,7 @@ class TokenCompressor(nn.Module):
         self.projection.initialize(basis.basis_CC, basis.inverse_CC)
         self.gate.initialize_at(basis.energy_C, rank, self.config.threshold)
 
-    def initialize_coded(self, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan) -> None:
+    def initialize_coded(self, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan | TokenPlans) -> None:
         """Start from a training-free coder (:class:`lowrank_kv.calibration.bit_plans.CodedBasis`)."""
         self.projection.initialize(encoder_CC, decoder_CC)
         self.gate.initialize(plan)
@@ -95,10 +96,9 @@ class TokenCompressor(nn.Module):
             basis_CC, decoder_CC = self.projection.matrices()
         else:
             basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
-        rank = self.gate.plan.num_coefficients
-        coef_BTR = self.gate.rounded(states_BTC.float() @ basis_CC[:, :rank])
+        coef_BTR = self.gate.rounded(states_BTC.float() @ basis_CC)
         rate = coef_BTR.new_tensor(self.gate.rate)
-        return (coef_BTR @ decoder_CC[:rank]).to(states_BTC.dtype), rate, rate
+        return (coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]).to(states_BTC.dtype), rate, rate
 
     def initial_basis(self) -> InitialBasis:
         """What a cache starts from where there is a plan; the same object until a parameter changes."""

@@ -11,6 +11,7 @@ from lowrank_kv.stores.quantization import (
     IntegerQuantization,
     quantization_of,
 )
+from lowrank_kv.stores.token_plans import MOST_CLASSES
 from lowrank_kv.utils.config import build, configuration, option, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 
@@ -52,6 +53,11 @@ class DynaKVConfig:
         "loss asks, so that a token takes `rate.target_retain_rate` of its bytes in 16 bits",
         choices=RANK_POLICIES,
     )
+    token_classes: int = option(
+        4,
+        help="with `rank_policy: plan`: tokens are told apart by how finely the loss asks to code them, and each class has "
+        "bits of its own; 1 codes all alike, 4 is most",
+    )
     gate_decay: float = option(
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
@@ -75,6 +81,9 @@ class DynaKVConfig:
             "mask",
             self.mask,
             f"`hard` where `rank_policy` is {self.rank_policy}: there is no soft mask",
+        )
+        require(
+            1 <= self.token_classes <= MOST_CLASSES, "token_classes", self.token_classes, f"from 1 to {MOST_CLASSES}"
         )
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():
@@ -126,7 +135,8 @@ class DynaKVConfig:
             why = f"with `rank_policy: {self.rank_policy}` what is kept was settled by training; leave it out"
             fixed |= dict.fromkeys(("threshold", "granularity", "mask"), why)
         if self.has_plan:
-            fixed |= dict.fromkeys(("cache_dtype", "group_size"), "its plan says how many bits each coefficient has")
+            why = "its plan says how many bits each coefficient has"
+            fixed |= dict.fromkeys(("cache_dtype", "group_size", "token_classes"), why)
         return fixed
 
     @property

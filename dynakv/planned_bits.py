@@ -1,6 +1,6 @@
-"""A plan of bits in the place of a gate: every token keeps the same coefficients, each in as many bits as the loss asks.
+"""Plans of bits in the place of a learned gate: each class of tokens has as many bits as the loss asks.
 
-Shapes: B batch, T tokens, C joint width, R coefficients that have bits.
+Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have bits at most.
 """
 
 import itertools
@@ -9,58 +9,104 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 
 _CODED = tuple(width for width in WIDTHS if width != UNCODED)
 _ENDS = tuple(itertools.accumulate(2**width for width in _CODED))
 
 
 class PlannedBits(nn.Module):
-    """The plan of one layer's keys or values. It is worked out before training, which does not change it.
+    """The plans of one layer's keys or values. They are worked out before training, which does not change them.
 
     Attributes:
-        bits: of each coefficient, falling, (C,) uint8; 0 where it is not kept.
+        bits: of each class's coefficients, falling, (K, C) uint8; 0 where one is not kept, and in classes that are not used.
         levels: the codebooks of all widths, one after another, fp32.
+        linear, square, rest, leading: of the gate (:class:`lowrank_kv.stores.importance_gate.ImportanceGate`).
+        bounds: between the scores of classes, (K − 1,) fp32.
+        shares: of tokens in each class, (K,) fp32.
     """
 
     def __init__(self, width: int):
         super().__init__()
-        self.register_buffer("bits", torch.zeros(width, dtype=torch.uint8))
+        self.register_buffer("bits", torch.zeros(MOST_CLASSES, width, dtype=torch.uint8))
         self.register_buffer("levels", torch.zeros(_ENDS[-1]))
-        self._plan: tuple[tuple[int, int], BitPlan] | None = None  # versions of the buffers, and what they say
+        for name, size in (("linear", width), ("square", width), ("rest", 3), ("bounds", MOST_CLASSES - 1)):
+            self.register_buffer(name, torch.zeros(size))
+        self.register_buffer("leading", torch.ones((), dtype=torch.int64))
+        self.register_buffer("shares", torch.zeros(MOST_CLASSES))
+        self._plans: tuple[tuple[int, int], BitPlan | TokenPlans] | None = None  # where the buffers were, what they say
 
     @torch.no_grad()
-    def initialize(self, plan: BitPlan) -> None:
-        """Take over a plan of at most C coefficients."""
-        self.bits.zero_()
-        self.bits[: plan.num_coefficients] = torch.tensor(plan.bits, dtype=torch.uint8)
-        self.levels.zero_()
-        for width, end in zip(_CODED, _ENDS, strict=True):
-            if width in plan.levels:
-                self.levels[end - 2**width : end] = plan.levels[width]
+    def initialize(self, plan: BitPlan | TokenPlans) -> None:
+        """Take over a plan, or one for each class, of at most C coefficients."""
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.leading.fill_(1)
+        plans = (plan,) if isinstance(plan, BitPlan) else plan.plans
+        for k, each in enumerate(plans):
+            self.bits[k, : each.num_coefficients] = torch.tensor(each.bits, dtype=torch.uint8)
+            for width, end in zip(_CODED, _ENDS, strict=True):
+                if width in each.levels:
+                    self.levels[end - 2**width : end] = each.levels[width]
+        if isinstance(plan, BitPlan):
+            self.shares[0] = 1
+            return
+        self.linear.copy_(plan.gate.linear_C)
+        self.square.copy_(plan.gate.square_C)
+        self.rest.copy_(plan.gate.rest_3)
+        self.leading.fill_(plan.gate.leading)
+        self.bounds[: len(plan.bounds_K)] = plan.bounds_K
+        self.shares[: len(plans)] = torch.tensor(plan.shares)
 
     @property
-    def plan(self) -> BitPlan:
-        """The plan as a store packs rows by it; the same object until the buffers change."""
+    def plan(self) -> BitPlan | TokenPlans:
+        """How a store packs rows; the same object until the buffers change."""
         versions = (self.bits._version, self.bits.data_ptr())
-        if self._plan is None or self._plan[0] != versions:
-            bits = [width for width in self.bits.tolist() if width]
-            levels = {
-                width: self.levels[end - 2**width : end].clone()
-                for width, end in zip(_CODED, _ENDS, strict=True)
-                if width in bits
-            }
-            self._plan = versions, BitPlan(bits, levels)
-        return self._plan[1]
+        if self._plans is None or self._plans[0] != versions:
+            used = [row for row in self.bits.tolist() if row[0]]
+            plans = tuple(self._plan_of([width for width in row if width]) for row in used)
+            self._plans = versions, plans[0] if len(plans) == 1 else self._token_plans(plans)
+        return self._plans[1]
+
+    def _plan_of(self, bits: list[int]) -> BitPlan:
+        ends = {width: end for width, end in zip(_CODED, _ENDS, strict=True) if width in bits}
+        return BitPlan(bits, {width: self.levels[end - 2**width : end].clone() for width, end in ends.items()})
+
+    def _token_plans(self, plans: tuple[BitPlan, ...]) -> TokenPlans:
+        # Copies: a cache keeps to what it was made with.
+        gate = ImportanceGate(
+            linear_C=self.linear.clone(),
+            square_C=self.square.clone(),
+            rest_3=self.rest.clone(),
+            leading=int(self.leading),
+        )
+        shares = tuple(self.shares[: len(plans)].tolist())
+        return TokenPlans(gate=gate, bounds_K=self.bounds[: len(plans) - 1].clone(), plans=plans, shares=shares)
 
     @property
     def rate(self) -> float:
-        """Bytes of a token over those of C numbers of 16 bits."""
+        """Bytes of a token over those of C numbers of 16 bits, as the calibration's tokens were divided into classes."""
         plan = self.plan
-        return plan.row_bytes(plan.num_coefficients) / (2 * len(self.bits))
+        return plan.nbytes(plan.num_coefficients) / (2 * self.bits.shape[1])
 
-    def rounded(self, coef_BTR: Tensor) -> Tensor:
-        """The coefficients as a store would give them back, fp32. Gradients pass as if nothing had been rounded
-        (straight-through, Bengio et al. 2013, arXiv 1308.3432)."""
-        coef_BTR = coef_BTR.float()
-        held_BTR = coef_BTR.detach()
-        return coef_BTR + (self.plan.rounded(held_BTR) - held_BTR)
+    def rounded(self, coef_BTC: Tensor) -> Tensor:
+        """The first R coefficients as a store would give them back, fp32.
+
+        Gradients pass to those that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
+        arXiv 1308.3432), and to the others not at all.
+        """
+        plan, coef_BTC = self.plan, coef_BTC.float()
+        held_TC = coef_BTC.detach().flatten(0, -2)
+        rank = plan.num_coefficients
+        kept_BTR = coef_BTC[..., :rank]
+        if isinstance(plan, BitPlan):
+            rounded_TR = plan.rounded(held_TC[:, :rank])
+        else:
+            class_T = plan.classes(held_TC)
+            rounded_TR = plan.rounded(held_TC)
+            rank_K = torch.tensor([each.num_coefficients for each in plan.plans], device=held_TC.device)
+            is_kept_TR = torch.arange(rank, device=held_TC.device) < rank_K[class_T][:, None]
+            kept_BTR = kept_BTR * is_kept_TR.view(kept_BTR.shape)
+        rounded_BTR = rounded_TR.view(kept_BTR.shape)
+        return kept_BTR + (rounded_BTR - kept_BTR.detach())

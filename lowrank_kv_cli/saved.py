@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
@@ -17,6 +18,7 @@ from lowrank_kv.calibration import calibration
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import load_shape
 from lowrank_kv.stores.bit_plan import SCALE_BITS
+from lowrank_kv.stores.token_plans import PLACE_BYTES
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import RUN_FILE
@@ -87,8 +89,11 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
 def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool) -> Rates:
     def rate(weights: Any, layer: int, side: str) -> float:
         if of_bytes:
-            bits_C = weights.get_tensor(f"layers.{layer}.{side}.gate.bits")
-            return -(-(int(bits_C.sum()) + SCALE_BITS) // 8) / (2 * geometry.width)
+            bits_K = weights.get_tensor(f"layers.{layer}.{side}.gate.bits").sum(dim=1, dtype=torch.int64)
+            share_K = weights.get_tensor(f"layers.{layer}.{side}.gate.shares")
+            row_K = (bits_K + SCALE_BITS + 7) // 8
+            place = PLACE_BYTES if int((bits_K > 0).sum()) > 1 else 0.0
+            return (float((row_K * share_K).sum()) + place) / (2 * geometry.width)
         return int(weights.get_tensor(f"layers.{layer}.{side}.gate.rank")) / geometry.width
 
     try:

@@ -85,14 +85,17 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
     return lambda: dynakv.DynaKVCache.from_model(model)
 
 
-def planned_model(model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2) -> MakeCache:
+def planned_model(
+    model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2, token_classes: int = 1
+) -> MakeCache:
     """A compressor with a plan of bits, whose projection has moved away from its start."""
     settings = dynakv.DynaKVConfig(
         rank_policy="plan",
         prefill="exact",
+        token_classes=token_classes,
         exact_tokens={"num_sink_tokens": num_sink_tokens, "recent_window": 3, "update_period": 4},
     )
-    coders = coded_bases(calibration_of(model, read=True), rate)
+    coders = coded_bases(calibration_of(model, read=True), rate, token_classes=token_classes)
     dynakv.add_compressors(model, settings)
     dynakv.initialize_from_coders(model, coders)
     generator = torch.Generator().manual_seed(2)
@@ -160,5 +163,6 @@ METHODS = [
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, mask="soft_prefix")),
     Method("dynakv-plan", planned_model, follows_text=True),
+    Method("dynakv-tokenwise-plan", lambda model, rate: planned_model(model, rate, token_classes=4), follows_text=True),
     Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]

@@ -51,7 +51,11 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     if config.initial_checkpoint is not None:
         start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
     elif config.compressor.has_plan:
-        coders = coded_bases(_calibration_of_reads(engine, stream), config.rate.target_retain_rate)
+        coders = coded_bases(
+            _calibration_of_reads(engine, stream),
+            config.rate.target_retain_rate,
+            token_classes=config.compressor.token_classes,
+        )
         start = functools.partial(dynakv.initialize_from_coders, model, coders)
     elif config.starts_from_gradients:
         moments, gradients = _moments(engine, stream, gradients=True)

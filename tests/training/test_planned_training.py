@@ -37,11 +37,12 @@ def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 97, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("token_classes", [1, 4])
 @torch.no_grad()
-def test_a_training_pass_reads_what_the_cache_serves():
+def test_a_training_pass_reads_what_the_cache_serves(token_classes):
     """Token by token through the cache, and in one pass: the same tokens are read compressed, and rounded alike."""
     model = tiny_model()
-    make_cache = planned_model(model, 0.15, num_sink_tokens=1)
+    make_cache = planned_model(model, 0.15, num_sink_tokens=1, token_classes=token_classes)
     ids = token_ids(1, 41)
     cache = make_cache()
     served = [model(ids[:, :1], past_key_values=cache).logits]
@@ -70,9 +71,10 @@ def test_documents_of_a_block_are_read_apart():
     torch.testing.assert_close(together[:, 21:], model(second, use_cache=False).logits, atol=1e-4, rtol=0)
 
 
-def test_only_the_projection_learns_and_gradients_pass_the_rounding():
+@pytest.mark.parametrize("token_classes", [1, 4])
+def test_only_the_projection_learns_and_gradients_pass_the_rounding(token_classes):
     model = tiny_model()
-    planned_model(model, 0.15)
+    planned_model(model, 0.15, token_classes=token_classes)
     dynakv.see_exactly(model, EXACT)
     model.train()
     batch = Batch.from_ids(token_ids(2, 60), None)
@@ -98,10 +100,11 @@ def test_training_lowers_the_divergence_and_serves_what_it_wrote(training_values
     assert config["exact_tokens"] == PLANNED["compressor"]["exact_tokens"]
 
 
+@pytest.mark.parametrize("token_classes", [1, 4])
 @torch.no_grad()
-def test_a_checkpoint_is_served_as_it_was_trained(tmp_path):
+def test_a_checkpoint_is_served_as_it_was_trained(tmp_path, token_classes):
     model = tiny_model()
-    make_cache = planned_model(model, 0.2)
+    make_cache = planned_model(model, 0.2, token_classes=token_classes)
     ids = token_ids(2, 40)
     expected = model(ids, past_key_values=make_cache()).logits
     dynakv.save_compressor(model, tmp_path / "c")
