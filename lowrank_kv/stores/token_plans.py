@@ -59,6 +59,27 @@ class TokenPlans:
         """:meth:`row_bytes` on the device of the bounds, int64."""
         return torch.tensor(self.row_bytes(), device=self.bounds_K.device)
 
+    @functools.cached_property
+    def table_L(self) -> Tensor:  # noqa: N802
+        """The levels of all plans' codebooks, which agree where plans share a width, and a zero; fp32."""
+        levels = {width: level_L for plan in self.plans for width, level_L in plan.levels.items()}
+        return torch.cat([*(levels[width] for width in sorted(levels)), torch.zeros(1, device=self.bounds_K.device)])
+
+    @functools.cached_property
+    def descriptor_K3R(self) -> Tensor:  # noqa: N802
+        """:attr:`BitPlan.descriptor_3R` of each class, in :attr:`table_L`. A coefficient that a class does not keep has an
+        empty mask and the level zero."""
+        firsts, place = {}, 0
+        for width in sorted({width for plan in self.plans for width in plan.levels}):
+            firsts[width], place = place, place + 2**width
+        found = torch.zeros(len(self.plans), 3, self.num_coefficients, dtype=torch.int32, device=self.bounds_K.device)
+        found[:, 2] = place
+        for own_3R, plan in zip(found, self.plans, strict=True):
+            rank = plan.num_coefficients
+            own_3R[:2, :rank] = plan.descriptor_3R[:2]
+            own_3R[2, :rank] = torch.tensor([firsts.get(width, -1) for width in plan.bits])
+        return found
+
     def nbytes(self, rank: int) -> float:
         """Bytes of a token on average, as the calibration's tokens were divided, with what says where its row is."""
         return sum(share * size for share, size in zip(self.shares, self.row_bytes(), strict=True)) + PLACE_BYTES

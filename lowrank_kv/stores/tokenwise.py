@@ -71,14 +71,7 @@ class TokenwiseCoefficients(Coefficients):
         return self._decoded(start_N, class_N[places])[None]
 
     def _decoded(self, start_N: Tensor, class_N: Tensor) -> Tensor:
-        row_NR = torch.zeros(len(class_N), self.rank, dtype=self.dtype, device=self.device)
-        for k, plan in enumerate(self.quantization.plans):
-            [place_M] = (class_N == k).nonzero(as_tuple=True)
-            rank = plan.num_coefficients
-            byte_MY = start_N[place_M, None] + torch.arange(plan.row_bytes(rank), device=self.device)
-            code_MY = self.stored.rows[byte_MY]
-            row_NR[place_M, :rank] = plan.decode(code_MY, code_MY[:, :0], rank, self.dtype)
-        return row_NR
+        return _decoded(self.stored.rows, start_N, class_N, self.quantization, self.dtype)
 
     def buffers(self) -> tuple[Tensor, Tensor | None]:
         return self.stored.buffer, None
@@ -166,6 +159,24 @@ class TokenwiseCoefficients(Coefficients):
         yield COEFFICIENTS, self.stored.buffer
         yield SCALES, self.classes.buffer
         yield SCALES, self.marks.buffer
+
+
+def rows_of_bytes(byte_Y: Tensor, class_M: Tensor, count: int, plans: TokenPlans) -> Tensor:
+    """`count` rows (N, R) fp32 from their bytes and their packed classes."""
+    class_N = _unpacked(class_M, count)
+    size_N = plans.size_K[class_N]
+    return _decoded(byte_Y, size_N.cumsum(0) - size_N, class_N, plans, torch.float32)
+
+
+def _decoded(byte_Y: Tensor, start_N: Tensor, class_N: Tensor, plans: TokenPlans, dtype: torch.dtype) -> Tensor:
+    """The rows that begin at these bytes, (N, R), zero where a token has no coefficient."""
+    row_NR = torch.zeros(len(class_N), plans.num_coefficients, dtype=dtype, device=byte_Y.device)
+    for k, plan in enumerate(plans.plans):
+        [place_M] = (class_N == k).nonzero(as_tuple=True)
+        rank = plan.num_coefficients
+        code_MY = byte_Y[start_N[place_M, None] + torch.arange(plan.row_bytes(rank), device=byte_Y.device)]
+        row_NR[place_M, :rank] = plan.decode(code_MY, code_MY[:, :0], rank, dtype)
+    return row_NR
 
 
 def _packed(class_N: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.token_plans import TokenPlans
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Numbers of all queries of a KV head: each has a sum in a program's registers.
@@ -42,9 +43,7 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
         return "there are no low-rank tokens"
     if tokens.parts_differ:
         return "each part holds tokens of its own"
-    if isinstance(quantization, TokenPlans):
-        return "rows are of several classes"
-    if isinstance(quantization, BitPlan) and not _is_joint(keys, values, rotation):
+    if isinstance(quantization, (BitPlan, TokenPlans)) and not _is_joint(keys, values, rotation):
         return "kernels take plans of bits of joint coefficients"
     if isinstance(quantization, IntegerQuantization) and quantization.group_size is not None:
         return "kernels take integers of which all of a row share one scale"
@@ -113,6 +112,10 @@ def _rotation_options(table: RotaryTable, positions: Positions) -> dict[str, Any
 def _latent_rows(operands: Operands) -> LatentRows:
     """One sequence's as a batch of one, its room to grow included."""
     row_GNY, scale_GN2 = operands.coef.buffers()
+    if isinstance(operands.coef, TokenwiseCoefficients):
+        classes, marks = operands.coef.classes.buffer[None], operands.coef.marks.buffer[None]
+        row_11Y1 = row_GNY[None, None, :, None]
+        return LatentRows(row_11Y1, operands.basis_PWR[None], None, operands.coef.quantization, classes, marks)
     scale_BGN2 = None if scale_GN2 is None else scale_GN2[None]
     return LatentRows(row_GNY[None], operands.basis_PWR[None], scale_BGN2, operands.coef.quantization)
 

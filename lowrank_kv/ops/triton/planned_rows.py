@@ -1,10 +1,36 @@
-"""Shared by the kernels that read rows packed by a plan of bits (:mod:`lowrank_kv.stores.bit_plan`).
+"""Shared by the kernels that read rows packed by a plan of bits, or by that of their class.
 
-Shapes: N tokens of a tile, Y coefficients that are read together.
+How rows are packed: :mod:`lowrank_kv.stores.bit_plan` and :mod:`lowrank_kv.stores.tokenwise`.
+
+Shapes: N tokens of a tile, Y coefficients that are read together, K classes.
 """
 
 import triton
 import triton.language as tl
+
+from lowrank_kv.stores import token_plans
+
+ROWS_BETWEEN_MARKS = tl.constexpr(token_plans.ROWS_BETWEEN_MARKS)
+
+
+@triton.jit
+def planned_rows(row_ptr, row_stride_n, class_ptr, mark_ptr, size_ptr, n, is_row_N, BLOCK_N: tl.constexpr):
+    """Pointers to the first bytes of rows, and their classes, which are zeros where there is one for all.
+
+    `n` are consecutive tokens from a multiple of ROWS_BETWEEN_MARKS on; of rows of several classes the pointers are those of
+    one sequence.
+    """
+    if class_ptr is None:
+        place_N, class_N = n.to(tl.int64) * row_stride_n, n * 0
+    else:
+        byte_N = tl.load(class_ptr + n // 4, mask=is_row_N, other=0).to(tl.int32)
+        class_N = (byte_N >> (n % 4 * 2)) & 3
+        size_N = tl.load(size_ptr + class_N, mask=is_row_N, other=0)
+        size_MX = size_N.reshape(BLOCK_N // ROWS_BETWEEN_MARKS, ROWS_BETWEEN_MARKS)
+        before_N = (tl.cumsum(size_MX, 1) - size_MX).reshape(BLOCK_N)
+        mark_N = tl.load(mark_ptr + n // ROWS_BETWEEN_MARKS, mask=is_row_N, other=0)
+        place_N = (mark_N + before_N).to(tl.int64)
+    return row_ptr + place_N, class_N
 
 
 @triton.jit
@@ -14,23 +40,27 @@ def planned_scales(row_ptrs_N, is_row_N):
 
 
 @triton.jit
-def planned_units(row_ptrs_N, is_row_N, r_Y, rank, descriptor_ptr, table_ptr):
+def planned_units(row_ptrs_N, class_N, is_row_N, r_Y, rank, descriptor_ptr, table_ptr, HAS_CLASSES: tl.constexpr):
     """The coefficients `r_Y` of rows that begin at these pointers, divided by their scales, (N, Y) fp32; 0 beyond the rank.
 
-    `descriptor_ptr` points to (3, rank) int32 (:attr:`lowrank_kv.stores.bit_plan.BitPlan.descriptor_3R`).
+    `descriptor_ptr` points to (K, 3, rank) int32 (:attr:`lowrank_kv.stores.token_plans.TokenPlans.descriptor_K3R`).
     """
     is_coef_Y = r_Y < rank
-    start_Y = tl.load(descriptor_ptr + r_Y, mask=is_coef_Y, other=0)
-    mask_Y = tl.load(descriptor_ptr + rank + r_Y, mask=is_coef_Y, other=0)
-    first_Y = tl.load(descriptor_ptr + 2 * rank + r_Y, mask=is_coef_Y, other=0)
-    shift_Y = start_Y & 7
-    byte_ptrs_NY = row_ptrs_N[:, None] + (start_Y >> 3)[None, :]
     is_code_NY = is_row_N[:, None] & is_coef_Y[None, :]
+    if HAS_CLASSES:
+        descriptor_ptrs = descriptor_ptr + class_N[:, None] * (3 * rank) + r_Y[None, :]
+        is_described = is_code_NY
+    else:
+        descriptor_ptrs = descriptor_ptr + r_Y[None, :]
+        is_described = is_coef_Y[None, :]
+    start = tl.load(descriptor_ptrs, mask=is_described, other=0)
+    code_mask = tl.load(descriptor_ptrs + rank, mask=is_described, other=0)
+    first = tl.load(descriptor_ptrs + 2 * rank, mask=is_described, other=0)
+    shift = start & 7
+    byte_ptrs_NY = row_ptrs_N[:, None] + (start >> 3)
     # The byte after a row's last one is another row's, or nobody's.
-    is_split_Y = (mask_Y << shift_Y) > 255
     low_NY = tl.load(byte_ptrs_NY, mask=is_code_NY, other=0).to(tl.int32)
-    high_NY = tl.load(byte_ptrs_NY + 1, mask=is_code_NY & is_split_Y[None, :], other=0).to(tl.int32)
-    code_NY = ((low_NY | (high_NY << 8)) >> shift_Y[None, :]) & mask_Y[None, :]
-    is_coded_NY = is_code_NY & (first_Y >= 0)[None, :]
-    level_NY = tl.load(table_ptr + first_Y[None, :] + code_NY, mask=is_coded_NY, other=0.0)
-    return tl.where((first_Y < 0)[None, :], (code_NY << 16).to(tl.float32, bitcast=True), level_NY)
+    high_NY = tl.load(byte_ptrs_NY + 1, mask=is_code_NY & ((code_mask << shift) > 255), other=0).to(tl.int32)
+    code_NY = ((low_NY | (high_NY << 8)) >> shift) & code_mask
+    level_NY = tl.load(table_ptr + first + code_NY, mask=is_code_NY & (first >= 0), other=0.0)
+    return tl.where(first < 0, (code_NY << 16).to(tl.float32, bitcast=True), level_NY)

@@ -32,6 +32,7 @@ from lowrank_kv.stores.bit_plan import BitPlan  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
 from lowrank_kv.stores.paged import PagedStore  # noqa: E402
 from lowrank_kv.stores.quantization import IntegerQuantization  # noqa: E402
+from lowrank_kv.stores.token_plans import TokenPlans  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -197,14 +198,25 @@ def joint_launches(
         basis = torch.empty(1, 1, rank, width, dtype=dtype, device=META).mT  # as a QR leaves it
         if bits is None:
             return LatentRows(torch.empty(1, 1, room, rank, dtype=dtype, device=META), basis)
-        if bits == "plan":
+        if bits in ("plan", "classes"):
             levels = {width: torch.zeros(2**width) for width in range(1, 5)}
             plan = BitPlan([16] * 8 + [4] * 24 + [3] * (rank // 4) + [1] * (rank - rank // 4 - 32), levels).to(META)
+            if bits == "classes":
+                return tokenwise(plan, basis)
             codes = torch.empty(1, 1, room, plan.row_bytes(rank), dtype=torch.uint8, device=META)
             return LatentRows(codes, basis, None, plan)
         quantization = IntegerQuantization(bits=bits)
         codes = torch.empty(1, 1, room, quantization.row_bytes(rank), dtype=torch.uint8, device=META)
         return LatentRows(codes, basis, torch.empty(1, 1, room, 2, dtype=torch.bfloat16, device=META), quantization)
+
+    def tokenwise(plan: BitPlan, basis: torch.Tensor) -> LatentRows:
+        codes = torch.empty(1, 1, room * 64, 1, dtype=torch.uint8, device=META)
+        classes = torch.empty(1, room // 4, dtype=torch.uint8, device=META)
+        marks = torch.empty(1, room // 32, dtype=torch.int32, device=META)
+        plans = mock.Mock(spec=TokenPlans, num_coefficients=plan.num_coefficients)
+        plans.descriptor_K3R = torch.empty(4, 3, plan.num_coefficients, dtype=torch.int32, device=META)
+        plans.table_L, plans.size_K = torch.empty(100, device=META), torch.empty(4, dtype=torch.int64, device=META)
+        return LatentRows(codes, basis, None, plans, classes, marks)
 
     table = torch.empty(1, room, rotary // 2, device=META)
     options = {}
@@ -228,7 +240,7 @@ def joint_launches(
 
 
 @pytest.mark.parametrize("ranks", [(380, 650), (384, 640)], ids=["any ranks", "multiples of 16"])
-@pytest.mark.parametrize("bits", [None, "plan"])
+@pytest.mark.parametrize("bits", [None, "plan", "classes"])
 def test_joint_attention(tmp_path, ranks, bits):
     check_all(joint_launches(key_rank=ranks[0], value_rank=ranks[1], bits=bits), tmp_path)
 

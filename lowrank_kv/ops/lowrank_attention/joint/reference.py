@@ -34,7 +34,7 @@ def joint_attention(
     def heads(rows: LatentRows) -> Tensor:
         return rows.rebuilt()[:, 0].unflatten(2, (-1, head_dim)).transpose(1, 2)
 
-    key_BGND, room = heads(keys), keys.row_BGNY.shape[2]
+    key_BGND, room = heads(keys), keys.room
     if rotation is not None:
         row_BN = torch.arange(room, device=query_BHQD.device) if position_BN is None else position_BN[:, :room]
         key_BGND = rotation.rotate(key_BGND, row_BN.expand(batch, -1))

@@ -60,7 +60,7 @@ def joint_attention(
     require(head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim")
     groups = keys.basis_BGDR.shape[2] // head_dim
     columns = -(-values.numbers // block_of(values))
-    low = splits or token_splits(keys.row_BGNY.shape[2], batch * columns, query_BHQD.device)
+    low = splits or token_splits(keys.room, batch * columns, query_BHQD.device)
     softmax = SplitSoftmax(query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap)
     score_BNP = joint_scores(
         softmax.query_BGMD,

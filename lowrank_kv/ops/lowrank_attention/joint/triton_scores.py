@@ -15,7 +15,7 @@ from torch import Tensor
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned, tuning_class
-from lowrank_kv.ops.triton.planned_rows import planned_scales, planned_units
+from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 
 
@@ -27,6 +27,9 @@ def _scores_kernel(
     scale_ptr,
     descriptor_ptr,
     table_ptr,
+    class_ptr,
+    mark_ptr,
+    size_ptr,
     length_ptr,
     cos_ptr,
     sin_ptr,
@@ -74,7 +77,9 @@ def _scores_kernel(
             if position_ptr is not None:
                 position_N = tl.load(position_ptr + b * position_stride_b + n, mask=is_row_N, other=0)
             table_row_N = b * table_stride_b + position_N * table_stride_t
-        row_ptrs_N = row_ptr + b * row_stride_b + n.to(tl.int64) * row_stride_n
+        row_ptrs_N, class_N = planned_rows(
+            row_ptr + b * row_stride_b, row_stride_n, class_ptr, mark_ptr, size_ptr, n, is_row_N, BLOCK_N
+        )
         if BITS == 0:
             step_N = planned_scales(row_ptrs_N, is_row_N)
         elif BITS < 16:
@@ -91,7 +96,9 @@ def _scores_kernel(
             second_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
             for chunk in range(0, width, BLOCK_Y):
                 if BITS == 0:
-                    code_NY = planned_units(row_ptrs_N, is_row_N, chunk + y, rank, descriptor_ptr, table_ptr)
+                    code_NY = planned_units(
+                        row_ptrs_N, class_N, is_row_N, chunk + y, rank, descriptor_ptr, table_ptr, class_ptr is not None
+                    )
                 else:
                     is_code_NY = is_row_N[:, None] & (chunk + y < width)[None, :]
                     code_NY = tl.load(row_ptrs + chunk, mask=is_code_NY, other=0)
@@ -163,7 +170,7 @@ def joint_scores(
     # Dims of a head side by side, whatever the rank, are read in wide loads; a QR leaves them so.
     basis_BCR = keys.basis_BGDR[:, 0].mT.contiguous().mT
     scale_BN2 = None if keys.scale_BGN2 is None else keys.scale_BGN2[:, 0]
-    room = row_BNY.shape[1]
+    room = keys.room
     score_BNP = torch.empty(batch, room, groups * rows, dtype=torch.float32, device=query_BGMD.device)
 
     def grid(chosen: dict) -> tuple[int, int, int]:
@@ -176,8 +183,7 @@ def joint_scores(
         basis_BCR,
         row_BNY,
         scale_BN2,
-        None if plan is None else plan.descriptor_3R,
-        None if plan is None else plan.table_L,
+        *keys.plan_tensors(),
         length_B,
         cos,
         sin,

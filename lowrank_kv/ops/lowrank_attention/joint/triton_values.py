@@ -20,7 +20,7 @@ from lowrank_kv.ops.triton.launch import (
     tuned,
     tuning_class,
 )
-from lowrank_kv.ops.triton.planned_rows import planned_scales, planned_units
+from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
 
 _MAX_BLOCK_ROWS = 64
 
@@ -39,6 +39,9 @@ def _weighted_rows(
     scale_ptr,
     descriptor_ptr,
     table_ptr,
+    class_ptr,
+    mark_ptr,
+    size_ptr,
     length_ptr,
     partial_ptr,
     max_ptr,
@@ -84,7 +87,9 @@ def _weighted_rows(
             other=float("-inf"),
         )
         weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
-        row_ptrs_N = row_ptr + b * row_stride_b + n.to(tl.int64) * row_stride_n
+        row_ptrs_N, class_N = planned_rows(
+            row_ptr + b * row_stride_b, row_stride_n, class_ptr, mark_ptr, size_ptr, n, is_row_N, BLOCK_N
+        )
         if BITS == 0:
             weight_PN *= planned_scales(row_ptrs_N, is_row_N)[None, :]
         elif BITS < 16:
@@ -95,7 +100,9 @@ def _weighted_rows(
             weight_PN *= step_N[None, :]
         weight_PN = weight_PN.to(COMPUTE)
         if BITS == 0:
-            code_NW = planned_units(row_ptrs_N, is_row_N, w, rank, descriptor_ptr, table_ptr)
+            code_NW = planned_units(
+                row_ptrs_N, class_N, is_row_N, w, rank, descriptor_ptr, table_ptr, class_ptr is not None
+            )
         else:
             row_ptrs = row_ptrs_N[:, None] + w[None, :]
             code_NW = tl.load(row_ptrs, mask=is_row_N[:, None] & is_code_W[None, :], other=0)
@@ -141,7 +148,7 @@ def weighted_rows(
         dtype: in which weights and coefficients are multiplied.
     """
     batch, room, rows = score_BNP.shape
-    row_BNY, plan = values.row_BGNY[:, 0], values.plan
+    row_BNY = values.row_BGNY[:, 0]
     scale_BN2 = None if values.scale_BGN2 is None else values.scale_BGN2[:, 0]
     partial_BPSR = torch.empty(batch, rows, splits, values.rank, dtype=torch.float32, device=score_BNP.device)
     block_rows, block_width = min(_MAX_BLOCK_ROWS, block(rows)), block_of(values)
@@ -150,8 +157,7 @@ def weighted_rows(
         score_BNP,
         row_BNY,
         scale_BN2,
-        None if plan is None else plan.descriptor_3R,
-        None if plan is None else plan.table_L,
+        *values.plan_tensors(),
         length_B,
         partial_BPSR,
         max_BPX1,
@@ -177,5 +183,7 @@ def weighted_rows(
 def block_of(values: LatentRows) -> int:
     """Numbers, or bytes of codes, of a row that a program has; of integers fewer, since a byte may hold two, and of planned
     coefficients fewer again, whose places and levels fill registers."""
-    most = 128 if values.bits == 16 else 64 if values.plan is None else 32
+    most = 128 if values.bits == 16 else 64
+    if values.plan is not None:
+        most = 32 if values.class_BM is None else 16
     return min(most, block(values.numbers))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
+from lowrank_kv.stores.token_plans import TokenPlans
+from lowrank_kv.stores.tokenwise import rows_of_bytes
 from lowrank_kv.utils.config import require
 
 
@@ -24,7 +26,10 @@ class LatentRows:
             loads where their stride is a multiple of 16.
         basis_BGDR: of each sequence and part; 1 in place of B where all sequences share it.
         scale_BGN2: bf16 step and least value of each row of integers, contiguous in the last dim; None for others.
-        quantization: how the rows are held in fewer bits: as integers without groups, or by a plan.
+        quantization: how the rows are held in fewer bits: as integers without groups, by a plan, or by the class of a token.
+            The bytes of rows of several classes lie one after another: `row_BGNY` is then (B, 1, Y, 1), room included.
+        class_BM, mark_BM: of such rows, as in :class:`lowrank_kv.stores.tokenwise.TokenwiseCoefficients`; None for
+            others.
 
     Raises:
         UserError: the quantization has groups.
@@ -33,7 +38,9 @@ class LatentRows:
     row_BGNY: Tensor
     basis_BGDR: Tensor
     scale_BGN2: Tensor | None = None
-    quantization: IntegerQuantization | BitPlan | None = None
+    quantization: IntegerQuantization | BitPlan | TokenPlans | None = None
+    class_BM: Tensor | None = None
+    mark_BM: Tensor | None = None
 
     def __post_init__(self):
         group = self.quantization.group_size if isinstance(self.quantization, IntegerQuantization) else None
@@ -51,9 +58,23 @@ class LatentRows:
         return 16 if self.quantization is None else self.quantization.bits
 
     @property
-    def plan(self) -> BitPlan | None:
+    def plan(self) -> BitPlan | TokenPlans | None:
         """The plan by which rows are packed; None where there is none."""
-        return self.quantization if isinstance(self.quantization, BitPlan) else None
+        return self.quantization if isinstance(self.quantization, (BitPlan, TokenPlans)) else None
+
+    @property
+    def room(self) -> int:
+        """N, the tokens that there is room for, or as many as may be told."""
+        return self.row_BGNY.shape[2] if self.class_BM is None else 4 * self.class_BM.shape[1]
+
+    def plan_tensors(self) -> tuple[Tensor | None, ...]:
+        """What kernels read of a plan: its descriptor, table, classes, marks and the bytes of each class's rows."""
+        if self.plan is None:
+            return (None,) * 5
+        if isinstance(self.plan, BitPlan):
+            return self.plan.descriptor_3R, self.plan.table_L, None, None, None
+        sizes_K = self.plan.size_K.int()
+        return self.plan.descriptor_K3R, self.plan.table_L, self.class_BM, self.mark_BM, sizes_K
 
     @property
     def numbers(self) -> int:
@@ -63,6 +84,9 @@ class LatentRows:
     def rebuilt(self) -> Tensor:
         """All rows at full width, (B, G, N, D) fp64."""
         coef_BGNR = self.row_BGNY
-        if self.quantization is not None:
+        if isinstance(self.quantization, TokenPlans):
+            held = zip(self.row_BGNY.flatten(1), self.class_BM, strict=True)
+            coef_BGNR = torch.stack([rows_of_bytes(*each, self.room, self.quantization)[None] for each in held])
+        elif self.quantization is not None:
             coef_BGNR = self.quantization.decode(self.row_BGNY, self.scale_BGN2, self.rank, torch.float64)
         return coef_BGNR.double() @ self.basis_BGDR.double().mT

@@ -12,7 +12,10 @@ from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.quantization import IntegerQuantization
+from lowrank_kv.stores.token_plans import TokenPlans
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
 def latent_rows(batch, groups, length_B, rank, head_dim, *, room, dtype, generator, bits=None, shared=False):
@@ -39,6 +42,30 @@ def mixed_plan(rank: int) -> BitPlan:
     return BitPlan(widths, {width: lloyd_max(sample, width) for width in {*widths} - {UNCODED}})
 
 
+def tokenwise_rows(length, rank, width, *, dtype, generator) -> LatentRows:
+    """One sequence's, of three classes of at most `rank` coefficients, with some room to grow."""
+    gate = ImportanceGate(
+        linear_C=torch.randn(width, generator=generator),
+        square_C=torch.zeros(width),
+        rest_3=torch.zeros(3),
+        leading=width,
+    )
+    plans = TokenPlans(
+        gate=gate,
+        bounds_K=torch.tensor([-3.0, 3.0]),
+        plans=tuple(mixed_plan(max(1, rank // part)) for part in (3, 2, 1)),
+        shares=(1 / 3,) * 3,
+    )
+    coef = TokenwiseCoefficients(plans, dtype=dtype, device=torch.device("cpu"))
+    coef.append(torch.randn(1, length, width, generator=generator))
+    bases = torch.randn(1, 1, width, rank, generator=generator) / width**0.5
+    # Rows for which there is room are of the first class: the reference reads them, too, before it masks them.
+    room = 8 * 4 * plans.row_bytes()[0]
+    pairs = ((coef.stored, room), (coef.classes, 7), (coef.marks, 2))
+    rows = [torch.nn.functional.pad(each.rows, (0, more)) for each, more in pairs]
+    return LatentRows(rows[0][None, None, :, None], bases.to(dtype), None, plans, rows[1][None], rows[2][None])
+
+
 def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, generator):
     key, value = torch.randn(2, batch, groups, room, head_dim, generator=generator).to(dtype)
     beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
@@ -49,7 +76,8 @@ def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, gene
 def moved(operands, device):
     """The same dataclass with its tensors on a device."""
     fields = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
-    return type(operands)(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})
+    movable = Tensor, BitPlan, TokenPlans
+    return type(operands)(**{k: v.to(device) if isinstance(v, movable) else v for k, v in fields.items()})
 
 
 def cleaned(operands):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attended_rows import beside, check_equal, latent_rows, moved
+from attended_rows import beside, check_equal, latent_rows, moved, tokenwise_rows
 from errors import check_near
 
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as reference
@@ -75,6 +75,16 @@ def test_odd_sizes(device, generator, length, rank, head_dim):
     actual = joint_attention(query.to(device), *operands, scaling=0.1, rotation=moved(rotation, device))
     expected = reference(query.double(), keys, values, length_B, scaling=0.1, rotation=rotation)
     check_near(actual.cpu(), expected, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [1, 31, 141])
+def test_rows_of_several_classes(device, generator, dtype, length):
+    keys, values = (tokenwise_rows(length, rank, 64, dtype=dtype, generator=generator) for rank in (19, 43))
+    query = torch.randn(1, 4, 2, 32, generator=generator).to(dtype)
+    options = {"scaling": 0.25, "rotation": RotaryTable.from_complex(angles(1, 200, 32, generator))}
+    length_B = torch.tensor([length], dtype=torch.int32)
+    check_equal(joint_attention, reference, (query, keys, values, length_B), device=device, splits=3, **options)
 
 
 def test_a_query_that_sees_nothing_gets_nothing(device, generator):

@@ -176,6 +176,7 @@ def test_they_can_be_switched_off(device, generator, monkeypatch):
         ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int4", "recent_window": 3}, True),
         ("ojakv-joint", {"rate": 0.6, "cache_dtype": "int8", "group_size": 4}, False),
         ("static-mixed", {"rate": 0.2, "recent_window": 3, "num_sink_tokens": 2}, True),
+        ("tokenwise-mixed", {"rate": 0.2, "recent_window": 3, "num_sink_tokens": 2}, True),
     ],
     ids=str,
 )
