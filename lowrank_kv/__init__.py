@@ -9,10 +9,12 @@ The subpackages, each of which may import those above it (the seams stand betwee
 
 - `utils`: configuration classes, errors for users, atomic writes, texts as token blocks, run records.
 - `bases`: second moments, the PCA bases made from them, and how a budget of coefficients becomes ranks.
-- `stores`: tensors of coefficients that grow with the text, in 16, 8 or 4 bits, ragged or in pages, and their bytes by kind.
+- `stores`: tensors of coefficients that grow with the text, in 16, 8 or 4 bits or by a plan of bits, ragged, by the class of
+  a token or in pages, and their bytes by kind.
 - `ops`: the attention operations on coefficients. Each has a fp64 reference, a torch form and compiled ones (C, Triton).
 - `hf`: all contact with transformers: model shapes, rotary embeddings, the attention function, compiling, checkpoints.
-  `hf.cache` is the cache that `generate()` fills, and its layers; a method supplies a layer, or only a codec.
+  `hf.cache` is the cache that `generate()` fills, and its layers; a method supplies a layer, or only a codec. In
+  `hf.cache.windowed` first and latest tokens stay at full rank; bases may follow the text, and tokens have classes.
 - `calibration`: second moments of a model's keys, values, queries and gradients on a text, in memory and on disk.
 
 A decoded token passes through them so: the model calls the cache (`hf.cache`), which encodes the token's key and value with

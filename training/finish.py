@@ -58,13 +58,12 @@ def finish(
     with engine.computing():
         summary |= _calibrate_and_measure(engine.model, config, following, heldout, reporter)
     reporter.close()
-    final = _save(engine, tokenizer, output, summary)
+    checkpoints = _save(engine, tokenizer, output, summary)
     if engine.main:
-        checkpoints = [path for path in (output / CHECKPOINT, output / FULL_CHECKPOINT) if path.exists()]
         write_record(record, output, reporter.metrics, summary, checkpoints)
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()
-    return final
+    return checkpoints[0]
 
 
 def _calibrate_and_measure(
@@ -93,18 +92,20 @@ def _calibrate_and_measure(
     return found
 
 
-def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> Path:
-    """Write the final checkpoints; returns the directory of the one to use."""
-    config, is_compressor_only = engine.config, engine.config.trainable == COMPRESSOR
+def _save(engine: Engine, tokenizer: PreTrainedTokenizerBase, output: Path, summary: dict[str, Any]) -> list[Path]:
+    """Write the final checkpoints; returns their directories, first that of the one to use."""
+    config, is_compressor_only, written = engine.config, engine.config.trainable == COMPRESSOR, []
     if is_compressor_only:
+        written.append(output / CHECKPOINT)
         with engine.gather_full(engine.compressor_parameters()):
             if engine.main:
-                dynakv.save_compressor(engine.model, output / CHECKPOINT, summary=summary)
+                dynakv.save_compressor(engine.model, written[-1], summary=summary)
     if config.full_checkpoint or not is_compressor_only:
+        written.append(output / FULL_CHECKPOINT)
         state = merged_state(engine)
         if engine.main:
-            dynakv.save_full(engine.model, output / FULL_CHECKPOINT, state=state)
-            tokenizer.save_pretrained(output / FULL_CHECKPOINT)
+            dynakv.save_full(engine.model, written[-1], state=state)
+            tokenizer.save_pretrained(written[-1])
     if engine.main:
         write_summary(output, summary, config)
-    return output / (CHECKPOINT if is_compressor_only else FULL_CHECKPOINT)
+    return written
