@@ -142,6 +142,8 @@ def plan_for_bytes(
 ) -> Plan:
     """`config` at the highest rate whose cache takes at most `share` of the uncompressed bytes.
 
+    Where tokens have classes, the bytes are those of a text whose tokens are divided as the calibration's.
+
     Ranks by energy do not depend on a rate; they are replaced by the same share of every width.
 
     Args:
@@ -165,9 +167,11 @@ def plan_for_bytes(
 
     geometry = calibration.geometry
     narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width
-    low, high = min(1.0, config.rank_multiple / narrowest), 1.0
-    best, least = planned(low)
-    if least > share:
+    # One coefficient of each row; where tokens have classes, what says where a row is takes less than another.
+    least = config.rank_multiple / narrowest * (2 if config.token_classes > 1 else 1)
+    low, high = min(1.0, least), 1.0
+    best, taken = planned(low)
+    if taken > share:
         raise UserError(
             f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
             f"full rank, or compare at a longer context"
