@@ -104,9 +104,7 @@ class PlannedBits(nn.Module):
             rounded_TR = plan.rounded(held_TC[:, :rank])
         else:
             class_T = plan.classes(held_TC)
-            rounded_TR = plan.rounded(held_TC)
-            rank_K = torch.tensor([each.num_coefficients for each in plan.plans], device=held_TC.device)
-            is_kept_TR = torch.arange(rank, device=held_TC.device) < rank_K[class_T][:, None]
-            kept_BTR = kept_BTR * is_kept_TR.view(kept_BTR.shape)
+            rounded_TR = plan.rounded(held_TC, class_T)
+            kept_BTR = kept_BTR * plan.keeps(class_T).view(kept_BTR.shape)
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
         return kept_BTR + (rounded_BTR - kept_BTR.detach())

@@ -64,9 +64,8 @@ class BitPlan(Quantization):
         start_R = torch.tensor(self._bits_before[:-1], device=device)
         self.byte_R, self.shift_R = start_R // 8, start_R % 8
         self.mask_R = torch.tensor([2**width - 1 for width in self.bits], device=device)
-        firsts = dict(zip(self.levels, itertools.accumulate((2**w for w in self.levels), initial=0), strict=False))
+        self.table_L, firsts = laid_out(self.levels, device)
         self.first_level_R = torch.tensor([firsts.get(width, 0) for width in self.bits], device=device)
-        self.table_L = torch.cat([*self.levels.values(), torch.zeros(1, device=device)])
 
     @property
     def num_coefficients(self) -> int:
@@ -154,6 +153,13 @@ class BitPlan(Quantization):
             found.append((width, slice(start, end)))
             start = end
         return found
+
+
+def laid_out(levels: Mapping[int, Tensor], device: torch.device) -> tuple[Tensor, dict[int, int]]:
+    """Codebooks one after another, narrow ones first, and a zero behind them; and the place of each width's lowest level."""
+    widths = sorted(levels)
+    firsts = dict(zip(widths, itertools.accumulate((2**width for width in widths), initial=0), strict=False))
+    return torch.cat([*(levels[width] for width in widths), torch.zeros(1, device=device)]), firsts
 
 
 def _scaled(rows_NR: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.config import require
 
@@ -60,33 +60,48 @@ class TokenPlans:
         return torch.tensor(self.row_bytes(), device=self.bounds_K.device)
 
     @functools.cached_property
+    def _codebooks(self) -> tuple[Tensor, dict[int, int]]:
+        levels = {width: level_L for plan in self.plans for width, level_L in plan.levels.items()}
+        return laid_out(levels, self.bounds_K.device)
+
+    @property
     def table_L(self) -> Tensor:  # noqa: N802
         """The levels of all plans' codebooks, which agree where plans share a width, and a zero; fp32."""
-        levels = {width: level_L for plan in self.plans for width, level_L in plan.levels.items()}
-        return torch.cat([*(levels[width] for width in sorted(levels)), torch.zeros(1, device=self.bounds_K.device)])
+        return self._codebooks[0]
 
     @functools.cached_property
     def descriptor_K3R(self) -> Tensor:  # noqa: N802
         """:attr:`BitPlan.descriptor_3R` of each class, in :attr:`table_L`. A coefficient that a class does not keep has an
         empty mask and the level zero."""
-        firsts, place = {}, 0
-        for width in sorted({width for plan in self.plans for width in plan.levels}):
-            firsts[width], place = place, place + 2**width
-        found = torch.zeros(len(self.plans), 3, self.num_coefficients, dtype=torch.int32, device=self.bounds_K.device)
-        found[:, 2] = place
+        table_L, firsts = self._codebooks
+        found = torch.zeros(len(self.plans), 3, self.num_coefficients, dtype=torch.int32, device=table_L.device)
+        found[:, 2] = len(table_L) - 1
         for own_3R, plan in zip(found, self.plans, strict=True):
             rank = plan.num_coefficients
             own_3R[:2, :rank] = plan.descriptor_3R[:2]
             own_3R[2, :rank] = torch.tensor([firsts.get(width, -1) for width in plan.bits])
         return found
 
+    def starts(self, class_N: Tensor) -> Tensor:
+        """The first byte of each row where rows of these classes follow one another, (N,) int64."""
+        size_N = self.size_K[class_N]
+        return size_N.cumsum(0) - size_N
+
     def nbytes(self, rank: int) -> float:
         """Bytes of a token on average, as the calibration's tokens were divided, with what says where its row is."""
         return sum(share * size for share, size in zip(self.shares, self.row_bytes(), strict=True)) + PLACE_BYTES
 
-    def rounded(self, coef_NC: Tensor) -> Tensor:
-        """The coefficients as a store would give them back, (N, R) fp32, zero where a token has none."""
-        class_N = self.classes(coef_NC)
+    def keeps(self, class_N: Tensor) -> Tensor:
+        """Whether tokens of these classes keep each of the R coefficients, (N, R) bool."""
+        rank_K = torch.tensor([plan.num_coefficients for plan in self.plans], device=class_N.device)
+        return torch.arange(self.num_coefficients, device=class_N.device) < rank_K[class_N][:, None]
+
+    def rounded(self, coef_NC: Tensor, class_N: Tensor) -> Tensor:
+        """The coefficients as a store would give them back, (N, R) fp32, zero where a token has none.
+
+        Args:
+            class_N: as :meth:`classes` tells it.
+        """
         held_NR = coef_NC.new_zeros(len(coef_NC), self.num_coefficients, dtype=torch.float32)
         for k, plan in enumerate(self.plans):
             is_of_class_N, rank = class_N == k, plan.num_coefficients

@@ -58,16 +58,11 @@ class TokenwiseCoefficients(Coefficients):
         """The class of every row, (N,) int64."""
         return _unpacked(self.classes.rows, self.length)
 
-    def _starts(self, class_N: Tensor) -> Tensor:
-        """The first byte of each row, (N,) int64, of rows that begin with the first."""
-        size_N = self.quantization.size_K[class_N]
-        return size_N.cumsum(0) - size_N
-
     def rows(self, start: int = 0, end: int | None = None) -> Tensor:
         """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient."""
         class_N = self.class_of_rows()
         places = slice(start, self.length if end is None else end)
-        start_N = self._starts(class_N)[places]
+        start_N = self.quantization.starts(class_N)[places]
         return self._decoded(start_N, class_N[places])[None]
 
     def _decoded(self, start_N: Tensor, class_N: Tensor) -> Tensor:
@@ -79,7 +74,7 @@ class TokenwiseCoefficients(Coefficients):
     def tiles(self, start: int = 0, end: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         end = self.length if end is None else end
         class_N = self.class_of_rows()
-        start_N = self._starts(class_N)
+        start_N = self.quantization.starts(class_N)
         for first in range(start, end, TILE_ROWS):
             places = slice(first, min(first + TILE_ROWS, end))
             yield places, self._decoded(start_N[places], class_N[places])[None]
@@ -91,10 +86,8 @@ class TokenwiseCoefficients(Coefficients):
         [row_NC] = rows_1NC
         if not len(row_NC):
             return
-        self._append(row_NC, self.quantization.classes(row_NC), exact=exact)
-
-    def _append(self, row_NC: Tensor, class_N: Tensor, *, exact: bool) -> None:
-        start_N = self._starts(class_N)
+        class_N = self.quantization.classes(row_NC)
+        start_N = self.quantization.starts(class_N)
         byte_Y = torch.empty(int(self.quantization.size_K[class_N].sum()), dtype=torch.uint8, device=self.device)
         for k, plan in enumerate(self.quantization.plans):
             [place_M] = (class_N == k).nonzero(as_tuple=True)
@@ -125,9 +118,8 @@ class TokenwiseCoefficients(Coefficients):
         """Keep the rows at `index_N`, (N,) or (1, N), in that order; no room to grow is left."""
         index_N = index_N.flatten()
         class_N = self.class_of_rows()
-        start_N, kept_N = self._starts(class_N)[index_N], class_N[index_N]
-        size_N = self.quantization.size_K[kept_N]
-        new_N = size_N.cumsum(0) - size_N
+        start_N, kept_N = self.quantization.starts(class_N)[index_N], class_N[index_N]
+        size_N, new_N = self.quantization.size_K[kept_N], self.quantization.starts(kept_N)
         # Byte y of the kept ones is byte y − new + start of the old ones.
         old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
         kept = self.clone(rows=0)
@@ -164,8 +156,7 @@ class TokenwiseCoefficients(Coefficients):
 def rows_of_bytes(byte_Y: Tensor, class_M: Tensor, count: int, plans: TokenPlans) -> Tensor:
     """`count` rows (N, R) fp32 from their bytes and their packed classes."""
     class_N = _unpacked(class_M, count)
-    size_N = plans.size_K[class_N]
-    return _decoded(byte_Y, size_N.cumsum(0) - size_N, class_N, plans, torch.float32)
+    return _decoded(byte_Y, plans.starts(class_N), class_N, plans, torch.float32)
 
 
 def _decoded(byte_Y: Tensor, start_N: Tensor, class_N: Tensor, plans: TokenPlans, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import library
-from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.ops.native.library import CPU, library
+from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.token_plans import MOST_CLASSES
@@ -227,23 +227,25 @@ def _narrow_lanes(plan: BitPlan) -> tuple[int, Tensor, Tensor, Tensor]:
     """How coefficients of up to 5 bits are read, 64 at a time: see `struct plan` in plan.h for (wide, narrow_table,
     narrow_first, narrow)."""
     wide = sum(width > _NARROW for width in plan.bits)
-    table, firsts, place = torch.zeros(64, dtype=torch.bfloat16), {}, 0
-    for width in (width for width in sorted(plan.levels) if width <= _NARROW):
-        firsts[width] = place
-        table[place : place + 2**width] = plan.levels[width].cpu()
-        place += 2**width
-    starts = range(wide, plan.num_coefficients, _AT_ONCE_NARROW)
-    bit_R = (plan.byte_R * 8 + plan.shift_R).tolist()
-    first_B = torch.tensor([bit_R[start] // 8 for start in starts], dtype=torch.int32)
-    lanes_B = torch.zeros(len(starts), 4, _AT_ONCE_NARROW, dtype=torch.uint8)
-    for block, start in enumerate(starts):
-        window, begin, mask, level = lanes_B[block]
-        for i, width in enumerate(plan.bits[start : start + _AT_ONCE_NARROW]):
-            eight = i // 8 * 8
-            byte = bit_R[start + eight] // 8
-            window[eight : eight + 8] = torch.arange(8) + byte - int(first_B[block])
-            begin[i], mask[i], level[i] = bit_R[start + i] - 8 * byte, 2**width - 1, firsts[width]
-    return wide, table, first_B, lanes_B
+    narrow = {width: level_L.cpu() for width, level_L in plan.levels.items() if width <= _NARROW}
+    level_L, firsts = laid_out(narrow, CPU)
+    table = F.pad(level_L, (0, 64 - len(level_L))).bfloat16()
+    count = plan.num_coefficients - wide
+    spare = -count % _AT_ONCE_NARROW
+
+    def in_blocks(value_R: Tensor) -> Tensor:
+        """Of each block eight times eight coefficients; those beyond the last are zero."""
+        return F.pad(value_R, (0, spare)).view(-1, 8, 8)
+
+    is_there = in_blocks(torch.ones(count, dtype=torch.bool))
+    bit = in_blocks((plan.byte_R * 8 + plan.shift_R)[wide:].cpu())
+    byte = bit[:, :, :1] // 8  # the first of those that hold eight codes
+    first_B = byte[:, 0, 0]
+    window = (byte - first_B[:, None, None] + torch.arange(8)) * is_there[:, :, :1]
+    begin = (bit - 8 * byte) * is_there
+    level = in_blocks(torch.tensor([firsts[width] for width in plan.bits[wide:]], dtype=torch.int64))
+    lanes = torch.stack([window, begin, in_blocks(plan.mask_R[wide:].cpu()), level], dim=1).to(torch.uint8)
+    return wide, table, first_B.int(), lanes.contiguous()
 
 
 def _lookup_of(widths: set[int]) -> int:

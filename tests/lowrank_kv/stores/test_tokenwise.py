@@ -54,10 +54,14 @@ def filled(plans: TokenPlans, row_NC: torch.Tensor, pieces: list[int]) -> Tokenw
     return coef
 
 
+def rounded(plans: TokenPlans, row_NC: torch.Tensor) -> torch.Tensor:
+    return plans.rounded(row_NC, plans.classes(row_NC))
+
+
 def check(coef: TokenwiseCoefficients, row_NC: torch.Tensor) -> None:
     plans = coef.quantization
     assert coef.length == len(row_NC)
-    torch.testing.assert_close(coef.rows()[0], plans.rounded(row_NC) if len(row_NC) else coef.rows()[0])
+    torch.testing.assert_close(coef.rows()[0], rounded(plans, row_NC))
     class_N = plans.classes(row_NC)
     assert coef.class_of_rows().tolist() == class_N.tolist()
     sizes = torch.tensor([0, *(plans.row_bytes()[k] for k in class_N.tolist())]).cumsum(0)
@@ -75,7 +79,7 @@ def test_rows_are_found_again_however_they_came_and_whatever_is_taken_away(class
     coef = filled(plans, row_NC, pieces)
     check(coef, row_NC)
     start = data.draw(st.integers(0, len(row_NC)))
-    torch.testing.assert_close(coef.rows(start)[0], plans.rounded(row_NC)[start:])
+    torch.testing.assert_close(coef.rows(start)[0], rounded(plans, row_NC)[start:])
     length = data.draw(st.integers(0, len(row_NC)))
     twin = coef.clone(length)
     check(twin, row_NC[:length])
