@@ -64,17 +64,17 @@ class Projection(nn.Module):
             return basis_CC, basis_CC.T
         if self.decoder_kind == "decoupled":
             return self.weight, self.decoder
-        inverted_CC = self._inverted_matrix()
+        inverted_CC = self._inverted_matrix(self.weight)
         inverse_CC = _Inverse.apply(inverted_CC, self._latest_inverse(inverted_CC))
         if self.decoder_kind == RELATIVE:
             return self.start @ inverted_CC, inverse_CC @ self.start_inverse
         return inverted_CC, inverse_CC
 
-    def _inverted_matrix(self) -> Tensor:
-        """What training inverts: U, or the I + A that it is its start times."""
+    def _inverted_matrix(self, weight_CC: Tensor) -> Tensor:
+        """What is inverted, of the weight in any dtype: U itself, or the I + A that takes its start to U."""
         if self.decoder_kind == RELATIVE:
-            return torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device) + self.weight
-        return self.weight
+            return torch.eye(len(weight_CC), dtype=weight_CC.dtype, device=weight_CC.device) + weight_CC
+        return weight_CC
 
     @torch.no_grad()
     def _latest_inverse(self, matrix_CC: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class Projection(nn.Module):
         if self.decoder_kind == "orthogonal":
             return 1.0
         # Of UᵀU, whose eigenvalues come several times faster than singular values; exact to 1e-8 at the bound.
-        weight_CC = self._inverted_matrix().double()
-        energy_C = torch.linalg.eigvalsh(weight_CC.T @ weight_CC)
+        inverted_CC = self._inverted_matrix(self.weight.double())
+        energy_C = torch.linalg.eigvalsh(inverted_CC.T @ inverted_CC)
         return math.sqrt(energy_C[-1] / energy_C[0]) if energy_C[0] > 0 else math.inf
 
     @torch.no_grad()
@@ -136,11 +136,13 @@ class Projection(nn.Module):
         if self.decoder_kind == "orthogonal":
             basis_CC = _orthogonal_basis(self.start.double(), self.weight.double())
             return basis_CC, basis_CC.T
+        if self.decoder_kind == "decoupled":
+            return self.weight.double(), self.decoder.double()
+        inverted_CC = self._inverted_matrix(self.weight.double())
+        inverse_CC = torch.linalg.inv(inverted_CC)
         if self.decoder_kind == RELATIVE:
-            change_CC = torch.eye(len(self.weight)).to(self.weight).double() + self.weight.double()
-            return self.start.double() @ change_CC, torch.linalg.inv(change_CC) @ self.start_inverse.double()
-        basis_CC = self.weight.double()
-        return basis_CC, self.decoder.double() if self.decoder_kind == "decoupled" else torch.linalg.inv(basis_CC)
+            return self.start.double() @ inverted_CC, inverse_CC @ self.start_inverse.double()
+        return inverted_CC, inverse_CC
 
     def _ill_conditioned(self, what: str) -> UserError:
         return UserError(

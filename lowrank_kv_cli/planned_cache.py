@@ -57,9 +57,8 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
     sequence = PlannedSequence.after(windowed, prompt=tokens, tokens=tokens)
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)
-    positions = 4 * (sequence.full_rank_capacity + sequence.has_evicted * sequence.low_rank_capacity)
-    held = sequence.low_rank_capacity * row + sequence.full_rank_capacity * full
-    return round(held + positions * len(geometry.layers) + 4 * tokens)
+    positions = sequence.position_bytes(1) * len(geometry.layers) + sequence.rotation_bytes
+    return round(sequence.low_rank_capacity * row + sequence.full_rank_capacity * full + positions)
 
 
 def preset_nbytes(

@@ -87,8 +87,18 @@ class PlannedSequence:
         self.num_low_rank += step.num_due - step.num_kept
         self.has_started = True
         self.full_rank_capacity = max(num_full_rank, self.schedule.full_rank_capacity(self.num_pinned))
-        leaves_room = self.config.update_period == 1
+        leaves_room = self.config.compresses_singly
         self.low_rank_capacity = grown(self.low_rank_capacity, self.num_low_rank) if leaves_room else self.num_low_rank
+
+    def position_bytes(self, parts: int) -> int:
+        """Bytes of one layer's positions: of full-rank tokens and, once some are evicted, of each part's low-rank ones."""
+        low_rank = parts * self.low_rank_capacity if self.has_evicted else 0
+        return _POSITION_BYTES * (self.full_rank_capacity + low_rank)
+
+    @property
+    def rotation_bytes(self) -> int:
+        """Bytes of what all layers' rotations need: the position of every token read."""
+        return _POSITION_BYTES * self.length
 
 
 def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
@@ -107,18 +117,13 @@ def _rate(plan: Plan, sequence: PlannedSequence, itemsize: int) -> float:
     width = plan.geometry.width
     layer_bytes = [
         sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in kv)
-        + _POSITION_BYTES * _num_positions(sequence, eviction_parts(kv))
+        + sequence.position_bytes(eviction_parts(kv))
         for kv in plan.layers.values()
     ]
     num_bytes = sum(layer_bytes)
     if plan.config.rotates:
-        num_bytes += _POSITION_BYTES * sequence.length
+        num_bytes += sequence.rotation_bytes
     return num_bytes / plan.geometry.full_nbytes(sequence.length, itemsize)
-
-
-def _num_positions(sequence: PlannedSequence, parts: int) -> int:
-    """Of full-rank tokens and, once some are evicted, of low-rank ones."""
-    return sequence.full_rank_capacity + (parts * sequence.low_rank_capacity if sequence.has_evicted else 0)
 
 
 def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:

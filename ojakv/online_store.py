@@ -28,11 +28,10 @@ def new_store(
     initial: InitialBasis, config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, name: str
 ) -> TokenStore:
     """An empty store for one sequence; see :class:`TokenStore` for the arguments."""
-    # Coefficients that are rewritten by every update need no room to grow.
-    grows = config.update_period == 1
+    settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "grows": config.compresses_singly}
     if initial.is_compressed and config.follows_text:
-        return OnlineStore(initial, config, head_dim=head_dim, dtype=dtype, name=name, grows=grows)
-    return TokenStore(initial, head_dim=head_dim, dtype=dtype, name=name, grows=grows)
+        return OnlineStore(initial, config, **settings)
+    return TokenStore(initial, **settings)
 
 
 class OnlineStore(TokenStore):

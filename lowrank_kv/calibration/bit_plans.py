@@ -6,6 +6,7 @@ Shapes: N rows, C = G·D joint width, R coefficients that are kept.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -71,13 +72,16 @@ def coded_bases(
     budget = rate * itemsize * sum(len(side.spectrum.importance_C) for side in sides)
     if token_classes > 1:
         budget -= PLACE_BYTES * len(sides)
-    levels, distortions = {}, _NORMAL
-    for _ in range(_ROUNDS):
-        widths = allocate_bits(
+
+    def allocated(distortions: Mapping[int, float]) -> list[list[int]]:
+        return allocate_bits(
             importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares
         )
+
+    widths = allocated(_NORMAL)
+    for _ in range(_ROUNDS):
         levels, distortions = _fitted(units, widths)
-    widths = allocate_bits(importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares)
+        widths = allocated(distortions)
     plans = iter([BitPlan([bits for bits in row if bits], levels) for row in widths])
     found: dict[int, dict[str, CodedBasis]] = {index: {} for index in calibration.geometry.layers}
     for (index, name), side in zip(names, sides, strict=True):
@@ -104,7 +108,7 @@ class _Side:
 
     @classmethod
     def of(cls, read: ReadStates, token_classes: int) -> "_Side":
-        spectrum = Spectrum.of_states(read.state_CC, read.gradient_CC)
+        spectrum = read.spectrum
         unit_NC = read.sample_NC.float() @ spectrum.encoder_CC
         if token_classes == 1:
             return cls(spectrum=spectrum, units=[unit_NC], shares=[1.0], weights=[1.0])

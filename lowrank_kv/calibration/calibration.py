@@ -8,6 +8,7 @@ Shapes: C = G·D joint width.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -59,6 +60,11 @@ class ReadStates:
     gradient_CC: Tensor
     sample_NC: Tensor
     fit: GateFit
+
+    @functools.cached_property
+    def spectrum(self) -> Spectrum:
+        """The loss-weighted basis of these states, from which plans of all rates are made."""
+        return Spectrum.of_states(self.state_CC, self.gradient_CC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,11 @@ class WindowedConfig:
         )
 
     @property
+    def compresses_singly(self) -> bool:
+        """Whether tokens are compressed one at a time, so that room is left behind their coefficients."""
+        return self.update_period == 1
+
+    @property
     def rotates(self) -> bool:
         """Whether keys are compressed before rotation; keys at full rank are always rotated."""
         return True

@@ -58,7 +58,7 @@ class WindowedLayer(SequenceLayer):
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         """An empty store of one sequence's keys, or values."""
-        grows = self.config.update_period == 1
+        grows = self.config.compresses_singly
         return TokenStore(initial, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
