@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rotations import rotated_tokens
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
-from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -127,12 +127,7 @@ def test_compiled_attention_rebuilds_rotated_keys_in_bf16(bits, count, queries, 
         whole = torch.randn(groups, 3, head_dim, generator=generator).bfloat16()
         return Operands(coef, basis.bfloat16(), GrowingTensor(whole, dim=1))
 
-    angle = torch.rand(1, count + 9, head_dim // 2, generator=generator) * 6
-    table = RotaryTable.from_complex(torch.polar(torch.ones_like(angle), angle))
-    rotation = Rotation(lambda key, at: table.rotate(key[None], torch.arange(count + 9)[at][None])[0], table)
-    mask = torch.rand(queries, count + 3, generator=generator) < 0.8
-    mask[:, -1] = True
-    tokens = LowRankTokens(*(operands(widths) for widths in bits), rotation, slice(7, 7 + count), mask)
+    tokens = rotated_tokens(*(operands(widths) for widths in bits), queries, generator)
     query = torch.randn(6, queries, head_dim, generator=generator).bfloat16()
     expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
     found = native_attention.lowrank_attention(query, tokens, scaling=0.1).double()

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import calibration_of, tiny_model
+from rotations import rotated_tokens
 
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.token_gates import fit_gate, token_costs
 from lowrank_kv.ops import native
-from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
+from lowrank_kv.ops.lowrank_attention import Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
-from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.importance_gate import ImportanceGate
@@ -131,12 +131,7 @@ def test_compiled_attention_reads_rows_of_several_classes(classes, count, dtype,
         whole = torch.randn(groups, 3, head_dim, generator=generator).to(dtype)
         return Operands(coef, basis.to(dtype), GrowingTensor(whole, dim=1))
 
-    angle = torch.rand(1, count + 9, head_dim // 2, generator=generator) * 6
-    table = RotaryTable.from_complex(torch.polar(torch.ones_like(angle), angle))
-    rotation = Rotation(lambda key, at: table.rotate(key[None], torch.arange(count + 9)[at][None])[0], table)
-    mask = torch.rand(queries, count + 3, generator=generator) < 0.8
-    mask[:, -1] = True
-    tokens = LowRankTokens(*(operands(each) for each in classes), rotation, slice(7, 7 + count), mask)
+    tokens = rotated_tokens(*(operands(each) for each in classes), queries, generator)
     query = torch.randn(6, queries, head_dim, generator=generator).to(dtype)
     assert native_attention.unsupported_reason(tokens) is None
     expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
