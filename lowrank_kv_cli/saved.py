@@ -76,7 +76,11 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
     """
     geometry, summary = config.geometry, config.summary
     if not config.compressor.has_gates:
-        return _rates_in_weights(Path(directory) / WEIGHTS, geometry, of_bytes=config.compressor.has_plan)
+        settings = config.compressor
+        has_classes = settings.has_plan and settings.token_classes > 1
+        return _rates_in_weights(
+            Path(directory) / WEIGHTS, geometry, of_bytes=settings.has_plan, has_classes=has_classes
+        )
     for text, measured in (summary.get("heldout") or {}).items():
         if "layer_rates" in measured:
             return Rates(source=text, **measured["layer_rates"])
@@ -86,13 +90,13 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
     return None
 
 
-def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool) -> Rates:
+def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool, has_classes: bool) -> Rates:
     def rate(weights: Any, layer: int, side: str) -> float:
         if of_bytes:
             bits_K = weights.get_tensor(f"layers.{layer}.{side}.gate.bits").sum(dim=1, dtype=torch.int64)
             share_K = weights.get_tensor(f"layers.{layer}.{side}.gate.shares")
             row_K = (bits_K + SCALE_BITS + 7) // 8
-            place = PLACE_BYTES if int((bits_K > 0).sum()) > 1 else 0.0
+            place = PLACE_BYTES if has_classes else 0.0
             return (float((row_K * share_K).sum()) + place) / (2 * geometry.width)
         return int(weights.get_tensor(f"layers.{layer}.{side}.gate.rank")) / geometry.width
 
@@ -102,6 +106,8 @@ def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool) -> Ra
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore the checkpoint or train it again") from error
     source = "every text: all tokens of a layer keep the same"
+    if has_classes:
+        source = "text whose tokens are divided into classes as the calibration's"
     return Rates(source=source, keys=keys, values=values, of_bytes=of_bytes)
 
 
