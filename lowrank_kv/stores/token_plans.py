@@ -56,8 +56,8 @@ class TokenPlans:
 
     @functools.cached_property
     def size_K(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)
-        """:meth:`row_bytes` on the device of the bounds, int64."""
-        return torch.tensor(self.row_bytes(), device=self.bounds_K.device)
+        """:meth:`row_bytes` on the device of the bounds, int32, as kernels read it."""
+        return torch.tensor(self.row_bytes(), dtype=torch.int32, device=self.bounds_K.device)
 
     @functools.cached_property
     def _codebooks(self) -> tuple[Tensor, dict[int, int]]:

@@ -215,7 +215,7 @@ def joint_launches(
         marks = torch.empty(1, room // 32, dtype=torch.int32, device=META)
         plans = mock.Mock(spec=TokenPlans, num_coefficients=plan.num_coefficients)
         plans.descriptor_K3R = torch.empty(4, 3, plan.num_coefficients, dtype=torch.int32, device=META)
-        plans.table_L, plans.size_K = torch.empty(100, device=META), torch.empty(4, dtype=torch.int64, device=META)
+        plans.table_L, plans.size_K = torch.empty(100, device=META), torch.empty(4, dtype=torch.int32, device=META)
         return LatentRows(codes, basis, None, plans, classes, marks)
 
     table = torch.empty(1, room, rotary // 2, device=META)

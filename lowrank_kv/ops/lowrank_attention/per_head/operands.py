@@ -64,7 +64,7 @@ class LatentRows:
 
     @property
     def room(self) -> int:
-        """N, the tokens that there is room for, or as many as may be told."""
+        """N, the tokens that there is room for."""
         return self.row_BGNY.shape[2] if self.class_BM is None else 4 * self.class_BM.shape[1]
 
     def plan_tensors(self) -> tuple[Tensor | None, ...]:
@@ -73,8 +73,7 @@ class LatentRows:
             return (None,) * 5
         if isinstance(self.plan, BitPlan):
             return self.plan.descriptor_3R, self.plan.table_L, None, None, None
-        sizes_K = self.plan.size_K.int()
-        return self.plan.descriptor_K3R, self.plan.table_L, self.class_BM, self.mark_BM, sizes_K
+        return self.plan.descriptor_K3R, self.plan.table_L, self.class_BM, self.mark_BM, self.plan.size_K
 
     @property
     def numbers(self) -> int:
