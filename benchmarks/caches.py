@@ -17,6 +17,7 @@ from benchmarks.random_models import random_ids
 from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.page_pool import MIN_GRANULE
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -49,12 +50,19 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "shares of keys and values, e.g. 0.12,0.48, and bases of random tokens",
     )  # fmt: skip
     parser.add_argument(
+        "--shares", metavar="KEYS,VALUES", type=_rates,
+        help="time a compressor of the same bases that keeps these shares of keys and values, in place of --checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
         "--granularity", type=count, metavar="N", help="its ranks in multiples of this [default: as it was trained]"
     )
     parser.add_argument(
         "--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; with it OjaKV presets are timed"
     )
-    parser.add_argument("--presets", default="ojakv-pf,ojakv-joint", help="OjaKV presets [default %(default)s]")
+    parser.add_argument(
+        "--presets", default="ojakv-pf,ojakv-joint", metavar="NAME[@RATE],…", type=_presets,
+        help="OjaKV presets, each at --rate or at a rate of its own, e.g. ojakv-joint@0.3 [default %(default)s]",
+    )  # fmt: skip
     parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", default="cpu", help="[default %(default)s]")
@@ -104,9 +112,12 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
             _check_learned(name, *found[name])
     if calibration is not None:
         online = twin(plain)
-        for preset in filter(chosen.__contains__, arguments.presets.split(",")):
-            plan = make_plan(calibration.for_model(online), OjaKVConfig.preset(preset, rate=arguments.rate))
-            found[preset] = (online, lambda plan=plan: OjaKVCache(online, plan))
+        for name, preset, rate in arguments.presets:
+            if name not in chosen:
+                continue
+            config = OjaKVConfig.preset(preset, rate=rate or arguments.rate)
+            plan = make_plan(calibration.for_model(online), config)
+            found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
             _check_online(plain, online, calibration, preset)
     forget_tuning(plain.device)  # it was for a few tokens
     return found
@@ -114,6 +125,10 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
 
 def _shares(arguments: argparse.Namespace) -> tuple[float, float] | None:
     """What a made-up compressor is to keep of keys and of values; None where all compressed caches are named."""
+    if arguments.shares:
+        given = arguments.checkpoint or arguments.made_up
+        require(not given, "--shares", arguments.shares, "left out with --checkpoint and --made-up")
+        return arguments.shares
     if arguments.made_up or arguments.checkpoint or arguments.bases:
         return arguments.made_up
     print(
@@ -134,7 +149,7 @@ def _chosen(
     if arguments.checkpoint or shares:
         there += [DYNAKV, PAGED] if plain.device.type == "cuda" else [DYNAKV]
     if calibration is not None:
-        there += arguments.presets.split(",")
+        there += [name for name, _, _ in arguments.presets]
     asked = there if arguments.caches is None else arguments.caches.split(",")
     unknown = sorted(set(asked) - set(there))
     require(not unknown, "--caches", ",".join(unknown), f"among what is there with these arguments: {', '.join(there)}")
@@ -187,6 +202,18 @@ def _default_model(checkpoint: str | None) -> str:
             f"`--model` or `--checkpoint` must say what to run; the demo's model is not at {demo} (`make assets`)"
         )
     return str(demo)
+
+
+def _presets(text: str) -> list[tuple[str, str, float | None]]:
+    """Of each preset its name in the table, its own, and the rate that it asks for."""
+    found = []
+    for name in text.split(","):
+        preset, _, rate = name.partition("@")
+        try:
+            found.append((name, preset, float(rate) if rate else None))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"a rate must be a number, e.g. ojakv-joint@0.3; got {name!r}") from None
+    return found
 
 
 def _rates(text: str) -> tuple[float, float]:
@@ -252,7 +279,10 @@ def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], C
 
 
 def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:
-    """At full rank a decoded step equals the uncompressed model's."""
+    """At full rank, or at all the bytes, a decoded step equals the uncompressed model's."""
     ids = random_ids(plain, CHECKED_TOKENS)
-    cache = OjaKVCache(online, make_plan(calibration, OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")))
+    full = OjaKVConfig.preset(preset, rate=1.0)
+    if full.cache_dtype != MIXED:
+        full = OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")
+    cache = OjaKVCache(online, make_plan(calibration, full))
     check_close(preset, decoded(online, ids, cache), decoded(plain, ids, DynamicCache(config=plain.config)))

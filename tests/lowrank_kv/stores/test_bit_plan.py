@@ -102,7 +102,10 @@ def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
     expected = reference.lowrank_attention(query, tokens, scaling=0.3)
     for operation in (eager, native_attention):
         found = operation.lowrank_attention(query, tokens, scaling=0.3)
-        torch.testing.assert_close(found, expected.to(found), rtol=2e-4, atol=2e-4)
+        # Of values that are large and cancel, a sum in fp32 is off by a share of the largest.
+        torch.testing.assert_close(
+            found, expected.to(found), rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1))
+        )
 
 
 @pytest.mark.skipif(
