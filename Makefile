@@ -48,7 +48,7 @@ assets: $(INSTALLED) ## fetch the demo model and text into the user cache direct
 demo: assets ## train on the demo model, compare at equal bytes, generate
 	rm -rf runs/demo
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
-	$(BIN)/python scripts/compare_ranks.py --config configs/compare-demo.yaml --output runs/demo/comparison
+	$(BIN)/python scripts/compare.py --config configs/compare-demo.yaml --output runs/demo/comparison
 	$(BIN)/python scripts/generate.py --checkpoint runs/demo/checkpoint --max-new-tokens 48 \
 		--prompt "Mr. Speaker, Mr. President, my fellow citizens: the state of our economy"
 

@@ -1,9 +1,10 @@
-"""Compare methods by their perplexity at equal bytes: DynaKV checkpoints, OjaKV presets, quantized caches, the full cache.
+"""Compare methods at equal bytes: divergence from the uncompressed model, agreement and perplexity, with intervals.
 
-    lowrank-kv compare --config compare.yaml --output runs/comparison
+    lowrank-kv compare --config configs/compare-demo.yaml --output runs/comparison
 
-Writes the run's record into `quality/` of the output directory, anew after every measurement, and prints the table. Records
-of earlier runs stay beside it.
+Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. Started
+again with the same output it goes on with what is missing. Writes the run's record into `quality/` of the output directory,
+anew after every window, and prints the table. Records of earlier runs stay beside it.
 """
 
 from lowrank_kv.utils import cli, run_record
@@ -18,10 +19,11 @@ def main(argv: list[str]) -> None:
         "type": cli.output_directory,
         "metavar": "DIR",
         "required": True,
-        "help": "of the records",
+        "help": "of the cells and the records",
     }
     config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    for record in compare(config):
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for record in compare(config, arguments.output):
         path = run_record.write(record, arguments.output)
     print(markdown(record))
     print(f"record: {path}")

@@ -16,7 +16,7 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from ojakv import OjaKVConfig, make_plan
 from ojakv.online_store import new_store
 
-from .perplexity import check_split
+from .reading import check_split
 from .subspace_metrics import relative_error, subspace_overlap
 
 

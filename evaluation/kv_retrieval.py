@@ -17,7 +17,7 @@ from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-from .perplexity import cache_bytes
+from .reading import cache_bytes
 
 # fmt: off
 WORDS = (

@@ -11,12 +11,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel
 
 import dynakv
 from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
@@ -30,8 +32,10 @@ from lowrank_kv.utils.provenance import path_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
-from .compare import TextConfig, check_texts, comparison_row, new_comparison, read_texts
-from .perplexity import full_cache, score
+from .compare import new_comparison, row_of
+from .reading import full_cache, read_uncompressed
+from .scores import WindowScore, score_window
+from .texts import TextConfig, check_texts, read_texts
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
@@ -155,10 +159,10 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks}
     with _moved(model, device):
-        full = {label: score(model, of, lambda: full_cache(model), description="full") for label, of in texts.items()}
+        full = {label: _scores(model, of, lambda: full_cache(model), "full") for label, of in texts.items()}
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
-    record["rows"] = [dataclasses.asdict(comparison_row("full", label, full[label], full[label])) for label in texts]
+    record["rows"] = [row_of("full", label, full[label]) for label in texts]
     record["summary"] = {"measured_by": {}}
     for point in points(config):
         directory = output / POINTS / point.name
@@ -168,20 +172,16 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
             checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
             with _moved(model, device):
                 dynakv.attach(model, checkpoint)
+                make_cache = dynakv.DynaKVCache.maker(model)
+                dynakv.detach(model)
                 found = [
-                    comparison_row(
-                        point.variant,
-                        label,
-                        score(model, of, lambda: dynakv.DynaKVCache.from_model(model), description=point.name),
-                        full[label],
-                    )
+                    row_of(point.variant, label, _scores(model, of, make_cache, point.name))
                     for label, of in texts.items()
                 ]
-                dynakv.detach(model)
             measurement = {
                 "run_id": record["run_id"],
                 "checkpoint": path_input("checkpoint", checkpoint) | {"name": point.name},
-                "rows": [dataclasses.asdict(row) for row in found],
+                "rows": found,
             }
             write_text(directory / ROWS, json.dumps(measurement, indent=2) + "\n")
         measurement = json.loads((directory / ROWS).read_text(encoding="utf-8"))
@@ -190,6 +190,17 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         record["rows"] += measurement["rows"]
         run_record.write(record, output)
     return record
+
+
+def _scores(
+    model: PreTrainedModel, windows_NT: Tensor, make_cache: Callable[[], Cache], description: str
+) -> list[WindowScore]:
+    """Each window in one pass, through a cache and without one."""
+    scores = []
+    for window_T in tqdm(windows_NT.to(model.device), desc=description, leave=False):
+        full_SV = read_uncompressed(model, window_T, prefix=0)
+        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=0, step=len(window_T)))
+    return scores
 
 
 @contextlib.contextmanager

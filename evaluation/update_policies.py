@@ -15,7 +15,7 @@ from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 from ojakv.cache import OjaKVLayer
 
-from .perplexity import check_split
+from .reading import check_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

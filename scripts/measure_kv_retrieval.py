@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed o
 import dynakv
 from dynakv.checkpoint import read_config
 from evaluation.kv_retrieval import LookupScore, lookup_prompts, score_lookup
-from evaluation.perplexity import full_cache
+from evaluation.reading import full_cache
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils import cli, run_record

@@ -1,16 +1,14 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
 import contextlib
-import shutil
 
 import pytest
 import torch
-import yaml
 from byte_tokenizer import byte_tokenizer
 
 import dynakv
 from evaluation.kv_retrieval import score_lookup
-from evaluation.perplexity import full_cache
+from evaluation.reading import full_cache
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
@@ -32,108 +30,9 @@ def checkpoint(tiny_dir, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def compare_config(checkpoint, text_file, tmp_path):
-    text = tmp_path / "other.txt"
-    text.write_text("another kind of text, read only to be measured on. " * 40)
-    values = {
-        "checkpoint": str(checkpoint),
-        "texts": [
-            {"label": "same", "name": str(text_file)},
-            {"label": "other", "name": str(text)},
-            {"label": "missing", "name": str(tmp_path / "missing.txt"), "optional": True},
-        ],
-        "calibration": {"name": str(text_file), "tokens": 256},
-        "byte_rates": [0.7],
-        "presets": ["static-pca-joint", "static-pca", "static-pca-joint-budget"],
-        "block_length": 64,
-        "blocks": 2,
-    }
-    path = tmp_path / "compare.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
 def only_record(output):
     [path] = output.glob("*/*.json")
     return run_record.load(path)
-
-
-def test_compare_writes_a_record_and_a_table(run, compare_config, tmp_path):
-    done = run("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
-    assert "leaving out `missing`" in done.stdout
-    record = only_record(tmp_path / "out")
-    assert record["n"] == {"blocks": 4, "tokens": 4 * 64}
-    names = [(each["role"], each["name"]) for each in record["inputs"]]
-    made_of = [("checkpoint", "checkpoint"), ("calibration", "text.jsonl"), ("model", record["config"]["model"])]
-    assert names == [*made_of, ("text", "same"), ("text", "other")]
-    rows = record["rows"]
-    keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio"}
-    assert all(set(row) == keys for row in rows)
-    for label in ("same", "other"):
-        of = {(row["method"], i): row for i, row in enumerate(rows) if row["dataset"] == label}
-        [full] = [row for (method, _), row in of.items() if method == "full"]
-        [learned] = [row for (method, _), row in of.items() if method == "dynakv"]
-        assert full["perplexity_ratio"] == 1
-        assert full["cache_bytes"] == full["full_bytes"] == 2 * 64 * 2 * 2 * 32 * 4
-        static = [row for (method, _), row in of.items() if method.startswith("static")]
-        assert len(static) == 6
-        # The presets get the bytes of the learned one, to within one coefficient in each store.
-        for row in static[::2]:
-            assert row["cache_bytes"] == pytest.approx(learned["cache_bytes"], rel=0.05)
-            assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
-    assert done.stdout.count("| dynakv |") == 2
-    assert f"record: {tmp_path / 'out' / 'quality' / record['run_id']}.json" in done.stdout
-
-
-def test_two_checkpoints_keep_their_rows_apart(here, compare_config, checkpoint, tmp_path):
-    twin = tmp_path / "second/checkpoint"
-    shutil.copytree(checkpoint, twin)
-    arguments = ("--checkpoint", f"{checkpoint},{twin}", "--presets", "static-pca-joint")
-    here("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
-    rows = only_record(tmp_path / "out")["rows"]
-    assert {row["method"] for row in rows} >= {"dynakv:checkpoint 1", "dynakv:checkpoint 2"}
-
-
-def test_an_earlier_comparison_stays(here, compare_config, tmp_path):
-    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--presets", "[]")
-    here(*command)
-    [first] = (tmp_path / "out/quality").iterdir()
-    before = first.read_bytes()
-    here(*command, "--blocks", 1)
-    assert len(list((tmp_path / "out/quality").iterdir())) == 2
-    assert first.read_bytes() == before
-
-
-def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, compare_config, tmp_path):
-    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out")
-    assert "no rate brings this cache to 0.001" in mistake(*command, "--byte_rates", "0.001")
-    rows = only_record(tmp_path / "out")["rows"]
-    found = [(row["dataset"], row["method"]) for row in rows]
-    preset = ("same", "static-pca-joint")  # at the compressor's bytes
-    assert found == [("same", "full"), ("same", "dynakv"), preset, ("other", "full"), ("other", "dynakv")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--block_length", "4096"), "`block_length` is 4096 tokens, but this model has 512"),
-        (("--checkpoint", "nowhere"), "no DynaKV checkpoint"),
-        (("--presets", "magic"), "`presets` must be among"),
-        (("--presets", "ojakv-pf"), "`presets` must be without exact prefill where `prefix` is 0"),
-        (("--baselines", "snapkv"), "`baselines` must be without exact prefill where `prefix` is 0"),
-        (("--presets", "[]", "--prefill", "exact"), "`checkpoint` must be without exact prefill"),
-        (("--texts", "[{label: a, name: a.txt}, {label: a, name: b.txt}]"), "`texts` must be of different labels"),
-        (("--prefill", "rebuilt"), "`prefill` must be one of exact, reconstructed; got 'rebuilt'"),
-        (("--byte_rates", "1.2"), "`byte_rates` must be numbers in (0, 1]"),
-        (("--prefix", "64"), "`prefix` must be below `block_length`"),
-        (("--bases", "nowhere"), "`nowhere` is no calibration"),
-    ],
-)
-def test_compare_mistakes_end_in_one_paragraph(mistake, compare_config, tmp_path, arguments, message):
-    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", *arguments)
-    assert message in mistake(*command)
-    assert not (tmp_path / "out").exists()
 
 
 def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
@@ -209,19 +108,6 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
     return directory
 
 
-def test_online_presets_are_compared_after_a_prompt(here, compare_config, bases, tmp_path):
-    arguments = ("--presets", "ojakv-pf,ojakv-joint,subspace-a", "--prefix", 240, "--block_length", 320)
-    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
-    here(*command, *arguments, "--blocks", 1, "--byte_rates", "0.8,0.95")
-    rows = only_record(tmp_path / "out")["rows"]
-    for method in ("ojakv-pf", "ojakv-joint", "subspace-a"):
-        rates = [row["rate"] for row in rows if row["method"] == method and row["dataset"] == "same"]
-        # One row at the compressor's bytes and one for each of `byte_rates`, met to within a coefficient or two of 32.
-        assert rates[1:] == pytest.approx([0.8, 0.95], abs=0.06)
-        assert rates[1] <= 0.8
-        assert rates[2] <= 0.95
-
-
 @pytest.mark.parametrize("results", ["file.json", "file.json/results"])
 def test_a_place_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, results):
     (tmp_path / "file.json").write_text("{}")
@@ -258,34 +144,6 @@ def test_shift_is_measured(run, tiny_dir, bases, text_file, tmp_path):
     for static, best in zip(rows[::3], oracle, strict=True):
         assert 0 <= best["relative_error"] <= static["relative_error"] <= 1
     assert done.stdout.count("| same |") == 8
-
-
-def test_cache_dtypes_and_peers_are_compared_at_their_own_bytes(here, compare_config, bases, tmp_path):
-    arguments = ("--presets", "ojakv-joint", "--cache_dtypes", "model,int8,int4", "--prefill", "exact", "--blocks", 1)
-    peers = (
-        "--baselines",
-        "quanto-int4,hqq-int4,snapkv",
-        "--prefix",
-        240,
-        "--block_length",
-        320,
-        "--byte_rates",
-        "0.8",
-    )
-    command = ("scripts/compare_ranks.py", "--config", compare_config, "--output", tmp_path / "out", "--bases", bases)
-    here(*command, *arguments, *peers)
-    rows = [row for row in only_record(tmp_path / "out")["rows"] if row["dataset"] == "same"]
-    rates = {}
-    for row in rows:
-        rates.setdefault(row["method"], []).append(row["rate"])
-    # fp32 numbers of 4 bytes become 1 and a half; scales and places are left.
-    assert rates["dynakv int4"][0] < rates["dynakv int8"][0] < 0.5 * rates["dynakv"][0]
-    for cache_dtype in ("", " int8", " int4"):
-        assert rates["ojakv-joint" + cache_dtype][1] <= 0.8
-    # 4 bits and two scales a group, and up to 128 tokens in fp32.
-    for peer in ("quanto-int4", "hqq-int4"):
-        assert (4 + 1) / 32 < rates[peer][0] < (4 + 2) / 32 + 128 / 320
-    assert rates["snapkv"][1] == pytest.approx(0.8, abs=0.1)
 
 
 def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):

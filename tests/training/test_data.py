@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import dynakv
 from dynakv import DynaKVConfig
-from evaluation.compare import TextConfig, read_texts
+from evaluation.texts import TextConfig, read_texts
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, blocks, document_blocks, hold_out, load_documents, tokens_of
 from training.data import Batch, TrainingBlocks

@@ -153,7 +153,10 @@ def test_home_expands(monkeypatch, tmp_path):
         (lambda: sweep(texts=[{"label": "a", "nmae": "a"}]), r"unknown key `texts\[0\].nmae`"),
         (lambda: sweep(calibration={"length": 0}), "`calibration.length` must be at least 1"),
         (lambda: sweep(dtype="float8"), "`dtype` must be one of float32"),
-        (lambda: CompareConfig(model="m", byte_rates=[0.5], texts=[], prefix="many"), "`prefix` must be of type int"),
+        (
+            lambda: CompareConfig(model="m", methods=[{"peer": "rotated-int4"}], texts=[], prefix="many"),
+            "`prefix` must be of type int",
+        ),
     ],
 )
 def test_a_configuration_checks_itself_whoever_builds_it(make, message):

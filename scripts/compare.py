@@ -1,4 +1,4 @@
-"""`lowrank-kv compare` in a checkout, installed or not: python scripts/compare_ranks.py --help"""
+"""`lowrank-kv compare` in a checkout, installed or not: python scripts/compare.py --help"""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,206 @@
+"""Methods to compare, as a configuration names them, and the caches they make."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import Cache, PreTrainedModel
+
+import dynakv
+from dynakv.checkpoint import read_config
+from lowrank_kv.utils.config import configuration, nearest, option, require, within
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.provenance import path_input
+from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
+
+from .baselines import QUANTISED, SNAPKV, quantized_maker, snapkv_maker
+from .reading import full_cache
+from .rotated import ROTATED, rotated_maker
+
+FULL = "full"
+PEERS = (*ROTATED, *QUANTISED, SNAPKV)
+_NEEDS_SHARE = (SNAPKV,)
+
+
+@configuration
+class MethodConfig:
+    """A preset of OjaKV, a compressor checkpoint, or a peer; at one or several budgets, with any setting changed.
+
+    Exactly one of `preset`, `checkpoint` and `peer` is given.
+    """
+
+    preset: str | None = option(None, help=f"OjaKV preset, one of {', '.join(PRESETS)}")
+    checkpoint: str | None = option(None, help="directory of a DynaKV compressor checkpoint of the model")
+    peer: str | None = option(None, help=f"one of {', '.join(PEERS)}")
+    label: str | None = option(None, help="name in the results; by default that of the method and its settings")
+    rates: list[float] = option([], help="of a preset: its own `rate`, one row each")
+    bytes: list[float] = option(
+        [], help="of a preset or peer: shares of an uncompressed cache's bytes at the end of a window, one row each"
+    )
+    bytes_of: str | None = option(
+        None, help="of a preset or peer: a row at the bytes that the method of this label takes on the same text"
+    )
+    settings: dict = option(
+        {}, help="what to change, e.g. {cache_dtype: int4, prefill: exact}: keys of OjaKVConfig, or of dynakv.attach"
+    )
+
+    def __post_init__(self):
+        given = [key for key in ("preset", "checkpoint", "peer") if getattr(self, key) is not None]
+        require(len(given) == 1, "preset", given, "given alone, or `checkpoint`, or `peer`")
+        for key, valid in (("preset", PRESETS), ("peer", PEERS)):
+            name = getattr(self, key)
+            require(name is None or name in valid, key, name, nearest(str(name), list(valid), key + "s"))
+        for key in ("rates", "bytes"):
+            values = getattr(self, key)
+            require(all(0 < value <= 1 for value in values), key, values, "numbers in (0, 1]")
+        require(not self.rates or self.preset is not None, "rates", self.rates, "left out without a `preset`")
+        budgets = bool(self.bytes or self.bytes_of)
+        require(
+            not budgets or self.preset is not None or self.peer in _NEEDS_SHARE,
+            "bytes",
+            self.bytes or self.bytes_of,
+            "left out where the method has bytes of its own",
+        )
+        require(
+            bool(self.rates) or budgets or not (self.preset or self.peer in _NEEDS_SHARE),
+            "rates",
+            self.rates,
+            "given, or `bytes`, or `bytes_of`",
+        )
+        require(not self.settings or self.peer is None, "settings", self.settings, "left out of a peer")
+        if self.preset is not None:
+            with within("settings."):
+                self.ojakv_config()
+
+    def ojakv_config(self, **changed: Any) -> OjaKVConfig:
+        """The preset with these settings."""
+        return OjaKVConfig.preset(self.preset, **self.settings, **changed)
+
+    @property
+    def name(self) -> str:
+        """Its label, or the method's own name and its settings."""
+        if self.label is not None:
+            return self.label
+        own = self.preset or self.peer or "dynakv"
+        return " ".join([own, *(f"{key}={value}" for key, value in self.settings.items())])
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether a prompt's own attention is exact, so that in one pass nothing compressed would be read."""
+        if self.preset is not None:
+            return self.ojakv_config().prefill == "exact"
+        if self.checkpoint is not None:
+            return self.settings.get("prefill", read_config(self.checkpoint).compressor.prefill) == "exact"
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of a comparison on every text.
+
+    Attributes:
+        label: name in the results.
+        of: what distinguishes it, as JSON; two methods of equal `of` make equal caches.
+        bytes_of: the label of the method whose bytes it takes on each text; None where its budget is known.
+        make: a maker of caches, from the share of bytes where that is asked for, else from None.
+    """
+
+    label: str
+    of: dict[str, Any]
+    bytes_of: str | None
+    make: Callable[[float | None], Callable[[], Cache]]
+
+
+def methods_of(
+    configs: list[MethodConfig],
+    model: PreTrainedModel,
+    calibration: Calibration | None,
+    *,
+    prompt: int,
+    tokens: int,
+) -> list[Method]:
+    """Every method at every budget, the uncompressed cache first.
+
+    Args:
+        calibration: of the model; needed by presets.
+        prompt, tokens: of a window, to meet a share of bytes at its end.
+
+    Raises:
+        UserError: two methods have one label, `bytes_of` names none, or a checkpoint does not fit.
+    """
+    found = [Method(label=FULL, of={"method": FULL}, bytes_of=None, make=lambda _: lambda: full_cache(model))]
+    for config in configs:
+        if config.checkpoint is not None:
+            found.append(_learned(config, model))
+        elif config.preset is not None:
+            found += _preset(config, model, calibration, prompt, tokens)
+        else:
+            found += _peer(config, model, calibration)
+    labels = [method.label for method in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"two methods are called `{label}`; give one a `label` of its own")
+    for method in found:
+        if method.bytes_of is not None and method.bytes_of not in labels:
+            raise UserError(
+                f"`bytes_of` must be a method's label; got {method.bytes_of!r}; {nearest(method.bytes_of, labels, 'labels')}"
+            )
+    return found
+
+
+def _learned(config: MethodConfig, model: PreTrainedModel) -> Method:
+    dynakv.attach(model, config.checkpoint, **config.settings)
+    maker = dynakv.DynaKVCache.maker(model)
+    dynakv.detach(model)
+    of = {"checkpoint": path_input("checkpoint", config.checkpoint)["sha256"], "settings": config.settings}
+    return Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
+
+
+def _budgets(config: MethodConfig) -> Iterator[tuple[str, float | None, str | None]]:
+    """(label, share of bytes, label of the method whose bytes it takes) of each budget in bytes."""
+    for share in config.bytes:
+        yield f"{config.name} at {share:g}", share, None
+    if config.bytes_of is not None:
+        yield f"{config.name} at the bytes of {config.bytes_of}", None, config.bytes_of
+
+
+def _preset(
+    config: MethodConfig, model: PreTrainedModel, calibration: Calibration, prompt: int, tokens: int
+) -> Iterator[Method]:
+    of = {"preset": config.preset, "settings": config.settings}
+    for rate in config.rates:
+        plan = make_plan(calibration, config.ojakv_config(rate=rate))
+        yield Method(
+            label=f"{config.name} {rate:g}",
+            of=of | {"rate": rate},
+            bytes_of=None,
+            make=lambda _, plan=plan: lambda: OjaKVCache(model, plan),
+        )
+
+    def at(share: float) -> Callable[[], Cache]:
+        size = {"prompt": prompt, "tokens": tokens, "itemsize": model.dtype.itemsize}
+        plan = plan_for_bytes(calibration, config.ojakv_config(), min(share, 1.0), **size)
+        return lambda: OjaKVCache(model, plan)
+
+    for label, share, other in _budgets(config):
+        yield Method(
+            label=label,
+            of=of | {"bytes": share},
+            bytes_of=other,
+            make=lambda found, share=share: at(share if found is None else found),
+        )
+
+
+def _peer(config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None) -> Iterator[Method]:
+    of = {"peer": config.peer}
+    if config.peer == SNAPKV:
+        for label, share, other in _budgets(config):
+            yield Method(
+                label=label,
+                of=of | {"bytes": share},
+                bytes_of=other,
+                make=lambda found, share=share: snapkv_maker(model, calibration, share if found is None else found),
+            )
+        return
+    maker = rotated_maker(model, config.peer) if config.peer in ROTATED else quantized_maker(model, config.peer)
+    yield Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)

@@ -1,0 +1,106 @@
+"""How faithful a cache is: what the model says through it, beside what it says with all of its keys and values.
+
+Perplexity tells how well a text is predicted, and may fall where a cache is wrong; the divergence from the uncompressed
+model's predictions may not.
+
+Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows, K resamples.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from lowrank_kv.hf.geometry import geometry_of
+
+from .reading import cache_bytes, read_through
+
+_RESAMPLES = 4000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowScore:
+    """One method on one window of a text, beside the uncompressed model; means over its scored predictions.
+
+    Attributes:
+        loss, full_loss: cross-entropy through the cache, and without one in one pass, nats.
+        kl: KL(uncompressed ‖ this), nats.
+        top1: share of predictions whose most likely token is the uncompressed model's.
+        scored: predictions.
+        cache_bytes, full_bytes: held by the cache, and by an uncompressed one, at the end of the window.
+    """
+
+    loss: float
+    full_loss: float
+    kl: float
+    top1: float
+    scored: int
+    cache_bytes: int
+    full_bytes: int
+
+
+def score_window(
+    model: PreTrainedModel,
+    ids_T: Tensor,
+    full_SV: Tensor,
+    make_cache: Callable[[], Cache],
+    *,
+    prefix: int,
+    step: int,
+) -> WindowScore:
+    """Score one window, read into a fresh cache; see :func:`evaluation.reading.read_through`.
+
+    Args:
+        full_SV: the uncompressed model's log-probabilities of the same predictions.
+    """
+    geometry, cache = geometry_of(model), make_cache()
+    log_SV = read_through(model, ids_T, cache, prefix=prefix, step=step)
+    target_S = ids_T[-len(log_SV) :]
+    return WindowScore(
+        loss=float(F.nll_loss(log_SV, target_S)),
+        full_loss=float(F.nll_loss(full_SV, target_S)),
+        kl=float(F.kl_div(log_SV, full_SV, reduction="batchmean", log_target=True)),
+        top1=float((log_SV.argmax(-1) == full_SV.argmax(-1)).float().mean()),
+        scored=len(target_S),
+        cache_bytes=cache_bytes(cache, geometry.layers),
+        full_bytes=geometry.full_nbytes(len(ids_T), model.dtype.itemsize),
+    )
+
+
+def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:
+    """Means over windows and their 95 % intervals (a paired bootstrap over windows) as fields of a row.
+
+    The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval.
+    """
+    columns = {
+        "perplexity_ratio": torch.tensor([score.loss - score.full_loss for score in scores], dtype=torch.float64),
+        "kl": torch.tensor([score.kl for score in scores], dtype=torch.float64),
+        "top1": torch.tensor([score.top1 for score in scores], dtype=torch.float64),
+    }
+    held, full = sum(score.cache_bytes for score in scores), sum(score.full_bytes for score in scores)
+    row: dict[str, Any] = {
+        "rate": held / full,
+        "cache_bytes": held,
+        "full_bytes": full,
+        "perplexity": math.exp(sum(score.loss for score in scores) / len(scores)),
+    }
+    for name, value_N in columns.items():
+        shown = torch.exp if name == "perplexity_ratio" else torch.Tensor.double
+        row[name] = float(shown(value_N.mean()))
+        if len(scores) > 1:
+            low, high = interval(value_N, seed=seed)
+            row[f"{name}_low"], row[f"{name}_high"] = float(shown(low)), float(shown(high))
+    return row | {"windows": len(scores), "scored": sum(score.scored for score in scores)}
+
+
+def interval(value_N: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The bounds of a 95 % bootstrap interval of the mean; paired where the values are differences of pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn_KN = torch.randint(len(value_N), (_RESAMPLES, len(value_N)), generator=generator)
+    low, high = torch.quantile(value_N[drawn_KN].mean(dim=1), torch.tensor([0.025, 0.975], dtype=value_N.dtype))
+    return low, high

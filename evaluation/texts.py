@@ -1,0 +1,88 @@
+"""Texts to measure on, as windows of tokens.
+
+Shapes: N windows, T tokens of a window, X tokens of a text.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.text_data import STREAMING_HELP, Documents, blocks, hold_out, load_documents
+
+
+@configuration
+class TextConfig:
+    """One text to measure on."""
+
+    label: str = option(help="name of the text in the results")
+    name: str = option(help="hub id or local file")
+    subset: str | None = option(None, help="configuration name of a hub data set")
+    split: str = option("test", help="split of a hub data set")
+    text_field: str = option("text", help="column that holds the text")
+    streaming: bool = option(False, help=STREAMING_HELP)
+    heldout_share: float = option(
+        0.0,
+        help="measure only the documents that training with this `dataset.heldout_share` leaves out; 0 measures all",
+    )
+    optional: bool = option(False, help="leave the text out, with a notice, where the local file does not exist")
+
+    def __post_init__(self):
+        require(0 <= self.heldout_share <= 1, "heldout_share", self.heldout_share, "between 0 and 1")
+
+
+def check_texts(texts: list[TextConfig]) -> None:
+    """Raise :class:`UserError` unless there are texts, each under a label of its own."""
+    require(bool(texts), "texts", texts, "at least one text")
+    labels = [text.label for text in texts]
+    require(len(set(labels)) == len(labels), "texts", labels, "of different labels")
+
+
+def read_texts(
+    texts: list[TextConfig], tokenizer: PreTrainedTokenizerBase, length: int, count: int, *, read: int | None = None
+) -> dict[str, Tensor]:
+    """Label of each text that is there → `count` windows of `length` tokens, (N, T) int64.
+
+    Args:
+        read: the windows are spread evenly over this many of a text's first tokens; None takes the first ones.
+
+    Raises:
+        UserError: no text is there, or one is too short.
+    """
+    there = [text for text in texts if _is_there(text)]
+    if not there:
+        raise UserError(f"none of the texts is there: {', '.join(text.name for text in texts)}")
+    if read is None:
+        return {text.label: blocks(_documents(text), tokenizer, length, count) for text in there}
+    return {text.label: windows_of(blocks(_documents(text), tokenizer, read, 1)[0], length, count) for text in there}
+
+
+def windows_of(ids_X: Tensor, length: int, count: int) -> Tensor:
+    """`count` windows of `length` tokens, spread evenly over a text and not overlapping, (N, T); fewer if it is short."""
+    count = min(count, len(ids_X) // length)
+    stride = (len(ids_X) - length) // max(count - 1, 1)
+    return torch.stack([ids_X[i * stride : i * stride + length] for i in range(count)])
+
+
+def _documents(text: TextConfig) -> Documents:
+    rows = load_documents(
+        text.name, subset=text.subset, split=text.split, text_field=text.text_field, streaming=text.streaming
+    )
+    if not text.heldout_share:
+        return rows
+    held = hold_out(rows, text.heldout_share)[1]
+    if next(iter(held), None) is None:
+        raise UserError(
+            f"`heldout_share` {text.heldout_share} holds out no document of `{text.name}`; raise it, here and in training"
+        )
+    return held
+
+
+def _is_there(text: TextConfig) -> bool:
+    if text.optional and not Path(text.name).exists():
+        print(f"leaving out `{text.label}`: {text.name} is not there")
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""Cells of a comparison on disk."""
+
+import dataclasses
+
+import pytest
+
+from evaluation.cells import CELLS, Cell, Cells
+from evaluation.scores import WindowScore
+from lowrank_kv.utils.errors import UserError
+
+SCORE = WindowScore(loss=3.1, full_loss=3.0, kl=0.1, top1=0.9, scored=10, cache_bytes=1, full_bytes=4)
+
+
+def written(directory):
+    cells = Cells(directory)
+    for window in "ab":
+        cells.add({"method": "m", "window": window}, Cell(SCORE, "run", "commit"))
+    return cells
+
+
+def test_what_was_written_is_found_again_by_its_settings_in_any_order(tmp_path):
+    written(tmp_path)
+    cells = Cells(tmp_path)
+    assert len(cells) == 2
+    assert cells.get({"window": "a", "method": "m"}) == Cell(SCORE, "run", "commit")
+    assert cells.get({"window": "c", "method": "m"}) is None
+    assert cells.get({"window": "a", "method": "m", "rate": 0.1}) is None
+
+
+def test_a_line_that_was_cut_short_is_measured_again_and_the_others_stay(tmp_path):
+    written(tmp_path)
+    path = tmp_path / CELLS
+    content = path.read_bytes()
+    for cut in (1, 20, len(content) // 2 - 1):
+        path.write_bytes(content[:-cut])
+        cells = Cells(tmp_path)
+        assert len(cells) == 1
+        cells.add({"method": "m", "window": "b"}, Cell(dataclasses.replace(SCORE, kl=0.2), "later", "commit"))
+        assert Cells(tmp_path).get({"method": "m", "window": "b"}).score.kl == 0.2
+        assert Cells(tmp_path).get({"method": "m", "window": "a"}).score.kl == 0.1
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"no json", b'{"of": {}, "score": {"loss": 1}, "run_id": "", "commit": ""}'])
+def test_a_damaged_line_is_named(tmp_path, damage):
+    written(tmp_path)
+    path = tmp_path / CELLS
+    path.write_bytes(damage + b"\n" + path.read_bytes())
+    with pytest.raises(UserError, match="line 1 is damaged .* delete that line"):
+        Cells(tmp_path)

@@ -1,0 +1,218 @@
+"""`lowrank-kv compare` on a tiny model: every kind of method, at every kind of budget, started again, and its mistakes."""
+
+import itertools
+
+import pytest
+import torch
+import yaml
+from methods import spread_gates
+
+import dynakv
+from evaluation.cells import CELLS
+from evaluation.compare import CompareConfig, compare
+from lowrank_kv.calibration.activation_moments import calibrate
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.loading import load_model
+from lowrank_kv.utils import run_record
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_dir, tmp_path_factory):
+    """A compressor whose ranks differ from token to token, without the time it takes to train one."""
+    model = load_model(str(tiny_dir))
+    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+    dynakv.initialize_from_moments(model, moments)
+    spread_gates(model)
+    directory = tmp_path_factory.mktemp("trained") / "checkpoint"
+    dynakv.save_compressor(model, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bases(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("calibrated") / "bases"
+    ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(0))
+    calibration = Calibration.from_text(load_model(str(tiny_dir)), ids, read=True, progress=False)
+    calibration.save(directory, model="tiny", text=["random"])
+    return directory
+
+
+@pytest.fixture
+def values(tiny_dir, checkpoint, bases, text_file, tmp_path):
+    """The configuration of a small comparison, as a YAML file holds it."""
+    text = tmp_path / "other.txt"
+    text.write_text("another kind of text, read only to be measured on. " * 40)
+    return {
+        "model": str(tiny_dir),
+        "dtype": "float32",
+        "bases": str(bases),
+        "texts": [
+            {"label": "same", "name": str(text_file)},
+            {"label": "other", "name": str(text)},
+            {"label": "missing", "name": str(tmp_path / "missing.txt"), "optional": True},
+        ],
+        "methods": [{"checkpoint": str(checkpoint)}, {"preset": "static-mixed", "rates": [0.3]}],
+        "prefix": 64,
+        "length": 100,
+        "windows": 2,
+    }
+
+
+@pytest.fixture
+def written(values, tmp_path):
+    """Write the configuration with some of its values changed; returns the file."""
+
+    def call(**changed):
+        path = tmp_path / "compare.yaml"
+        path.write_text(yaml.safe_dump(values | changed))
+        return path
+
+    return call
+
+
+def last(values, output):
+    """The record of a comparison when it is done."""
+    output.mkdir(exist_ok=True)
+    *_, record = compare(build(CompareConfig, values), output)
+    return record
+
+
+def by_method(record, dataset="same"):
+    return {row["method"]: row for row in record["rows"] if row["dataset"] == dataset}
+
+
+def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
+    done = run("scripts/compare.py", "--config", written(), "--output", tmp_path / "out")
+    assert "leaving out `missing`" in done.stdout
+    [path] = (tmp_path / "out/quality").iterdir()
+    assert f"record: {path}" in done.stdout
+    record = run_record.load(path)
+    assert record["n"] == {"windows": 4, "tokens": 400}
+    assert [each["role"] for each in record["inputs"]] == ["bases", "checkpoint", "model", "text", "text"]
+    for dataset in ("same", "other"):
+        rows = by_method(record, dataset)
+        assert list(rows) == ["full", "dynakv", "static-mixed 0.3"]
+        assert rows["full"]["kl"] == pytest.approx(0, abs=1e-5)
+        assert rows["full"]["rate"] == 1
+        for row in rows.values():
+            assert row["windows"] == 2
+            assert row["scored"] == 2 * 35
+            assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
+            assert row["kl_low"] <= row["kl"] <= row["kl_high"]
+            assert f"| {row['method']} | {row['rate']:.3f} |" in done.stdout
+    [by] = record["summary"]["measured_by"]
+    assert by["run_id"] == record["run_id"]
+    assert by["cells"] == 2 * 2 * 3
+
+
+def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 2))[-1]
+    lines = (output / CELLS).read_text().splitlines()
+    assert len(lines) == 2 * 3
+    record = last(values | {"methods": [*values["methods"], {"peer": "rotated-int4"}]}, output)
+    assert (output / CELLS).read_text().splitlines()[: len(lines)] == lines
+    cells = {each["run_id"]: each["cells"] for each in record["summary"]["measured_by"]}
+    assert cells == {stopped["run_id"]: 2 * 3, record["run_id"]: 2 * 1 + 2 * 4}
+    assert by_method(record)["dynakv"] == by_method(stopped)["dynakv"]
+    again = last(values, output)
+    assert again["rows"] == [row for row in record["rows"] if row["method"] != "rotated-int4"]
+    changed = last(values | {"step": 5}, output)
+    assert [each["run_id"] for each in changed["summary"]["measured_by"]] == [changed["run_id"]]
+
+
+def test_presets_meet_a_share_of_bytes_and_the_bytes_of_a_checkpoint(values, checkpoint, tmp_path):
+    methods = [
+        {"checkpoint": str(checkpoint), "label": "learned"},
+        {"preset": "ojakv-joint", "bytes": [0.8, 0.95], "bytes_of": "learned"},
+        {"preset": "subspace-a", "bytes": [0.9]},
+        {"peer": "snapkv", "bytes": [0.8]},
+    ]
+    sizes = {"prefix": 240, "length": 320, "windows": 1}
+    rows = by_method(last(values | sizes | {"methods": methods, "texts": values["texts"][:1]}, tmp_path / "out"))
+    assert rows["ojakv-joint at 0.8"]["rate"] == pytest.approx(0.8, abs=0.06)
+    assert rows["ojakv-joint at 0.95"]["rate"] == pytest.approx(0.95, abs=0.06)
+    assert rows["subspace-a at 0.9"]["rate"] == pytest.approx(0.9, abs=0.06)
+    assert rows["snapkv at 0.8"]["rate"] == pytest.approx(0.8, abs=0.1)
+    taken = rows["ojakv-joint at the bytes of learned"]["rate"]
+    assert taken == pytest.approx(rows["learned"]["rate"], abs=0.06)
+
+
+def test_settings_change_a_method_and_its_name(values, checkpoint, tmp_path):
+    methods = [
+        {"checkpoint": str(checkpoint), "settings": {"cache_dtype": "int8"}},
+        {"checkpoint": str(checkpoint), "label": "learned"},
+        {"preset": "ojakv-joint", "rates": [0.5], "settings": {"cache_dtype": "int4", "update_period": 8}},
+        {"preset": "ojakv-joint", "rates": [0.5]},
+        {"peer": "quanto-int4"},
+        {"peer": "hqq-int4"},
+    ]
+    sizes = {"prefix": 240, "length": 320, "windows": 1}
+    rows = by_method(last(values | sizes | {"methods": methods, "texts": values["texts"][:1]}, tmp_path / "out"))
+    # fp32 numbers of 4 bytes become 1; scales and places are left.
+    assert rows["dynakv cache_dtype=int8"]["rate"] < 0.5 * rows["learned"]["rate"]
+    assert rows["ojakv-joint cache_dtype=int4 update_period=8 0.5"]["rate"] < rows["ojakv-joint 0.5"]["rate"]
+    # 4 bits and two scales a group, and up to 128 tokens in fp32.
+    for peer in ("quanto-int4", "hqq-int4"):
+        assert (4 + 1) / 32 < rows[peer]["rate"] < (4 + 2) / 32 + 128 / 320
+
+
+def test_in_one_pass_every_token_but_the_first_is_scored(values, checkpoint, tmp_path):
+    methods = [{"checkpoint": str(checkpoint)}, {"preset": "static-pca-joint", "bytes_of": "dynakv"}]
+    rows = by_method(last(values | {"methods": methods, "prefix": 0}, tmp_path / "out"))
+    assert {row["scored"] for row in rows.values()} == {2 * 99}
+    taken = rows["static-pca-joint at the bytes of dynakv"]["cache_bytes"]
+    assert taken == pytest.approx(rows["dynakv"]["cache_bytes"], rel=0.05)
+
+
+def test_a_fraction_measures_fewer_windows(values, tmp_path):
+    assert last(values | {"windows": 4, "fraction": 0.5, "read": 600}, tmp_path / "out")["n"]["windows"] == 2 * 2
+
+
+def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, values, tmp_path):
+    methods = [*values["methods"], {"preset": "static-pca-joint", "bytes": [0.001]}]
+    command = ("scripts/compare.py", "--config", written(methods=methods), "--output", tmp_path / "out")
+    assert "no rate brings this cache to 0.001" in mistake(*command)
+    assert len((tmp_path / "out" / CELLS).read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"length": 4096}, "`length` is 4096 tokens, but this model has 512"),
+        ({"methods": [{"checkpoint": "nowhere"}]}, "no DynaKV checkpoint"),
+        ({"methods": [{"preset": "magic", "rates": [0.3]}]}, r"`methods\[0\].preset` must be .*; got 'magic'"),
+        ({"methods": [{"peer": "int5"}]}, r"`methods\[0\].peer` must be .*; got 'int5'"),
+        ({"methods": [{"preset": "ojakv"}]}, r"`methods\[0\].rates` must be given, or `bytes`"),
+        (
+            {"methods": [{"peer": "rotated-int4", "bytes": [0.3]}]},
+            "`methods.* must be left out where the method has bytes",
+        ),
+        ({"methods": [{"preset": "ojakv", "peer": "snapkv", "bytes": [0.3]}]}, "must be given alone"),
+        ({"methods": [{"preset": "ojakv", "rates": [1.2]}]}, r"must be numbers in \(0, 1\]"),
+        ({"methods": [{"preset": "ojakv", "rates": [0.3], "settings": {"lr": 1}}]}, "unknown key `.*lr`"),
+        ({"methods": [{"preset": "ojakv-pf", "rates": [0.3]}], "prefix": 0}, "`methods` must be without exact prompts"),
+        ({"methods": [{"peer": "quanto-int4"}], "prefix": 0}, "`methods` must be without exact prompts"),
+        ({"methods": [{"preset": "ojakv", "bytes_of": "x"}]}, "`bytes_of` must be a method's label; got 'x'"),
+        ({"methods": [{"preset": "ojakv", "rates": [0.3]}] * 2}, "two methods are called `ojakv 0.3`"),
+        ({"methods": []}, "`methods` must be at least one"),
+        ({"texts": [{"label": "a", "name": "a.txt"}] * 2}, "`texts` must be of different labels"),
+        ({"bases": None}, "`bases` must be given where there are presets"),
+        ({"bases": "nowhere"}, "`nowhere` is no calibration"),
+        ({"prefix": 99}, "`prefix` must be below `length` by two"),
+        ({"read": 10}, "`read` must be at least `length`"),
+        ({"fraction": 0}, r"`fraction` must be in \(0, 1\]"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_remedy(values, tmp_path, changed, message):
+    with pytest.raises(UserError, match=message):
+        last(values | changed, tmp_path / "out")
+
+
+def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
+    command = ("scripts/compare.py", "--config", written(dtype="float8"), "--output", tmp_path / "out")
+    assert "`dtype` must be one of" in mistake(*command)
