@@ -111,13 +111,13 @@ def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
 def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 2))[-1]
+    stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 3))[-1]
     lines = (output / CELLS).read_text().splitlines()
-    assert len(lines) == 2 * 3
+    assert len(lines) == 3 * 3  # windows by turns: both of the first text, one of the second
     record = last(values | {"methods": [*values["methods"], {"peer": "rotated-int4"}]}, output)
     assert (output / CELLS).read_text().splitlines()[: len(lines)] == lines
     cells = {each["run_id"]: each["cells"] for each in record["summary"]["measured_by"]}
-    assert cells == {stopped["run_id"]: 2 * 3, record["run_id"]: 2 * 1 + 2 * 4}
+    assert cells == {stopped["run_id"]: 3 * 3, record["run_id"]: 4 * 4 - 3 * 3}
     assert by_method(record)["dynakv"] == by_method(stopped)["dynakv"]
     again = last(values, output)
     assert again["rows"] == [row for row in record["rows"] if row["method"] != "rotated-int4"]
