@@ -45,8 +45,9 @@ docs-check: $(INSTALLED) ## fail where a document says something else than resul
 assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py
 
-demo: assets ## train on the demo model, compare at equal bytes, generate
-	rm -rf runs/demo
+demo: assets ## calibrate and train on the demo model, compare at equal bytes, generate
+	rm -rf runs/demo runs/demo-bases
+	$(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
 	$(BIN)/python scripts/compare.py --config configs/compare-demo.yaml --output runs/demo/comparison
 	$(BIN)/python scripts/generate.py --checkpoint runs/demo/checkpoint --max-new-tokens 48 \

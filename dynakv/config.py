@@ -62,9 +62,10 @@ class DynaKVConfig:
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
 
-    prefill: str = option(
-        "reconstructed",
-        help="a prompt's own attention sees rebuilt keys and values, as in training, or exact ones",
+    prefill: str | None = option(
+        None,
+        help="what a prompt's own attention sees, in training as in serving: exact keys and values, or reconstructed ones; "
+        "by default exact ones with `rank_policy: plan`, else reconstructed ones (paper)",
         choices=PREFILLS,
     )
     cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
@@ -73,6 +74,8 @@ class DynaKVConfig:
     exact_tokens: ExactTokens = section(ExactTokens)
 
     def __post_init__(self):
+        if self.prefill is None:
+            object.__setattr__(self, "prefill", "exact" if self.has_plan else "reconstructed")
         require(0 < self.threshold < 1, "threshold", self.threshold, "between 0 and 1; the paper uses 0.1")
         require(self.granularity >= 1, "granularity", self.granularity, "at least 1")
         require(self.gate_decay > 0, "gate_decay", self.gate_decay, "positive")
@@ -88,7 +91,12 @@ class DynaKVConfig:
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():
             given = getattr(self, key)
-            require(not self.has_plan or given == value, key, given, f"{value} where `rank_policy` is plan")
+            require(
+                not self.has_plan or given == value,
+                key,
+                given,
+                f"{value} where `rank_policy` is plan (`gate` takes others)",
+            )
         require(
             self.has_plan or self.exact_tokens == ExactTokens(),
             "exact_tokens",

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 import dynakv
-from dynakv.config import GRADIENT, PCA, STARTS_FROM_PCA
+from dynakv.config import GATE, GRADIENT, NESTED, PCA, PLAN, STARTS_FROM_PCA
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
@@ -76,7 +77,12 @@ class SweepConfig:
     texts: list[TextConfig] = option(help="texts to measure on")
     dtype: str = option("float32", help="of the model when measured", choices=DTYPES)
     device: str | None = option(None, help=f"of the model when measured: {DEVICE_HELP}")
-    block_length: int = option(1024, help="length of a scored block", unit="tokens")
+    block_length: int = option(1024, help="length of a scored block, the prompt included", unit="tokens")
+    prefix: int = option(
+        0,
+        help="length of a block's prompt, after which it is scored, read as generation reads it; 0 scores one pass",
+        unit="tokens",
+    )
     blocks: int = option(4, help="blocks of each text", unit="blocks")
     calibration: CalibrationText = section(CalibrationText)
 
@@ -86,6 +92,7 @@ class SweepConfig:
         require(all(alpha >= 0 for alpha in self.alphas), "alphas", self.alphas, "zero or positive")
         check_texts(self.texts)
         require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
+        require(0 <= self.prefix < self.block_length - 1, "prefix", self.prefix, "below `block_length` by two at least")
         require(self.blocks >= 1, "blocks", self.blocks, "at least 1")
         labels = [variant.label for variant in self.variants]
         require(len(set(labels)) == len(labels), "variants", labels, "of different labels")
@@ -133,7 +140,13 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
     recipe = read_yaml(config.train)
-    gradients = starts_from_gradients(config, recipe)
+    gradients, has_plan = starts_from_gradients(config, recipe), has_plans(config, recipe)
+    require(
+        config.prefix > 0 or not has_plan,
+        "prefix",
+        config.prefix,
+        "above 0 with plans of bits: in one pass nothing they compress is ever read",
+    )
     for variant in _variants(config):
         trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
         require(
@@ -150,16 +163,17 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     model = load_model(source, dtype=config.dtype, device="cpu")
     check_length(model, config.block_length, "block_length")
     bases = output / BASES
-    extra = {"gradients": True} if gradients else {}
+    extra = ({"gradients": True} if gradients else {}) | ({"read": True} if has_plan else {})
     _check_same(output / CALIBRATION, {"model": source} | dataclasses.asdict(config.calibration) | extra)
     if not bases.exists():
         with _moved(model, device):
-            calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), gradients=gradients)
+            ids_NT = config.calibration.blocks(tokenizer)
+            calibration = Calibration.from_text(model, ids_NT, gradients=gradients, read=has_plan)
         calibration.save(bases, model=name, text=[name_of(text) for text in config.calibration.name])
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
-    measured |= {"block_length": config.block_length, "blocks": config.blocks}
+    measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     with _moved(model, device):
-        full = {label: _scores(model, of, lambda: full_cache(model), "full") for label, of in texts.items()}
+        full = {label: _scores(config, model, of, lambda: full_cache(model), "full") for label, of in texts.items()}
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
     record["rows"] = [row_of("full", label, full[label]) for label in texts]
@@ -175,7 +189,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
                 make_cache = dynakv.DynaKVCache.maker(model)
                 dynakv.detach(model)
                 found = [
-                    row_of(point.variant, label, _scores(model, of, make_cache, point.name))
+                    row_of(point.variant, label, _scores(config, model, of, make_cache, point.name))
                     for label, of in texts.items()
                 ]
             measurement = {
@@ -193,13 +207,14 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
 
 
 def _scores(
-    model: PreTrainedModel, windows_NT: Tensor, make_cache: Callable[[], Cache], description: str
+    config: SweepConfig, model: PreTrainedModel, windows_NT: Tensor, make_cache: Callable[[], Cache], description: str
 ) -> list[WindowScore]:
-    """Each window in one pass, through a cache and without one."""
+    """Each block through a cache, beside the uncompressed model."""
     scores = []
     for window_T in tqdm(windows_NT.to(model.device), desc=description, leave=False):
-        full_SV = read_uncompressed(model, window_T, prefix=0)
-        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=0, step=len(window_T)))
+        full_SV = read_uncompressed(model, window_T, prefix=config.prefix)
+        size = {"prefix": config.prefix, "step": MAX_DECODE_QUERIES}
+        scores.append(score_window(model, window_T, full_SV, make_cache, **size))
     return scores
 
 
@@ -225,29 +240,50 @@ def starts_from_gradients(config: SweepConfig, recipe: dict[str, Any]) -> bool:
     """
 
     def setting(variant: Variant, part: str, key: str) -> str | None:
-        values = recipe.get(part) or {}
-        if not isinstance(values, dict):
-            raise UserError(f"`{part}` must be a section with keys, got {values!r} in {config.train}")
-        value = _given(variant.arguments, f"--{part}.{key}", values.get(key))
-        return None if value in ("null", "none") else value
+        return _setting(config, recipe, variant, part, key)
 
-    starts = {variant.label: setting(variant, "calibration", "start") for variant in _variants(config)}
+    gated = [variant for variant in _variants(config) if not _has_plan(config, recipe, variant)]
+    starts = {variant.label: setting(variant, "calibration", "start") for variant in gated}
     asked = [label for label, start in starts.items() if start == GRADIENT]
     if asked and config.alphas:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
         )
-    nested = [v.label for v in _variants(config) if setting(v, "compressor", "rank_policy") == "nested"]
+    nested = [v.label for v in gated if setting(v, "compressor", "rank_policy") == NESTED]
     if nested and config.alphas:
         raise UserError(
             f"`alphas` is {config.alphas}, but {', '.join(nested)} draws nested ranks, which have a target and no price: "
             f"leave `alphas` out, or take it from `variants`"
         )
     # Training starts so of its own accord where it can.
-    free = [variant for variant in _variants(config) if starts[variant.label] is None and config.targets]
+    free = [variant for variant in gated if starts[variant.label] is None and config.targets]
     can = [all(setting(v, "compressor", key) != value for key, value in STARTS_FROM_PCA.items()) for v in free]
     return bool(asked) or any(can)
+
+
+def has_plans(config: SweepConfig, recipe: dict[str, Any]) -> bool:
+    """Whether some of its runs learn plans of bits, so that the calibration must say what is read of a cache."""
+    planned = [variant.label for variant in _variants(config) if _has_plan(config, recipe, variant)]
+    if planned and config.alphas:
+        raise UserError(
+            f"`alphas` is {config.alphas}, but {', '.join(planned)} learns a plan of bits, which has a target and no price: "
+            f"leave `alphas` out, or add `--compressor.rank_policy, {GATE}` to its arguments"
+        )
+    return bool(planned)
+
+
+def _has_plan(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
+    return _setting(config, recipe, variant, "compressor", "rank_policy") in (None, PLAN)
+
+
+def _setting(config: SweepConfig, recipe: dict[str, Any], variant: Variant, part: str, key: str) -> str | None:
+    """What a variant's runs say in a key of a section; None where nothing does."""
+    values = recipe.get(part) or {}
+    if not isinstance(values, dict):
+        raise UserError(f"`{part}` must be a section with keys, got {values!r} in {config.train}")
+    value = _given(variant.arguments, f"--{part}.{key}", values.get(key))
+    return None if value in ("null", "none") else value
 
 
 def _given(arguments: list[str], flag: str, default: str | None) -> str | None:

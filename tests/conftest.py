@@ -79,7 +79,7 @@ def training_values(tiny_dir, text_file) -> dict:
         "heldout_blocks": 1,
         "dataset": {"name": str(text_file), "heldout": str(text_file), "sequence_length": 64},
         "calibration": {"start": "pca", "tokens": 256},
-        "compressor": {"granularity": 4},
+        "compressor": {"rank_policy": "gate", "granularity": 4},
         "optimizer": {"steps": 8, "batch_size": 2},
     }
 

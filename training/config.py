@@ -1,9 +1,12 @@
 """Every key of a training run. `lowrank-kv train --help` lists them."""
 
-from dynakv.config import GRADIENT, PCA, STARTS, DynaKVConfig
+import dataclasses
+
+from dynakv.config import GRADIENT, PCA, PLAN, STARTS, DynaKVConfig
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import configuration, option, require, section, within
 
+PLANNED_RATE = 0.1
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
 
 
@@ -95,8 +98,8 @@ class RateConfig:
     )
     target_retain_rate: float | None = option(
         None,
-        help="hard rate to end at, held by a dual update of α; null keeps α fixed (paper). With "
-        "`compressor.rank_policy: plan` the share of a token's bytes in 16 bits",
+        help="with a plan the share of a token's bytes in 16 bits, by default a tenth; with gates the hard rate to end at, "
+        "held by a dual update of α, and by default α is fixed (paper)",
     )
     gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
     layer_floor: float = option(
@@ -144,16 +147,25 @@ class RateConfig:
 class LossConfig:
     """What is minimized beside α R²."""
 
-    cross_entropy: float = option(1.0, help="weight of the cross-entropy of the text")
-    distillation: float = option(
-        0.0,
-        help="weight of KL(uncompressed ‖ compressed), which costs a forward pass more; MatryoshkaKV: 0.25 beside 0.75",
+    cross_entropy: float | None = option(
+        None, help="weight of the cross-entropy of the text; by default 0 with a plan of bits, else 1 (paper)"
+    )
+    distillation: float | None = option(
+        None,
+        help="weight of KL(uncompressed ‖ compressed), which costs a forward pass more; by default 1 with a plan of bits, "
+        "else 0; MatryoshkaKV: 0.25 beside 0.75",
     )
 
     def __post_init__(self):
         for key in ("cross_entropy", "distillation"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
-        require(self.cross_entropy + self.distillation > 0, "cross_entropy", self.cross_entropy, "positive, or distil")
+            require((getattr(self, key) or 0) >= 0, key, getattr(self, key), "zero or positive")
+
+    def filled_in(self, *, faithful: bool) -> "LossConfig":
+        """The same with the weights that are left out: a plan is learned to be faithful to the uncompressed model."""
+        cross_entropy = float(not faithful) if self.cross_entropy is None else self.cross_entropy
+        distillation = float(faithful) if self.distillation is None else self.distillation
+        require(cross_entropy + distillation > 0, "cross_entropy", cross_entropy, "positive, or distil")
+        return LossConfig(cross_entropy=cross_entropy, distillation=distillation)
 
 
 @configuration
@@ -188,8 +200,8 @@ class OptimizerConfig:
     gradient_accumulation_steps: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float | None = option(
         None,
-        help="peak learning rate of the projections U; null is 1e-3 of a run that starts from gradients, else 3e-4, "
-        "and as it was when a run goes on",
+        help="peak learning rate of the projections U; null is 5e-4 with a plan, of gates 1e-3 of a run that starts from "
+        "gradients, else 3e-4, and as it was when a run goes on",
     )
     lr_gate: float = option(3e-3, help="peak learning rate of the gates' W")
     lr_gate_bias: float = option(
@@ -273,7 +285,7 @@ class TrainConfig:
     full_checkpoint: bool = option(False, help="also write backbone and compressor together, for from_pretrained")
     dataset: DatasetConfig = section(DatasetConfig)
     calibration: CalibrationConfig = section(CalibrationConfig)
-    compressor: DynaKVConfig = section(DynaKVConfig)
+    compressor: DynaKVConfig = section(DynaKVConfig, rank_policy=PLAN)
     rate: RateConfig = section(RateConfig)
     loss: LossConfig = section(LossConfig)
     report: ReportConfig = section(ReportConfig)
@@ -281,6 +293,7 @@ class TrainConfig:
     lora: LoraConfig = section(LoraConfig)
 
     def __post_init__(self):
+        self._fill_in()
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
         self._check_average()
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2³¹")
@@ -327,6 +340,14 @@ class TrainConfig:
                 "0 with `trainable: full`, which leaves no uncompressed model to learn from",
             )
 
+    def _fill_in(self) -> None:
+        """Set what is left out and depends on other sections."""
+        has_plan = self.compressor.has_plan
+        with within("loss."):
+            object.__setattr__(self, "loss", self.loss.filled_in(faithful=has_plan))
+        if has_plan and self.rate.target_retain_rate is None:
+            object.__setattr__(self, "rate", dataclasses.replace(self.rate, target_retain_rate=PLANNED_RATE))
+
     @property
     def starts_from_gradients(self) -> bool:
         """What `calibration.start` comes to."""
@@ -349,7 +370,9 @@ class TrainConfig:
     def lr_projection(self) -> float:
         """What `optimizer.lr_projection` comes to."""
         given = self.optimizer.lr_projection
-        return given if given is not None else 1e-3 if self.starts_from_gradients else 3e-4
+        if given is None:
+            given = 5e-4 if self.compressor.has_plan else 1e-3 if self.starts_from_gradients else 3e-4
+        return given
 
     def _check_average(self) -> None:
         key, count = "average_checkpoints", self.average_checkpoints

@@ -7,6 +7,7 @@ nearest valid one, and `--help` lists every key with its unit and default, becau
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import difflib
 import types
@@ -53,9 +54,10 @@ def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", cho
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: type) -> Any:
-    """A nested configuration class; one with required keys must be given."""
-    return dataclasses.field(default_factory=cls, metadata={"section": True})
+def section(cls: type, **defaults: Any) -> Any:
+    """A nested configuration class; one with required keys must be given. `defaults` stand for the class's own here."""
+    metadata = {"section": True, "defaults": defaults}
+    return dataclasses.field(default_factory=lambda: cls(**defaults), metadata=metadata)
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, section))
@@ -127,6 +129,8 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = 
 
 
 def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    if isinstance(value, Mapping) and "section" in field.metadata:
+        value = {**field.metadata["defaults"], **value}
     value = _coerce(value, hint, field.name)
     choices = field.metadata.get("choices")
     if choices and value is not None:
@@ -215,13 +219,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _leaves(cls: type, prefix: str = ""):
+def _leaves(cls: type, prefix: str = "", defaults: Mapping[str, Any] | None = None):
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from _leaves(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", (field, hints[field.name])
+            yield from _leaves(hints[field.name], f"{prefix}{field.name}.", field.metadata["defaults"])
+            continue
+        if defaults and field.name in defaults:
+            field = copy.copy(field)
+            field.default = defaults[field.name]
+        yield f"{prefix}{field.name}", (field, hints[field.name])
 
 
 def _is_required(field: dataclasses.Field) -> bool:

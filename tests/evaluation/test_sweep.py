@@ -124,7 +124,7 @@ def test_points_of_a_staged_sweep_train_on_from_each_other():
 def test_a_sweep_knows_which_recipes_start_from_gradients():
     def starts(recipe=None, **options):
         config = SweepConfig(train="train.yaml", texts=[TextConfig(label="t", name="t")], **options)
-        return starts_from_gradients(config, {"model": "m"} | (recipe or {}))
+        return starts_from_gradients(config, {"model": "m", "compressor": {"rank_policy": "gate"}} | (recipe or {}))
 
     plain = Variant(label="plain")
     weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
@@ -143,4 +143,5 @@ def test_a_sweep_knows_which_recipes_start_from_gradients():
     assert not starts({"compressor": {"rank_policy": "nested"}}, targets=[0.5])
     weighs = {"calibration": {"start": "gradient"}}
     assert starts(weighs, targets=[0.5])
+    assert not starts({"compressor": {"rank_policy": "plan"}}, targets=[0.5])
     assert not starts(weighs, alphas=[4.0], variants=[unweighted])

@@ -46,7 +46,7 @@ TRAINING = {
     "report": {"inspect_every": 0, "peak_flops": 1e12},
     "optimizer": {"steps": STEPS, "batch_size": 2},
     "calibration": {"tokens": 256},
-    "compressor": {"granularity": 4},
+    "compressor": {"rank_policy": "gate", "granularity": 4},
 }
 # What distinguishes tiny trainings, by their labels.
 VARIANTS = {
@@ -226,7 +226,7 @@ def demo_training(group: str) -> Cells:
         "dataset": {"name": str(paths.home() / "text/addresses-heldout.jsonl"), "sequence_length": 96},
         "optimizer": {"steps": STEPS, "batch_size": 1},
         "rate": {"target_retain_rate": 0.3, "calibrate_threshold_tokens": 192},
-        "compressor": {},
+        "compressor": {"rank_policy": "gate", "granularity": 8},
     }
     with tempfile.TemporaryDirectory() as directory:
         return {f"{group}/from-gradients": trained(values, Path(directory, "run"))}

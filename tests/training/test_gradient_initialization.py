@@ -201,7 +201,8 @@ def test_gates_start_at_a_rank(width, threshold):
     ],
 )
 def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
-    config = build(TrainConfig, {"model": "m", "dataset": {"name": "t.txt"}, **changes})
+    values = {"model": "m", "dataset": {"name": "t.txt"}, "compressor": {"rank_policy": "gate"}}
+    config = build(TrainConfig, merged(values, changes))
     assert (config.starts_from_gradients, config.lr_projection) == (gradients, rate)
 
 

@@ -135,7 +135,6 @@ def test_predicted_bytes_are_those_of_a_cache(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rate.target_retain_rate": None}, "`rate.target_retain_rate` must be given where"),
         ({"calibration.start": "pca"}, "`calibration.start` must be `gradient`"),
         ({"compressor.decoder": "orthogonal"}, "`compressor.decoder` must be exact where `rank_policy` is plan"),
         ({"compressor.cache_dtype": "int4"}, "`compressor.cache_dtype` must be model where `rank_policy` is plan"),
