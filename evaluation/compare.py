@@ -22,8 +22,11 @@ from lowrank_kv.utils.provenance import model_input, path_input, token_input, wi
 from lowrank_kv.utils.text_data import STREAMING_HELP, CalibrationText, Documents, blocks, hold_out, load_documents
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, plan_for_bytes
 
-from .baselines import BASELINES, SNAPKV, quantized_maker, snapkv_maker
+from .peers.quantized_cache import QUANTISED, quantized_maker
+from .peers.snapkv import SNAPKV, snapkv_maker
 from .perplexity import Score, full_cache, score
+
+BASELINES = (*QUANTISED, SNAPKV)
 
 
 @configuration

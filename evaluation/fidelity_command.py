@@ -20,11 +20,11 @@ from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.provenance import model_input, path_input, token_input
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan
 
-from .baselines import QUANTISED, quantized_maker
 from .compare import TextConfig, check_texts, read_texts
 from .fidelity import WindowScore, fidelity, summary, windows_of
+from .peers.quantized_cache import QUANTISED, quantized_maker
+from .peers.rotated import ROTATED, rotated_maker
 from .perplexity import full_cache
-from .rotated import ROTATED, rotated_maker
 
 PEERS = (*ROTATED, *QUANTISED)
 

@@ -19,7 +19,7 @@ from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import require
 
-from .baselines import quantized_tensors
+from .peers.quantized_cache import quantized_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
