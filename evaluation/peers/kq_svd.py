@@ -1,8 +1,8 @@
 """KQ-SVD: the best low-rank form of the scores themselves, not of keys alone (arXiv 2512.05916).
 
-Among all maps of rank r, K E Dᵀ with E = L V_r and D = L⁻ᵀ V_r is nearest to K in ‖(K − K E Dᵀ) Qᵀ‖, where L Lᵀ is the second
-moment of a head's queries and V_r holds the leading eigenvectors of Lᵀ E[kᵀk] L. The queries of all heads that share keys
-count. Values are treated alike, with the output projection in the place of the queries: ‖(V − V̂) W_O‖.
+Among all maps of rank r, K E Dᵀ with E = L V_r and D = L⁻ᵀ V_r is nearest to K in ‖(K − K E Dᵀ) Qᵀ‖, where L Lᵀ is the
+second moment of a head's queries and V_r holds the leading eigenvectors of Lᵀ E[kᵀk] L. The queries of all heads that share
+keys count. Values are treated alike, with the output projection in the place of the queries: ‖(V − V̂) W_O‖.
 
 Shapes: G KV heads, D head dim, R rank.
 """

@@ -19,6 +19,8 @@ from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 from .peer import MakeCache, TextLength, token_share
 
+_ITEMSIZE = 2  # a plan's rate is of numbers of so many bytes
+
 
 def kvtc_maker(
     model: PreTrainedModel,
@@ -36,7 +38,8 @@ def kvtc_maker(
         is_relative: weigh the squared error of each layer's keys and values by their energy, rather than all alike.
     """
     config = OjaKVConfig.preset("static-mixed", recent_window=recent_window, prefill="exact")
-    rate = token_share(config, calibration.geometry, share, text, itemsize=model.dtype.itemsize)
+    itemsize = model.dtype.itemsize
+    rate = token_share(config, calibration.geometry, share, text, itemsize=itemsize) * itemsize / _ITEMSIZE
     config = dataclasses.replace(config, rate=min(rate, 1.0))
     plan = make_plan(by_energy(calibration, is_relative=is_relative), config)
     return lambda: OjaKVCache(model, plan)

@@ -59,7 +59,8 @@ class Pages:
     def _factors(self, page_KnC: Tensor) -> tuple[Tensor, Tensor]:
         # Of n tokens the n×n products are much smaller than the page, and their eigenvectors are its left factors.
         left_KnR = torch.linalg.eigh(page_KnC @ page_KnC.mT).eigenvectors.flip(2)[:, :, : self.rank]
-        return left_KnR.to(self.dtype), (left_KnR.mT @ page_KnC).to(self.dtype)
+        # Contiguous, because a view would keep all factors in memory.
+        return left_KnR.to(self.dtype).contiguous(), (left_KnR.mT @ page_KnC).to(self.dtype)
 
     def rows(self) -> Tensor:
         """All rows, (N, C)."""

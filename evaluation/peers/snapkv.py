@@ -3,7 +3,7 @@
 The paper thins a prompt once and keeps all that is generated, which in the end takes any number of bytes. Here the choice is
 made again after every 32 decoded tokens, by their queries, so that what is held stays within its share of the text.
 
-Shapes: G KV heads, J query heads of one, Q queries, N tokens held, D head dim, H = G·J.
+Shapes: G KV heads, N tokens held.
 """
 
 import torch
@@ -29,9 +29,6 @@ class LookedAt(Rule):
     def __init__(self, share: float):
         super().__init__(share, interval=WINDOW, least=WINDOW)
 
-    def observe(self, tokens: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
-        tokens.score_GN = tokens.score_GN + attention_sums(query_HQD[:, -WINDOW:], tokens, scaling)
-
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
         window = min(WINDOW, count)
         score_GN = tokens.score_GN.clone()
@@ -40,22 +37,6 @@ class LookedAt(Rule):
         score_GN[:, : tokens.num_held - window] = F.max_pool1d(older_GN, KERNEL, 1, KERNEL // 2)
         score_GN[:, tokens.num_held - window :] = torch.inf
         return top_scores(score_GN, count)
-
-
-def attention_sums(query_HQD: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:
-    """Σ over queries, and over the heads that share a KV head, of the attention that each token gets, (G, N) fp32.
-
-    Args:
-        query_HQD: rotated queries of the latest Q places of the text.
-        scaling: the model's score scale.
-    """
-    groups, queries = len(tokens.key_GND), query_HQD.shape[1]
-    query_GJQD = query_HQD.float().unflatten(0, (groups, -1))
-    place_Q = torch.arange(tokens.length - queries, tokens.length, device=query_HQD.device)
-    sees_GQN = tokens.position_PN[:, None] <= place_Q[:, None]
-    score_GJQN = torch.einsum("gjqd,gnd->gjqn", query_GJQD, tokens.key_GND.float()) * scaling
-    weight_GJQN = score_GJQN.masked_fill(~sees_GQN[:, None], -torch.inf).softmax(dim=-1)
-    return weight_GJQN.nan_to_num(0.0).sum(dim=(1, 2))
 
 
 def snapkv_maker(

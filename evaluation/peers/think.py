@@ -21,7 +21,9 @@ from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
+from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.memory_report import BASES
+from lowrank_kv.utils.config import require
 from ojakv import OjaKVConfig
 
 from .peer import MakeCache, TextLength, token_share
@@ -49,6 +51,11 @@ class ChannelStore(TokenStore):
             return self.initial.vectors_PWR
         width = self.initial.vectors_PWR.shape[1]
         return torch.nn.functional.one_hot(self.channel_GR.long(), width).mT.float()
+
+    def operands(self) -> Operands:
+        operands = super().operands()
+        self.forget_operands()  # with them it would hold the ones and zeros
+        return operands
 
     def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
         super().follow(rows_PNW, is_prompt=is_prompt)
@@ -116,7 +123,8 @@ def think_maker(
         prefill="exact",
     )
     kept = 2 * token_share(config, geometry, share, text, itemsize=model.dtype.itemsize) - 1
-    rank = min(geometry.head_dim, max(1, int(kept * geometry.head_dim)))
+    rank = min(geometry.head_dim, int(kept * geometry.head_dim))
+    require(rank >= 1, "share", share, "large enough for the values and one channel of each key")
     pair = _first_channels(geometry, rank), _first_channels(geometry, geometry.head_dim)
     plan = Plan(config=config, geometry=geometry, layers=dict.fromkeys(geometry.layers, pair))
     return lambda: LowRankCache(model, {index: layer(plan, index) for index in geometry.layers})

@@ -1,7 +1,7 @@
 """A cache that keeps some tokens whole and forgets the others, while a prompt is read and while text is generated.
 
-Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, N tokens held, M tokens kept, T tokens seen, P parts (1
-where all heads of a layer hold the same tokens, G where each chooses its own).
+Shapes: B batch, H query heads, G KV heads, J query heads of one, D head dim, Q new tokens, N tokens held, M tokens kept,
+P parts (1 where all heads of a layer hold the same tokens, G where each chooses its own).
 """
 
 import abc
@@ -114,9 +114,6 @@ class Rule(abc.ABC):
         budget = self.share * (tokens.num_seen + self.interval) * whole / (whole + beside)
         return min(tokens.num_held, max(self.least, int(budget) - self.interval))
 
-    def observe(self, tokens: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
-        """See a call's rotated queries, whose own tokens are the latest held."""
-
     @abc.abstractmethod
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
         """The rows of `count` tokens to keep, rising, (P, count)."""
@@ -164,16 +161,33 @@ class WholeTokensLayer(SequenceLayer):
                 mask_1HQN = columns[None] if columns.dim() == 3 else columns[None, None]
             states = sequence.key_GND[None], sequence.value_GND[None]
             outputs.append(inner(module, query[b : b + 1], *states, mask_1HQN, **kwargs)[0])
-            self._forget(sequence, query[b], kwargs["scaling"])
+            if sequence.score_GN is not None:
+                last_HQD = query[b, :, -self.rule.interval :]
+                sequence.score_GN = sequence.score_GN + attention_sums(last_HQD, sequence, kwargs["scaling"])
+            self._forget(sequence, query.shape[2])
         return torch.cat(outputs), None
 
-    def _forget(self, sequence: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
-        rule = self.rule
-        rule.observe(sequence, query_HQD, scaling)
-        count = rule.num_kept(sequence)
-        # A prompt is thinned at once, what is decoded when an interval is full.
-        if sequence.num_held - count >= (1 if query_HQD.shape[1] > rule.interval else max(1, rule.interval)):
-            sequence.keep(rule.kept(sequence, count))
+    def _forget(self, sequence: WholeTokens, queries: int) -> None:
+        """Forget tokens where another call of so many queries would find no room for them."""
+        count = self.rule.num_kept(sequence)
+        if sequence.num_held > count and sequence.num_held - count + queries > self.rule.interval:
+            sequence.keep(self.rule.kept(sequence, count))
+
+
+def attention_sums(query_HQD: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:
+    """Σ over queries, and over the heads that share a KV head, of the attention that each token gets, (G, N) fp32.
+
+    Args:
+        query_HQD: rotated queries of the latest Q places of the text.
+        scaling: the model's score scale.
+    """
+    groups, queries = len(tokens.key_GND), query_HQD.shape[1]
+    query_GJQD = query_HQD.float().unflatten(0, (groups, -1))
+    place_Q = torch.arange(tokens.length - queries, tokens.length, device=query_HQD.device)
+    sees_GQN = tokens.position_PN[:, None] <= place_Q[:, None]
+    score_GJQN = torch.einsum("gjqd,gnd->gjqn", query_GJQD, tokens.key_GND.float()) * scaling
+    weight_GJQN = score_GJQN.masked_fill(~sees_GQN[:, None], -torch.inf).softmax(dim=-1)
+    return weight_GJQN.nan_to_num(0.0).sum(dim=(1, 2))
 
 
 def whole_tokens_maker(model: PreTrainedModel, rule: Rule) -> MakeCache:

@@ -7,8 +7,8 @@ from methods import calibration_of, tiny_model
 
 from evaluation.fidelity import WindowScore, fidelity, summary, windows_of
 from evaluation.fidelity_command import FidelityConfig, measure
-from evaluation.perplexity import full_cache
 from evaluation.peers.rotated import rotated_maker
+from evaluation.perplexity import full_cache
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.errors import UserError
