@@ -31,6 +31,7 @@ from .peer import MakeCache, TextLength, token_share
 GROUPED_HEADS = 4
 # Ranks are multiples of it. Palu's own is 32, for widths of a thousand and more.
 _RANK_MULTIPLE = 4
+_HALVINGS = 200
 
 
 def palu_maker(
@@ -119,15 +120,13 @@ def fisher_ranks(scores: list[float], rate: float, *, width: int, multiple: int)
             f"ranks in multiples of {multiple} keep at least {least / width:.2f} of a width of {width}, more than the rate "
             f"{rate:.3f}; take a larger share"
         )
-    wanted_M = torch.full_like(score_M, float(least))
-    for _ in range(len(scores)):  # each round caps one module at least, or ends
-        is_free_M = wanted_M < width
-        left = total - float(wanted_M.sum())
-        if left < 1e-6 or not bool(is_free_M.any()):
-            break
-        wanted_M = wanted_M + torch.where(is_free_M, left * score_M / score_M[is_free_M].sum(), 0.0)
-        wanted_M = wanted_M.clamp(max=width)
-    rank_M = (wanted_M / multiple).floor().mul(multiple).clamp(min=least)
+    low, high = 0.0, float(width / score_M.min())  # of ranks over scores; at the highest all have their whole width
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_within = float((middle * score_M).clamp(least, width).sum()) <= total
+        low, high = (middle, high) if is_within else (low, middle)
+    wanted_M = (high * score_M).clamp(least, width)
+    rank_M = (wanted_M / multiple + 1e-9).floor().mul(multiple).clamp(min=least)
     rank_M[wanted_M >= width] = width
     # What rounding left goes to those that lost most by it.
     for module in (wanted_M - rank_M).argsort(descending=True).tolist():
