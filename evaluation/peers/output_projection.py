@@ -4,9 +4,8 @@ Shapes: H query heads, G KV heads, J = H/G, D head dim, X hidden size.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.utils.errors import UserError
@@ -32,7 +31,9 @@ def output_moments(model: PreTrainedModel) -> dict[int, Tensor]:
                 f"cannot be weighed by their output"
             )
         weight = projection.weight.detach().double().cpu()
-        weight_YX = weight if isinstance(projection, Conv1D) else weight.T
+        weight_YX = (
+            weight.T if isinstance(projection, nn.Linear) else weight
+        )  # GPT-2's Conv1D is laid out the other way
         weight_GJDX = weight_YX.unflatten(0, (geometry.num_kv_heads, -1, geometry.head_dim))
         moments[index] = torch.einsum("gjdx,gjex->gde", weight_GJDX, weight_GJDX)
     return moments
