@@ -78,14 +78,14 @@ PEERS: dict[str, Peer] = {
     "kvtc": Peer(
         what="principal components of un-rotated keys and of values, bits by their energy",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of one layer; the latest 16 tokens whole instead of 128; no DEFLATE",
+        simplified="components of one layer, energies over their sum; the latest 16 tokens whole instead of 128; no DEFLATE",
         build=kvtc_maker,
         needs=frozenset({READ}),
     ),
     "kvtc-128": Peer(
         what="the same with the paper's window",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of one layer; no DEFLATE",
+        simplified="components of one layer, energies over their sum; no DEFLATE",
         build=functools.partial(kvtc_maker, recent_window=128),
         needs=frozenset({READ}),
     ),

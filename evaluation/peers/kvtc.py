@@ -29,13 +29,14 @@ def kvtc_maker(
     text: TextLength | None = None,
     *,
     recent_window: int = 16,
-    is_relative: bool = False,
+    is_relative: bool = True,
 ) -> MakeCache:
     """Caches of principal components with bits by their energy.
 
     Args:
         recent_window: latest tokens that stay whole; 128 in the paper, which leaves them out of its ratios.
-        is_relative: weigh the squared error of each layer's keys and values by their energy, rather than all alike.
+        is_relative: take the squared error over the energy of each layer's keys, and of its values, which at few bytes loses
+            much less than the sum of all as they are (docs/log/peers-and-eviction.md).
     """
     config = OjaKVConfig.preset("static-mixed", recent_window=recent_window, prefill="exact")
     itemsize = model.dtype.itemsize
