@@ -13,13 +13,10 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import path_input
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 
-from .baselines import QUANTISED, SNAPKV, quantized_maker, snapkv_maker
+from .peers import PEERS, TextLength
 from .reading import full_cache
-from .rotated import ROTATED, rotated_maker
 
 FULL = "full"
-PEERS = (*ROTATED, *QUANTISED, SNAPKV)
-_NEEDS_SHARE = (SNAPKV,)
 
 
 @configuration
@@ -54,23 +51,20 @@ class MethodConfig:
             values = getattr(self, key)
             require(all(0 < value <= 1 for value in values), key, values, "numbers in (0, 1]")
         require(not self.rates or self.preset is not None, "rates", self.rates, "left out without a `preset`")
-        budgets = bool(self.bytes or self.bytes_of)
+        budget = self.bytes or self.bytes_of
+        require(not budget or self.has_budget, "bytes", budget, "left out where the method has bytes of its own")
         require(
-            not budgets or self.preset is not None or self.peer in _NEEDS_SHARE,
-            "bytes",
-            self.bytes or self.bytes_of,
-            "left out where the method has bytes of its own",
-        )
-        require(
-            bool(self.rates) or budgets or not (self.preset or self.peer in _NEEDS_SHARE),
-            "rates",
-            self.rates,
-            "given, or `bytes`, or `bytes_of`",
+            bool(self.rates or budget) or not self.has_budget, "rates", self.rates, "given, or `bytes`, or `bytes_of`"
         )
         require(not self.settings or self.peer is None, "settings", self.settings, "left out of a peer")
         if self.preset is not None:
             with within("settings."):
                 self.ojakv_config()
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its bytes can be chosen."""
+        return self.preset is not None or (self.peer is not None and not PEERS[self.peer].is_fixed)
 
     def ojakv_config(self, **changed: Any) -> OjaKVConfig:
         """The preset with these settings."""
@@ -135,7 +129,7 @@ def methods_of(
         elif config.preset is not None:
             found += _preset(config, model, calibration, prompt, tokens)
         else:
-            found += _peer(config, model, calibration)
+            found += _peer(config, model, calibration, TextLength(prompt, tokens))
     labels = [method.label for method in found]
     for label in labels:
         if labels.count(label) > 1:
@@ -191,16 +185,17 @@ def _preset(
         )
 
 
-def _peer(config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None) -> Iterator[Method]:
-    of = {"peer": config.peer}
-    if config.peer == SNAPKV:
-        for label, share, other in _budgets(config):
-            yield Method(
-                label=label,
-                of=of | {"bytes": share},
-                bytes_of=other,
-                make=lambda found, share=share: snapkv_maker(model, calibration, share if found is None else found),
-            )
-        return
-    maker = rotated_maker(model, config.peer) if config.peer in ROTATED else quantized_maker(model, config.peer)
-    yield Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
+def _peer(
+    config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None, text: TextLength
+) -> Iterator[Method]:
+    of, peer = {"peer": config.peer}, PEERS[config.peer]
+    if peer.is_fixed:
+        maker = peer.maker(model, calibration, None)
+        yield Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
+    for label, share, other in _budgets(config):
+        yield Method(
+            label=label,
+            of=of | {"bytes": share},
+            bytes_of=other,
+            make=lambda found, share=share: peer.maker(model, calibration, share if found is None else found, text),
+        )

@@ -13,7 +13,7 @@ from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import require
 
-from .baselines import quantized_tensors
+from .peers.quantized_cache import quantized_tensors
 
 
 def check_split(model: PreTrainedModel, tokens: int, prefix: int) -> None:

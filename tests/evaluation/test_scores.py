@@ -4,8 +4,8 @@ import pytest
 import torch
 from methods import calibration_of, tiny_model
 
+from evaluation.peers.rotated import rotated_maker
 from evaluation.reading import full_cache, read_through, read_uncompressed
-from evaluation.rotated import rotated_maker
 from evaluation.scores import WindowScore, score_window, summary
 from evaluation.texts import windows_of
 from ojakv import OjaKVCache, OjaKVConfig, make_plan

@@ -1,4 +1,7 @@
-"""Peers to measure against: transformers' own quantized caches, and SnapKV's eviction of full-rank tokens."""
+"""transformers' own quantized caches: what stands for KIVI (arXiv 2402.02750) in the library that most people use.
+
+quanto puts keys and values in groups along a channel (axis 0), hqq along a token (axis 1).
+"""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -7,7 +10,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from lowrank_kv.utils.errors import UserError
-from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 # name → (backend, bits, axis of the groups, package)
 QUANTISED = {
@@ -17,8 +19,6 @@ QUANTISED = {
     "hqq-int4": ("hqq", 4, 1, "hqq"),
     "hqq-int2": ("hqq", 2, 1, "hqq"),
 }
-SNAPKV = "snapkv"
-BASELINES = (*QUANTISED, SNAPKV)
 _MODULES = {"optimum-quanto": "optimum", "hqq": "hqq"}
 
 
@@ -28,13 +28,6 @@ def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     if importlib.util.find_spec(_MODULES[package]) is None:
         raise UserError(f"the baseline `{name}` needs {package}; pip install -c constraints.txt {package}")
     return lambda: QuantizedCache(backend=backend, config=model.config, nbits=bits, axis_key=axis, axis_value=axis)
-
-
-def snapkv_maker(model: PreTrainedModel, calibration: Calibration, share: float) -> Callable[[], Cache]:
-    """Makes caches that keep `share` of a prompt's tokens whole, each KV head its own, and forget the others."""
-    config = OjaKVConfig.preset("static-pca", rate=1.0, prefill="exact", eviction={"keep_ratio": share})
-    plan = make_plan(calibration, config)
-    return lambda: OjaKVCache(model, plan)
 
 
 def quantized_tensors(cache: QuantizedCache) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from lowrank_kv.stores.bit_plan import BitPlan
 from ojakv import OjaKVCache, OjaKVConfig
 
 # name → bits
-ROTATED = {"rotated-int4": 4, "rotated-int3": 3, "rotated-int2": 2}
+ROTATED = {"rotated-int8": 8, "rotated-int4": 4, "rotated-int3": 3, "rotated-int2": 2}
 _SAMPLES = 1_000_000
 
 

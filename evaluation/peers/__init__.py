@@ -1,0 +1,146 @@
+"""The strongest peers of the field, one file each, behind one interface.
+
+`PEERS[name].maker(model, calibration, share, text)` gives a function that makes fresh caches, which hold `share` of the
+uncompressed bytes at the end of `text`. A cache counts its own tensors (`cache_bytes` in `evaluation/reading.py`).
+"""
+
+import functools
+
+from transformers import PreTrainedModel
+
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.utils.config import nearest
+from lowrank_kv.utils.errors import UserError
+
+from .eigen_attention import eigen_maker
+from .kq_svd import kq_svd_maker
+from .kvtc import kvtc_maker
+from .palu import GROUPED_HEADS, palu_maker
+from .peer import CALIBRATION, READ, WEIGHTS, MakeCache, Peer, TextLength
+from .puzzle_kv import puzzle_maker
+from .quantized_cache import QUANTISED, quantized_maker
+from .rotated import ROTATED, rotated_maker
+from .snapkv import snapkv_maker
+from .streaming_llm import streaming_maker
+from .think import think_maker
+
+__all__ = ["PEERS", "MakeCache", "Peer", "TextLength", "peer"]
+
+
+def _rotated(name: str) -> Peer:
+    bits = ROTATED[name]
+
+    def build(
+        model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
+    ) -> MakeCache:
+        return rotated_maker(model, name)
+
+    return Peer(
+        what=f"each head rotated at random, {bits} bits for each number",
+        source="TurboQuant, arXiv 2504.19874, section 3",
+        simplified="its scale has 8 bits for each head; no sketch of what rounding leaves of keys",
+        build=build,
+        shares=(bits / 16, bits / 16),
+    )
+
+
+def _quantized(name: str) -> Peer:
+    backend, bits, _, package = QUANTISED[name]
+
+    def build(
+        model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
+    ) -> MakeCache:
+        return quantized_maker(model, name)
+
+    return Peer(
+        what=f"transformers' QuantizedCache with {backend}, {bits} bits in groups of 64",
+        source=f"{package}; stands for KIVI, arXiv 2402.02750",
+        simplified="the axis of the groups is the backend's for keys and for values",
+        build=build,
+        shares=(bits / 16, bits / 16),
+    )
+
+
+def _palu(what: str, simplified: str, **settings: int | None) -> Peer:
+    return Peer(
+        what=what,
+        source="Palu, arXiv 2407.21118, section 3",
+        simplified=f"{simplified}ranks in multiples of 4 for each group, by an estimate of the Fisher information",
+        build=functools.partial(palu_maker, **settings),
+        needs=frozenset({CALIBRATION, READ, WEIGHTS}),
+    )
+
+
+# Name → peer.
+PEERS: dict[str, Peer] = {
+    **{name: _rotated(name) for name in ROTATED},
+    **{name: _quantized(name) for name in QUANTISED},
+    "kvtc": Peer(
+        what="principal components of un-rotated keys and of values, bits by their energy",
+        source="KVTC, arXiv 2511.01815, section 3",
+        simplified="components of one layer, energies over their sum; the latest 16 tokens whole instead of 128; no DEFLATE",
+        build=kvtc_maker,
+        needs=frozenset({READ}),
+    ),
+    "kvtc-128": Peer(
+        what="the same with the paper's window",
+        source="KVTC, arXiv 2511.01815, section 3",
+        simplified="components of one layer, energies over their sum; no DEFLATE",
+        build=functools.partial(kvtc_maker, recent_window=128),
+        needs=frozenset({READ}),
+    ),
+    "kq-svd": Peer(
+        what="bases of each head's rotated keys for the least error of scores, of values for that of outputs",
+        source="KQ-SVD, arXiv 2512.05916",
+        simplified="ranks by water-filling; first 4 and latest 16 tokens whole",
+        build=kq_svd_maker,
+        needs=frozenset({CALIBRATION, WEIGHTS}),
+    ),
+    "eigen-attention": Peer(
+        what="a basis of each head's rotated keys and queries, in which attention is computed",
+        source="EigenAttention, arXiv 2408.05646",
+        simplified="one share of the dims for all layers instead of a threshold for each",
+        build=eigen_maker,
+        needs=frozenset({CALIBRATION}),
+    ),
+    "palu-j": _palu("whitened factors of key and value projections, all heads of a layer together", ""),
+    "palu-g": _palu(
+        f"the same in groups of up to {GROUPED_HEADS} heads",
+        "groups divide the heads evenly; ",
+        grouped_heads=GROUPED_HEADS,
+    ),
+    "palu-m": _palu("the same for each head", "", grouped_heads=1),
+    "palu-j-int4": _palu("`palu-j` with latents in 4 bits", "no Hadamard rotation of latents; ", bits=4),
+    "puzzle-kv": Peer(
+        what="a singular value decomposition for each page of 32 tokens",
+        source="PuzzleKV, arXiv 2608.23843",
+        simplified="one rank for all pages of a layer; first 4 and latest 16 tokens whole",
+        build=puzzle_maker,
+    ),
+    "think": Peer(
+        what="each head keeps the key channels that queries use, values stay whole",
+        source="ThinK, arXiv 2407.21018, section 3",
+        simplified="channels are chosen once, by the first prompt",
+        build=think_maker,
+        shares=(0.5, 1.0),
+    ),
+    "snapkv": Peer(
+        what="each head keeps the tokens that the latest queries look at",
+        source="SnapKV, arXiv 2404.14469, section 4",
+        simplified="the choice is made again after every 32 decoded tokens, by their queries",
+        build=snapkv_maker,
+    ),
+    "streaming-llm": Peer(
+        what="the first 4 and the latest tokens",
+        source="StreamingLLM, arXiv 2309.17453, section 3",
+        simplified="keys keep their rotations; the window grows with the text",
+        build=streaming_maker,
+    ),
+}
+
+
+def peer(name: str) -> Peer:
+    """The peer of that name. Raises :class:`UserError` where there is none."""
+    if name not in PEERS:
+        raise UserError(f"unknown peer `{name}`; {nearest(name, list(PEERS), 'peers')}")
+    return PEERS[name]

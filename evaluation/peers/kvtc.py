@@ -1,0 +1,74 @@
+"""KVTC: transform coding of keys and values, with bits by the energy of each principal component (arXiv 2511.01815).
+
+The paper's section 3: keys before rotation, and values, in their principal components; each gets the bits that leave the
+least squared error Σ λ_i ε(b_i) for the budget; first and latest tokens stay whole; DEFLATE packs what is stored. Here the
+components are those of one layer, not of all layers together, and not centred; codes are Lloyd–Max levels, not integers;
+the budget is spent exactly on the lower convex hull of ε, which the paper's dynamic program need not be on; and there is no
+DEFLATE, since attention reads the rows where they lie (:func:`deflated_share` says what it would save).
+"""
+
+import dataclasses
+import zlib
+
+import torch
+from transformers import PreTrainedModel
+
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.stores.memory_report import COEFFICIENTS
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+from .peer import MakeCache, TextLength, token_share
+
+_ITEMSIZE = 2  # a plan's rate is of numbers of so many bytes
+
+
+def kvtc_maker(
+    model: PreTrainedModel,
+    calibration: Calibration,
+    share: float,
+    text: TextLength | None = None,
+    *,
+    recent_window: int = 16,
+    is_relative: bool = True,
+) -> MakeCache:
+    """Caches of principal components with bits by their energy.
+
+    Args:
+        recent_window: latest tokens that stay whole; 128 in the paper, which leaves them out of its ratios.
+        is_relative: take the squared error over the energy of each layer's keys, and of its values, which at few bytes loses
+            much less than the sum of all as they are (docs/log/peers-and-eviction.md).
+    """
+    config = OjaKVConfig.preset("static-mixed", recent_window=recent_window, prefill="exact")
+    itemsize = model.dtype.itemsize
+    rate = token_share(config, calibration.geometry, share, text, itemsize=itemsize) * itemsize / _ITEMSIZE
+    config = dataclasses.replace(config, rate=min(rate, 1.0))
+    plan = make_plan(by_energy(calibration, is_relative=is_relative), config)
+    return lambda: OjaKVCache(model, plan)
+
+
+def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibration:
+    """The calibration of a loss that is the squared error of what is rebuilt: its gradients' moment is the identity, its
+    loss-weighted basis the principal components, and what it asks of each their energy.
+
+    Args:
+        is_relative: the loss is the squared error over the energy of each layer's keys, and of its values.
+    """
+    read = {
+        index: {
+            side: dataclasses.replace(
+                states,
+                gradient_CC=torch.eye(len(states.state_CC))
+                / (states.state_CC.trace().clamp(min=torch.finfo(torch.float32).tiny) if is_relative else 1.0),
+            )
+            for side, states in sides.items()
+        }
+        for index, sides in calibration.read_states().items()
+    }
+    return dataclasses.replace(calibration, read=read)
+
+
+def deflated_share(cache: OjaKVCache) -> float:
+    """What DEFLATE leaves of the bytes of packed rows, each layer's keys and values by themselves."""
+    packed = [tensor for kind, tensor in cache.tensors_by_kind() if kind == COEFFICIENTS]
+    left = sum(len(zlib.compress(tensor.cpu().contiguous().numpy().tobytes(), level=9)) for tensor in packed)
+    return left / sum(tensor.nbytes for tensor in packed)

@@ -1,0 +1,129 @@
+"""What a peer is: a way to make caches at a wanted share of the bytes, and what has to be known of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from transformers import Cache, PreTrainedModel
+
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.utils.config import require
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVConfig
+from ojakv.byte_budget import PlannedSequence
+
+MakeCache = Callable[[], Cache]
+
+# What a peer may need besides the model's shape.
+CALIBRATION = "calibration"  # second moments of the model's states
+READ = "read moments"  # what is read of a compressed cache (a calibration with `read_gradients: true`)
+WEIGHTS = "weights"  # of the model
+NEEDS = (CALIBRATION, READ, WEIGHTS)
+
+
+class TextLength(NamedTuple):
+    """The text at whose end a cache is to take its share of the bytes.
+
+    Attributes:
+        prompt: tokens read at once at the start.
+        tokens: all tokens, `prompt` included.
+    """
+
+    prompt: int
+    tokens: int
+
+
+class Build(Protocol):
+    """How a peer makes caches; see :meth:`Peer.maker`."""
+
+    def __call__(
+        self, model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
+    ) -> MakeCache: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One method to measure against.
+
+    Attributes:
+        what: what it does, in a few words.
+        source: the paper and its section, or the package.
+        simplified: what is done otherwise than there.
+        build: makes the maker of caches.
+        needs: some of :data:`NEEDS`.
+        shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
+            by its bits, and cannot be asked for.
+    """
+
+    what: str
+    source: str
+    simplified: str
+    build: Build
+    needs: frozenset[str] = frozenset()
+    shares: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its bytes cannot be chosen."""
+        return self.shares[0] == self.shares[1]
+
+    def maker(
+        self,
+        model: PreTrainedModel,
+        calibration: Calibration | None,
+        share: float | None,
+        text: TextLength | None = None,
+    ) -> MakeCache:
+        """A function that makes fresh caches of this peer for `model`.
+
+        Args:
+            model: the model to serve.
+            calibration: made on it; None where the peer needs none.
+            share: of the uncompressed bytes, all that a cache holds at the end of `text`; None where :attr:`is_fixed`.
+            text: None to count a compressed token alone, without those at full rank and without positions.
+
+        Raises:
+            UserError: the calibration is missing or does not fit, or the share is not one that the peer can serve.
+        """
+        if self.is_fixed:
+            require(
+                share is None, "share", share, f"none: this peer always takes {self.shares[0]:g} of a token's bytes"
+            )
+        else:
+            is_served = share is not None and self.shares[0] < share <= self.shares[1]
+            require(is_served, "share", share, f"above {self.shares[0]:g} and at most {self.shares[1]:g}")
+        if self.needs & {CALIBRATION, READ}:
+            require(calibration is not None, "calibration", None, "given: this peer's bases come from one")
+            calibration = calibration.for_model(model)
+        return self.build(model, calibration, share, text)
+
+
+def token_share(
+    config: OjaKVConfig, geometry: KVGeometry, share: float, text: TextLength | None, *, itemsize: int
+) -> float:
+    """The share of an uncompressed token's bytes that a compressed one may take, so that the cache takes `share` in all.
+
+    Args:
+        config: says which tokens stay at full rank.
+        geometry: of the model.
+        share, text: as for :meth:`Peer.maker`.
+        itemsize: bytes of a number in the model's dtype.
+
+    Raises:
+        UserError: the tokens at full rank take all of the share.
+    """
+    if text is None:
+        return share
+    sequence = PlannedSequence.after(config, prompt=text.prompt, tokens=text.tokens)
+    token_bytes = geometry.full_nbytes(1, itemsize)
+    held = sequence.full_rank_capacity * token_bytes + len(geometry.layers) * sequence.position_bytes(1)
+    if config.rotates:
+        held += sequence.rotation_bytes
+    found = (share * text.tokens * token_bytes - held) / (sequence.low_rank_capacity * token_bytes)
+    if found <= 0:
+        raise UserError(
+            f"`share` {share:g} leaves no byte for a compressed token: of {text.tokens} tokens "
+            f"{sequence.full_rank_capacity} are held at full rank; take a larger share or a longer text"
+        )
+    return found

@@ -1,0 +1,46 @@
+"""SnapKV: each head keeps the tokens that the latest queries look at (arXiv 2404.14469, section 4).
+
+The paper thins a prompt once and keeps all that is generated, which in the end takes any number of bytes. Here the choice is
+made again after every 32 decoded tokens, by their queries, so that what is held stays within its share of the text.
+
+Shapes: G KV heads, N tokens held.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.eviction import top_scores
+
+from .peer import MakeCache, TextLength
+from .whole_tokens import Rule, WholeTokens, whole_tokens_maker
+
+SNAPKV = "snapkv"
+WINDOW, KERNEL = 32, 7
+
+
+class LookedAt(Rule):
+    """Keeps the latest :data:`WINDOW` tokens and those before them at which the window's queries look most."""
+
+    chooses_by_head = True
+
+    def __init__(self, share: float):
+        super().__init__(share, interval=WINDOW, least=WINDOW)
+
+    def kept(self, tokens: WholeTokens, count: int) -> Tensor:
+        window = min(WINDOW, count)
+        score_GN = tokens.score_GN.clone()
+        # Without the window's own scores: being next to the window is no reason to keep a token.
+        older_GN = score_GN[:, : tokens.num_held - window]
+        score_GN[:, : tokens.num_held - window] = F.max_pool1d(older_GN, KERNEL, 1, KERNEL // 2)
+        score_GN[:, tokens.num_held - window :] = torch.inf
+        return top_scores(score_GN, count)
+
+
+def snapkv_maker(
+    model: PreTrainedModel, calibration: Calibration | None, share: float, text: TextLength | None = None
+) -> MakeCache:
+    """Caches that hold a share of the text so far, each KV head its own; the length of `text` does not matter."""
+    return whole_tokens_maker(model, LookedAt(share))

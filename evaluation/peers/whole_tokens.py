@@ -1,0 +1,196 @@
+"""A cache that keeps some tokens whole and forgets the others, while a prompt is read and while text is generated.
+
+Shapes: B batch, H query heads, G KV heads, J query heads of one, D head dim, Q new tokens, N tokens held, M tokens kept,
+P parts (1 where all heads of a layer hold the same tokens, G where each chooses its own).
+"""
+
+import abc
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache.layer import CallContext
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.cache.windowed.sequence import columns_of
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.stores.memory_report import FULL_RANK, POSITIONS, SCALES
+from lowrank_kv.utils.errors import UserError
+
+from .peer import MakeCache
+
+_NUMBER_BYTES = 4  # of a position, int32, and of a score, fp32
+
+
+class WholeTokens:
+    """The tokens that one sequence of one layer still holds, in the text's order.
+
+    Attributes:
+        key_GND, value_GND: rotated keys and values, in the model's dtype.
+        position_PN: where they stand in the text, int32.
+        score_GN: how much queries have looked at them since tokens were last chosen, fp32; None where nobody asks.
+        length: tokens seen, padding and forgotten ones included.
+        num_seen: the same without padding.
+    """
+
+    min_crop_length = 0
+
+    def __init__(self, rule: "Rule", key_GND: Tensor):
+        self.key_GND = self.value_GND = key_GND
+        parts = len(key_GND) if rule.chooses_by_head else 1
+        self.position_PN = torch.empty(parts, 0, dtype=torch.int32, device=key_GND.device)
+        self.score_GN = key_GND[..., 0].float() if rule.chooses_by_head else None
+        self.length = self.num_seen = 0
+
+    @property
+    def num_held(self) -> int:
+        return self.position_PN.shape[1]
+
+    def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
+        """New tokens; `present_Q` is False for padding, which is not held, None where there is none."""
+        queries = key_GQD.shape[1]
+        position_Q = torch.arange(self.length, self.length + queries, dtype=torch.int32, device=key_GQD.device)
+        if present_Q is not None:
+            key_GQD, value_GQD, position_Q = key_GQD[:, present_Q], value_GQD[:, present_Q], position_Q[present_Q]
+        self.key_GND = torch.cat([self.key_GND, key_GQD.detach()], dim=1)
+        self.value_GND = torch.cat([self.value_GND, value_GQD.detach()], dim=1)
+        self.position_PN = torch.cat([self.position_PN, position_Q.expand(len(self.position_PN), -1)], dim=1)
+        if self.score_GN is not None:
+            self.score_GN = torch.nn.functional.pad(self.score_GN, (0, len(position_Q)))
+        self.length += queries
+        self.num_seen += len(position_Q)
+
+    def keep(self, index_PM: Tensor) -> None:
+        """Forget all but these rows, rising."""
+        index_GM1 = index_PM.expand(len(self.key_GND), -1)[..., None]
+        self.key_GND = self.key_GND.take_along_dim(index_GM1, dim=1)
+        self.value_GND = self.value_GND.take_along_dim(index_GM1, dim=1)
+        self.position_PN = self.position_PN.take_along_dim(index_PM, dim=1)
+        if self.score_GN is not None:
+            self.score_GN = torch.zeros_like(self.key_GND[..., 0], dtype=torch.float32)
+
+    def crop(self, length: int) -> None:
+        raise UserError(
+            f"the cache cannot be cropped to {length} tokens: it forgets tokens as it goes; generate without drafts"
+        )
+
+    def clone(self) -> "WholeTokens":
+        """An independent copy: nothing is ever written in place."""
+        return copy.copy(self)
+
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of everything held."""
+        yield FULL_RANK, self.key_GND
+        yield FULL_RANK, self.value_GND
+        yield POSITIONS, self.position_PN
+        if self.score_GN is not None:
+            yield SCALES, self.score_GN
+
+
+class Rule(abc.ABC):
+    """Which tokens are kept.
+
+    Args:
+        share: of the bytes of all tokens seen that those held may take.
+        interval: how many tokens come while decoding before some are forgotten again; room for them is left.
+        least: tokens that are held whatever their share is.
+    """
+
+    chooses_by_head = False  # whether each KV head holds tokens of its own, by their scores
+
+    def __init__(self, share: float, *, interval: int, least: int):
+        self.share, self.interval, self.least = share, interval, least
+
+    def num_kept(self, tokens: WholeTokens) -> int:
+        """How many tokens are held after a choice, so that before the next one they take their share at most."""
+        groups, _, head_dim = tokens.key_GND.shape
+        whole = 2 * groups * head_dim * tokens.key_GND.dtype.itemsize
+        beside = _NUMBER_BYTES * (len(tokens.position_PN) + (groups if self.chooses_by_head else 0))
+        budget = self.share * (tokens.num_seen + self.interval) * whole / (whole + beside)
+        return min(tokens.num_held, max(self.least, int(budget) - self.interval))
+
+    @abc.abstractmethod
+    def kept(self, tokens: WholeTokens, count: int) -> Tensor:
+        """The rows of `count` tokens to keep, rising, (P, count)."""
+
+
+class WholeTokensLayer(SequenceLayer):
+    """One layer of sequences of whole tokens."""
+
+    is_croppable = False
+    rotates = False
+
+    def __init__(self, rule: Rule):
+        super().__init__()
+        self.rule = rule
+        self._none_G0D: Tensor | None = None  # no tokens, of the right shape, dtype and device
+
+    def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
+        places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
+        for b, sequence in enumerate(self.sequences):
+            present_Q = None if context.mask is None else mask_of_row(context.mask, b)[:, places].any(dim=0)
+            sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._none_G0D = key_states[0, :, :0].clone()
+        super().lazy_initialization(key_states, value_states)
+
+    def new_sequence(self) -> WholeTokens:
+        return WholeTokens(self.rule, self._none_G0D)
+
+    def activate_past_recording(self) -> None:
+        raise UserError("a call with drafts must be able to take tokens back, and this cache forgets; generate without")
+
+    def attend_cached(
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """The model's own attention over the tokens held, after which some are forgotten."""
+        outputs = []
+        for b, sequence in enumerate(self.sequences):
+            mask_1HQN = None
+            if mask is not None:
+                position = sequence.position_PN.long()
+                columns = columns_of(
+                    mask_of_row(mask, b), position[0] if len(position) == 1 else position, query.shape[1]
+                )
+                mask_1HQN = columns[None] if columns.dim() == 3 else columns[None, None]
+            states = sequence.key_GND[None], sequence.value_GND[None]
+            outputs.append(inner(module, query[b : b + 1], *states, mask_1HQN, **kwargs)[0])
+            if sequence.score_GN is not None:
+                last_HQD = query[b, :, -self.rule.interval :]
+                sequence.score_GN = sequence.score_GN + attention_sums(last_HQD, sequence, kwargs["scaling"])
+            self._forget(sequence, query.shape[2])
+        return torch.cat(outputs), None
+
+    def _forget(self, sequence: WholeTokens, queries: int) -> None:
+        """Forget tokens where another call of so many queries would find no room for them."""
+        count = self.rule.num_kept(sequence)
+        if sequence.num_held > count and sequence.num_held - count + queries > self.rule.interval:
+            sequence.keep(self.rule.kept(sequence, count))
+
+
+def attention_sums(query_HQD: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:
+    """Σ over queries, and over the heads that share a KV head, of the attention that each token gets, (G, N) fp32.
+
+    Args:
+        query_HQD: rotated queries of the latest Q places of the text.
+        scaling: the model's score scale.
+    """
+    groups, queries = len(tokens.key_GND), query_HQD.shape[1]
+    query_GJQD = query_HQD.float().unflatten(0, (groups, -1))
+    place_Q = torch.arange(tokens.length - queries, tokens.length, device=query_HQD.device)
+    sees_GQN = tokens.position_PN[:, None] <= place_Q[:, None]
+    score_GJQN = torch.einsum("gjqd,gnd->gjqn", query_GJQD, tokens.key_GND.float()) * scaling
+    weight_GJQN = score_GJQN.masked_fill(~sees_GQN[:, None], -torch.inf).softmax(dim=-1)
+    return weight_GJQN.nan_to_num(0.0).sum(dim=(1, 2))
+
+
+def whole_tokens_maker(model: PreTrainedModel, rule: Rule) -> MakeCache:
+    """Makes caches whose layers all follow one rule, which has no state."""
+    layers = geometry_of(model).layers
+    return lambda: LowRankCache(model, {index: WholeTokensLayer(rule) for index in layers})

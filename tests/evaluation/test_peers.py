@@ -1,0 +1,177 @@
+"""Every peer once: it equals the dense model where its budget is full, keeps within its bytes, and errs more with fewer."""
+
+import dataclasses
+
+import pytest
+import torch
+from methods import calibration_of, tiny_model
+from tensors_held import found_tensors
+
+from evaluation.fidelity import fidelity, summary, windows_of
+from evaluation.peers import PEERS, TextLength, peer
+from evaluation.peers.peer import CALIBRATION, NEEDS, READ
+from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
+from evaluation.peers.quantized_cache import quantized_tensors
+from evaluation.perplexity import cache_bytes
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.utils.errors import UserError
+
+TEXT = TextLength(prompt=150, tokens=230)
+CHOSEN = [name for name, each in PEERS.items() if not each.is_fixed]
+OWN_LAYERS = [
+    "puzzle-kv",
+    "think",
+    "snapkv",
+    "streaming-llm",
+]  # the others are windowed caches, which the contracts test
+WINDOWED = [name for name in PEERS if name.startswith(("rotated", "kvtc", "kq", "eigen", "palu"))]
+# Rounding in so many bits, and what is left of it with all of a token's bytes.
+ROUNDS = {"rotated-int8": 1e-3, "hqq-int8": 1e-3, "kvtc": 1e-4, "kvtc-128": 1e-4, "palu-j-int4": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def calibration(model):
+    return calibration_of(model, blocks=16, read=True)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    ids = torch.randint(1, 97, (2 * TEXT.tokens,), generator=torch.Generator().manual_seed(0))
+    return windows_of(ids, TEXT.tokens, 2)
+
+
+def measured(model, windows, maker):
+    return summary([score for _, score in fidelity(model, windows, {"it": maker}, prefix=TEXT.prompt)])
+
+
+def full_maker(name, model, calibration):
+    if name == "puzzle-kv":  # two factors of a whole page are more than the page
+        width = geometry_of(model).width
+        return puzzle_maker(model, calibration, (PAGE_TOKENS + width) / width)
+    if name in ("snapkv", "streaming-llm"):  # positions and scores come on top of tokens
+        return PEERS[name].build(model, calibration, 1.2, None)
+    return PEERS[name].maker(model, calibration, None if PEERS[name].is_fixed else 1.0)
+
+
+@torch.no_grad()
+def decoded(model, ids, cache, prompt, mask=None):
+    logits, seen, masked = [], 0, {}
+    for part in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
+        seen += part.shape[1]
+        if mask is not None:
+            places = (mask.cumsum(1) - 1).clamp(min=0)[:, seen - part.shape[1] : seen]
+            masked = {"attention_mask": mask[:, :seen], "position_ids": places}
+        logits.append(model(part, past_key_values=cache, **masked).logits)
+    return torch.cat(logits[1:], dim=1)
+
+
+@pytest.mark.parametrize("name", [*ROUNDS, *(name for name in CHOSEN if name not in ROUNDS)])
+def test_a_full_budget_is_the_dense_model(name, model, calibration, windows):
+    kl = measured(model, windows[:1], full_maker(name, model, calibration))["kl"]
+    assert kl < ROUNDS.get(name, 1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name not in ("kvtc-128", "palu-j-int4")])
+def test_fewer_bytes_are_less_faithful_and_no_more_than_asked_for(name, model, calibration, windows):
+    least = 0.8 if name == "think" else 0.4 if name == "kvtc" else 0.35
+    rows = []
+    for share in (least, least + 0.15):
+        row = measured(model, windows, PEERS[name].maker(model, calibration, share, TEXT))
+        # What a call of 16 tokens finds full is emptied by it, and a rank is a whole number.
+        assert share - 0.15 < row["rate"] < share + 0.02
+        rows.append(row)
+    assert rows[0]["kl"] > 1.05 * rows[1]["kl"] > 0
+    assert rows[0]["rate"] < rows[1]["rate"]
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_bytes_are_those_of_the_tensors_held(name, model, calibration):
+    share = None if PEERS[name].is_fixed else 0.8
+    cache = PEERS[name].maker(model, calibration, share)()
+    decoded(model, torch.randint(1, 97, (1, 150)), cache, 144)
+    reported = (
+        list(quantized_tensors(cache))
+        if name.startswith(("quanto", "hqq"))
+        else [tensor for _, tensor in cache.tensors_by_kind()]
+    )
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in reported}
+    held = cache_bytes(cache, geometry_of(model).layers)
+    assert held == sum(storages.values())
+    assert held < 1.2 * geometry_of(model).full_nbytes(150, 4)
+    if name in (*OWN_LAYERS, *WINDOWED):
+        assert found_tensors(cache) <= storages.keys(), "the cache holds tensors it does not report"
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_a_left_padded_batch_is_its_sequences_alone(name, model, calibration):
+    maker = PEERS[name].maker(model, calibration, 0.6)
+    ids = torch.randint(1, 97, (2, 120), generator=torch.Generator().manual_seed(3))
+    lengths = [120, 85]
+    mask = (torch.arange(120) >= 120 - torch.tensor(lengths)[:, None]).long()
+    batch = decoded(model, ids * mask, maker(), 100, mask)
+    for row, length in enumerate(lengths):
+        alone = decoded(model, ids[row : row + 1, 120 - length :], maker(), length - 20)
+        torch.testing.assert_close(batch[row : row + 1], alone, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_sequences_are_reordered_and_copied(name, model, calibration):
+    maker = PEERS[name].maker(model, calibration, 0.6)
+    ids = torch.randint(1, 97, (2, 100), generator=torch.Generator().manual_seed(3))
+    cache = maker()
+    model(ids, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    twins = decoded(model, ids[[1, 1]], cache, 1)
+    assert torch.equal(twins[0], twins[1])
+    alone = maker()
+    model(ids[1:], past_key_values=alone)
+    torch.testing.assert_close(decoded(model, ids[1:], alone, 1), twins[:1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_generate_goes_through_the_cache(name, model, calibration):
+    ids = torch.randint(1, 97, (2, 60), generator=torch.Generator().manual_seed(4))
+    cache = full_maker(name, model, calibration)()
+    settings = {"max_new_tokens": 50, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    generated = model.generate(ids, past_key_values=cache, **settings)
+    assert torch.equal(generated, model.generate(ids, **settings))
+    assert cache.get_seq_length() == 109
+
+
+def test_what_is_needed_and_served_is_said_and_checked(model, calibration):
+    for name, each in PEERS.items():
+        assert all((each.what, each.source, each.simplified))
+        assert each.needs <= set(NEEDS)
+        if each.needs & {CALIBRATION, READ}:
+            with pytest.raises(UserError, match="`calibration` must be given"):
+                each.maker(model, None, 0.8)
+        if not each.is_fixed:
+            with pytest.raises(UserError, match="`share` must be above"):
+                each.maker(model, calibration, None)
+            continue
+        with pytest.raises(UserError, match="`share` must be none"):
+            peer(name).maker(model, calibration, 0.3)
+    with pytest.raises(UserError, match="`share` must be above 0.5"):
+        peer("think").maker(model, calibration, 0.4)
+    with pytest.raises(UserError, match="leaves no byte for a compressed token"):
+        peer("kvtc").maker(model, calibration, 0.05, TEXT)
+    unread = dataclasses.replace(calibration, read=None)
+    with pytest.raises(UserError, match="does not say what is read"):
+        peer("kvtc").maker(model, unread, 0.5)
+    with pytest.raises(UserError, match="did you mean `kvtc`"):
+        peer("kvct")
+
+
+def test_a_cache_that_forgets_refuses_to_go_back(model, calibration):
+    cache = PEERS["snapkv"].maker(model, calibration, 0.5)()
+    ids = torch.randint(1, 97, (1, 90), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(UserError, match="forgets tokens as it goes"):
+        cache.crop(-3)
