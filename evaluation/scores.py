@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.geometry import geometry_of
 
-from .reading import cache_bytes, read_through
+from .reading import cache_bytes, read_through, read_uncompressed
 
 _RESAMPLES = 4000
 
@@ -70,6 +72,27 @@ def score_window(
         cache_bytes=cache_bytes(cache, geometry.layers),
         full_bytes=geometry.full_nbytes(len(ids_T), model.dtype.itemsize),
     )
+
+
+def score_windows(
+    model: PreTrainedModel,
+    windows_NT: Tensor,
+    make_cache: Callable[[], Cache],
+    *,
+    prefix: int,
+    step: int = MAX_DECODE_QUERIES,
+    description: str = "scoring",
+) -> list[WindowScore]:
+    """Each window's score, beside the uncompressed model.
+
+    Args:
+        windows_NT: token ids, int64.
+    """
+    scores = []
+    for window_T in tqdm(windows_NT.to(model.device), desc=description, leave=False):
+        full_SV = read_uncompressed(model, window_T, prefix=prefix)
+        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=prefix, step=step))
+    return scores
 
 
 def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:

@@ -11,18 +11,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.config import GATE, GRADIENT, NESTED, PCA, PLAN, STARTS_FROM_PCA
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
@@ -34,8 +31,8 @@ from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .compare import new_comparison, row_of
-from .reading import full_cache, read_uncompressed
-from .scores import WindowScore, score_window
+from .reading import full_cache
+from .scores import score_windows
 from .texts import TextConfig, check_texts, read_texts
 
 BASES, POINTS = "bases", "points"
@@ -140,6 +137,9 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
     recipe = read_yaml(config.train)
+    require(
+        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
+    )
     gradients, has_plan = starts_from_gradients(config, recipe), has_plans(config, recipe)
     require(
         config.prefix > 0 or not has_plan,
@@ -152,9 +152,6 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         require(
             trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
         )
-    require(
-        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
-    )
     source = expand(recipe["model"])
     name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
@@ -173,7 +170,10 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
     measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     with _moved(model, device):
-        full = {label: _scores(config, model, of, lambda: full_cache(model), "full") for label, of in texts.items()}
+        full = {
+            label: score_windows(model, of, lambda: full_cache(model), prefix=config.prefix, description="full")
+            for label, of in texts.items()
+        }
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
     record["rows"] = [row_of("full", label, full[label]) for label in texts]
@@ -189,7 +189,11 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
                 make_cache = dynakv.DynaKVCache.maker(model)
                 dynakv.detach(model)
                 found = [
-                    row_of(point.variant, label, _scores(config, model, of, make_cache, point.name))
+                    row_of(
+                        point.variant,
+                        label,
+                        score_windows(model, of, make_cache, prefix=config.prefix, description=point.name),
+                    )
                     for label, of in texts.items()
                 ]
             measurement = {
@@ -204,18 +208,6 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         record["rows"] += measurement["rows"]
         run_record.write(record, output)
     return record
-
-
-def _scores(
-    config: SweepConfig, model: PreTrainedModel, windows_NT: Tensor, make_cache: Callable[[], Cache], description: str
-) -> list[WindowScore]:
-    """Each block through a cache, beside the uncompressed model."""
-    scores = []
-    for window_T in tqdm(windows_NT.to(model.device), desc=description, leave=False):
-        full_SV = read_uncompressed(model, window_T, prefix=config.prefix)
-        size = {"prefix": config.prefix, "step": MAX_DECODE_QUERIES}
-        scores.append(score_window(model, window_T, full_SV, make_cache, **size))
-    return scores
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import pytest
 import torch
 from methods import calibration_of, tiny_model
 
-from evaluation.fidelity import fidelity, summary, windows_of
 from evaluation.peers import PEERS
 from evaluation.peers.kq_svd import read_basis
 from evaluation.peers.kvtc import by_energy, deflated_share
@@ -17,6 +16,8 @@ from evaluation.peers.rotated import rotated_maker
 from evaluation.peers.streaming_llm import SINK_TOKENS, SinksAndLatest
 from evaluation.peers.think import ChannelStore, ThinKLayer, think_maker
 from evaluation.peers.whole_tokens import Rule, whole_tokens_maker
+from evaluation.scores import score_windows, summary
+from evaluation.texts import windows_of
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, observe
 from lowrank_kv.calibration.bit_plans import coded_bases
@@ -42,8 +43,7 @@ def numbers(*shape, seed=0):
 
 def kl_of(model, maker, windows=3):
     ids = torch.randint(1, 97, (windows * 200,), generator=torch.Generator().manual_seed(7))
-    scores = fidelity(model, windows_of(ids, 200, windows), {"it": maker}, prefix=140)
-    return summary([score for _, score in scores])["kl"]
+    return summary(score_windows(model, windows_of(ids, 200, windows), maker, prefix=140))["kl"]
 
 
 # -- KVTC -------------------------------------------------------------------------------------------------------------

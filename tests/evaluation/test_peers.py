@@ -7,12 +7,13 @@ import torch
 from methods import calibration_of, tiny_model
 from tensors_held import found_tensors
 
-from evaluation.fidelity import fidelity, summary, windows_of
 from evaluation.peers import PEERS, TextLength, peer
 from evaluation.peers.peer import CALIBRATION, NEEDS, READ
 from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
 from evaluation.peers.quantized_cache import quantized_tensors
-from evaluation.perplexity import cache_bytes
+from evaluation.reading import cache_bytes
+from evaluation.scores import score_windows, summary
+from evaluation.texts import windows_of
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.utils.errors import UserError
 
@@ -46,7 +47,7 @@ def windows():
 
 
 def measured(model, windows, maker):
-    return summary([score for _, score in fidelity(model, windows, {"it": maker}, prefix=TEXT.prompt)])
+    return summary(score_windows(model, windows, maker, prefix=TEXT.prompt))
 
 
 def full_maker(name, model, calibration):
