@@ -7,6 +7,8 @@ that `generate()` would keep at full rank only the first ones stay exact.
 import functools
 from pathlib import Path
 
+import torch
+
 from dynakv.checkpoint import WEIGHTS, read_config, read_state
 from dynakv.compressor import LayerCompressor
 from lowrank_kv.calibration.calibration import Calibration
@@ -55,6 +57,15 @@ def plan_of(settings: ServingConfig) -> Plan:
         UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
     """
     served_geometry(settings)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # vLLM builds a model with that of its weights
+    try:
+        return _made_plan(settings)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _made_plan(settings: ServingConfig) -> Plan:
     if settings.checkpoint is not None:
         return _plan_of_checkpoint(Path(settings.checkpoint), settings)
     rate = {} if settings.rate is None else {"rate": settings.rate}

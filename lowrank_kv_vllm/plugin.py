@@ -1,7 +1,7 @@
-"""What vLLM calls in each of its processes: give attention layers our backend, and pages their bytes, where this is asked for.
+"""What vLLM calls in each of its processes: give attention layers our backend, and pages their bytes, where it is asked for.
 
-vLLM has no hook that tells a backend which layer it is of, and its CPU platform always answers its own backend. So three of its
-functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
+vLLM has no hook that tells a backend which layer it is of, and its CPU platform always answers its own backend. So three of
+its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
 """
 
 import dataclasses

@@ -26,7 +26,9 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     if str(model.dtype) not in DTYPES:
         raise UserError(f"`dtype` is {model.dtype}; compressed pages are served in float32 or bfloat16")
     if cache.cache_dtype not in ("auto", "bfloat16", "float32"):
-        raise UserError(f"`kv_cache_dtype` is {cache.cache_dtype!r}, but the plan says how a cache is stored; leave it at auto")
+        raise UserError(
+            f"`kv_cache_dtype` is {cache.cache_dtype!r}, but the plan says how a cache is stored; leave it at auto"
+        )
     if config.lora_config is not None:
         raise UserError("LoRA adapters change keys and values, for which bases were not made; merge one into the model")
     if config.kv_transfer_config is not None:
@@ -47,8 +49,8 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
     if len(geometry.layers) < layers:
         others = layers - len(geometry.layers)
         raise UserError(
-            f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, which "
-            f"vLLM would keep in pages of another kind; serve a model of full attention"
+            f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
+            f"which vLLM would keep in pages of another kind; serve a model of full attention"
         )
     made_for, origin = served_geometry(settings)
     geometry.check_equal(made_for, origin)

@@ -15,8 +15,12 @@ class ServingConfig:
 
     checkpoint: str | None = option(None, help="directory of a DynaKV compressor with `rank_policy: plan`")
     bases: str | None = option(None, help="directory of a calibration with `read_gradients`")
-    preset: str | None = option(None, help="with `bases`: how they are used [default: tokenwise-mixed]", choices=PRESETS)
-    rate: float | None = option(None, help="with `bases`: bytes of a token over those in 16 bits [default: the preset's]")
+    preset: str | None = option(
+        None, help="with `bases`: how they are used [default: tokenwise-mixed]", choices=PRESETS
+    )
+    rate: float | None = option(
+        None, help="with `bases`: bytes of a token over those in 16 bits [default: the preset's]"
+    )
     num_sink_tokens: int = option(
         1, help="first tokens of a sequence that stay exact; each takes a share of every page", unit="tokens"
     )
@@ -34,7 +38,9 @@ class ServingConfig:
             require(self.bases is not None or value is None, key, value, "left out with `checkpoint`, which says it")
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
         require(self.num_sink_tokens >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
-        require(self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.05 leaves room for 5 % more")
+        require(
+            self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.05 leaves room for 5 % more"
+        )
 
 
 def settings_in(additional_config: Any) -> ServingConfig | None:

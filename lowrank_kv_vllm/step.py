@@ -83,8 +83,8 @@ class Step:
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
-    """Makes a :class:`Step` of vLLM's description of one. Layers whose pages differ in size have builders of their own, which
-    share it."""
+    """Makes a :class:`Step` of vLLM's description of one. Layers whose pages differ in size have builders of their own,
+    which share it."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -33,7 +33,9 @@ MAY_IMPORT = {
     "training": CORE | METHODS,
     "evaluation": CORE | METHODS,
     "lowrank_kv_vllm": CORE | METHODS,
-    "lowrank_kv_cli": CORE | METHODS | {"lowrank_kv_vllm"},  # its commands in `training` and `evaluation` are found by name when they run
+    "lowrank_kv_cli": CORE
+    | METHODS
+    | {"lowrank_kv_vllm"},  # its commands in `training` and `evaluation` are found by name when they run
     "benchmarks": CORE | METHODS | {"training", "evaluation", "lowrank_kv_vllm"},
     "scripts": CORE | METHODS | {"training", "evaluation", "lowrank_kv_cli"},
 }

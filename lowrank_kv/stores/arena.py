@@ -4,11 +4,11 @@ A page has a part for a layer's keys and one for its values:
 
     classes of rows | starts of rows | rows, one behind another … | exact states of the first tokens
 
-The first tokens of a sequence, which are read by all others, stay exact; only a sequence's first page holds some, and in other
-pages rows may take their room. Where tokens have classes, rows differ in size. A row is then of the class that its token asks
-for, or of the next cheaper one that leaves room for the cheapest rows of all tokens still to come. This depends on nothing but
-the tokens before it in its page. So a page has the same bytes however its tokens were divided into calls, a row that is written
-again takes all later ones with it, and sequences that begin alike may share pages.
+The first tokens of a sequence, which are read by all others, stay exact; only a sequence's first page holds some, and in
+other pages rows may take their room. Where tokens have classes, rows differ in size. A row is then of the class that its
+token asks for, or of the next cheaper one that leaves room for the cheapest rows of all tokens still to come. This depends
+on nothing but the tokens before it in its page. So a page has the same bytes however its tokens were divided into calls, a
+row that is written again takes all later ones with it, and sequences that begin alike may share pages.
 
 This file says where everything is, and writes and reads it in plain torch. Servers call `lowrank_kv/ops/native/pages.py`.
 

@@ -145,7 +145,7 @@ class Pages:
         return found[0], found[1]
 
     def sinks(self, page: int, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` exact tokens of a sequence whose first page this is: rotated keys, and values, (F, G, D) each."""
+        """The first `count` exact tokens of a sequence whose first page this is, (F, G, D): rotated keys, and values."""
         states = []
         for side in (self.layout.keys, self.layout.values):
             byte_Y = self.page_XY[page, side.sinks : side.sinks + count * self._width * self.dtype.itemsize]
