@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--preset", choices=PRESETS, help=f"with --bases [default: {PRESETS[-1]}]")
     parser.add_argument("--rate", type=float, help="with --bases: bytes of a token over those in 16 bits")
     parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
-    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0]")
+    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.05]")
     arguments, rest = parser.parse_known_args(argv)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
     served_geometry(build(ServingConfig, given, source="the command line"))

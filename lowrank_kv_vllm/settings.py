@@ -25,7 +25,7 @@ class ServingConfig:
         1, help="first tokens of a sequence that stay exact; each takes a share of every page", unit="tokens"
     )
     page_margin: float = option(
-        0.0,
+        0.05,
         help="where tokens have classes: room in a page beyond what they take on average; a full page codes its last tokens "
         "more coarsely",
     )
