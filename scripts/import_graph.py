@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CORE = "lowrank_kv"
-PACKAGES = (CORE, "dynakv", "ojakv", "training", "evaluation", "lowrank_kv_cli", "benchmarks", "scripts")
+PACKAGES = (
+    CORE,
+    "dynakv",
+    "ojakv",
+    "training",
+    "evaluation",
+    "lowrank_kv_vllm",
+    "lowrank_kv_cli",
+    "benchmarks",
+    "scripts",
+)
 
 Graph = dict[str, set[str]]  # name → the names it imports
 

@@ -32,8 +32,11 @@ MAY_IMPORT = {
     "ojakv": CORE,
     "training": CORE | METHODS,
     "evaluation": CORE | METHODS,
-    "lowrank_kv_cli": CORE | METHODS,  # its commands in `training` and `evaluation` are found by name when they run
-    "benchmarks": CORE | METHODS | {"training", "evaluation"},
+    "lowrank_kv_vllm": CORE | METHODS,
+    "lowrank_kv_cli": CORE
+    | METHODS
+    | {"lowrank_kv_vllm"},  # its commands in `training` and `evaluation` are found by name when they run
+    "benchmarks": CORE | METHODS | {"training", "evaluation", "lowrank_kv_vllm"},
     "scripts": CORE | METHODS | {"training", "evaluation", "lowrank_kv_cli"},
 }
 # A wheel holds these within `lowrank_kv_cli`, so that their modules name one another from where they stand.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -95,12 +95,21 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
         UserError: the model wraps another, or has no layer that can be compressed.
     """
     check_model(model)
-    config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend:
         raise UserError(
-            f"{config.model_type} computes attention in its own modules, which transformers does not let a compressed "
-            f"attention replace; use a model of another family"
+            f"{model.config.get_text_config(decoder=True).model_type} computes attention in its own modules, which "
+            f"transformers does not let a compressed attention replace; use a model of another family"
         )
+    return geometry_of_config(model.config)
+
+
+def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
+    """The geometry that a model's configuration describes.
+
+    Raises:
+        UserError: no layer can be compressed.
+    """
+    config = config.get_text_config(decoder=True)
     native = DynamicCache(config=config).layers
     layers = tuple(i for i, layer in enumerate(native) if type(layer) is DynamicLayer)
     if native and not layers:

@@ -93,12 +93,12 @@ class BitPlan(Quantization):
         """What :meth:`decode` gives of encoded rows, (…, N, R) fp32, without packing them."""
         scale_code_N, unit_NR = _scaled(rows_NR.float())
         parts = []
-        for width, places in self._runs(rows_NR.shape[-1]):
+        for width, places in self.runs(rows_NR.shape[-1]):
             part_NR = unit_NR[..., places].contiguous()
             if width == UNCODED:
                 parts.append(part_NR.bfloat16().float())
             else:
-                parts.append(self.levels[width][torch.bucketize(part_NR, self._thresholds[width])])
+                parts.append(self.levels[width][torch.bucketize(part_NR, self.thresholds[width])])
         return torch.cat(parts, dim=-1) * _scale_of(scale_code_N)[..., None]
 
     def _pack(self, rows_NR: Tensor, row_NY: Tensor) -> None:
@@ -106,12 +106,12 @@ class BitPlan(Quantization):
         rank = rows_NR.shape[-1]
         scale_code_N, unit_NR = _scaled(rows_NR)
         code_NR = torch.empty_like(unit_NR, dtype=torch.long)
-        for width, places in self._runs(rank):
+        for width, places in self.runs(rank):
             part_NR = unit_NR[..., places].contiguous()
             if width == UNCODED:
                 code_NR[..., places] = part_NR.bfloat16().view(torch.int16).long() & 0xFFFF
             else:
-                code_NR[..., places] = torch.bucketize(part_NR, self._thresholds[width])
+                code_NR[..., places] = torch.bucketize(part_NR, self.thresholds[width])
         # A code's bits fall into two bytes. No two codes share a bit, so that adding is setting.
         two_bytes_NR = code_NR << self.shift_R[:rank]
         byte_NY = rows_NR.new_zeros(*rows_NR.shape[:-1], row_NY.shape[-1] + 1, dtype=torch.long)
@@ -141,11 +141,11 @@ class BitPlan(Quantization):
         return torch.stack([self.byte_R * 8 + self.shift_R, self.mask_R, first_R]).int()
 
     @functools.cached_property
-    def _thresholds(self) -> dict[int, Tensor]:
+    def thresholds(self) -> dict[int, Tensor]:
         """Bits → the middles between neighbouring levels."""
         return {width: (level_L[1:] + level_L[:-1]) / 2 for width, level_L in self.levels.items()}
 
-    def _runs(self, rank: int) -> list[tuple[int, slice]]:
+    def runs(self, rank: int) -> list[tuple[int, slice]]:
         """(bits, places) of neighbours of one width in rows of `rank` coefficients."""
         found, start = [], 0
         for width, run in itertools.groupby(self.bits[:rank]):

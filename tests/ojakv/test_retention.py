@@ -74,7 +74,8 @@ def test_room_is_for_the_tokens_that_wait_until_the_next_step():
     alone = {"tracker": "fixed", "update_period": 1, "recent_window": 0, "num_sink_tokens": 0}
     assert schedule(**alone).full_rank_capacity(0) == 1
     assert schedule(**alone).compresses_at_once
-    for waits in ({"tracker": "oja"}, {"recent_window": 1}, {"num_sink_tokens": 1}, {"min_length": 2}):
+    assert schedule(**{**alone, "num_sink_tokens": 4}).compresses_at_once  # a place is known at once
+    for waits in ({"tracker": "oja"}, {"recent_window": 1}, {"full_rank_ratio": 0.1}, {"min_length": 2}):
         assert not schedule(**{**alone, **waits}).compresses_at_once
 
 
@@ -93,6 +94,7 @@ RULES = {
     "fixed": {"tracker": "fixed", "update_period": 6},
     "fixed, recent tokens wait": {"tracker": "fixed", "update_period": 1, "recent_window": 2},
     "fixed, at once": {"tracker": "fixed", "update_period": 1, "recent_window": 0, "num_sink_tokens": 0},
+    "fixed, at once behind sinks": {"tracker": "fixed", "update_period": 1, "recent_window": 0, "num_sink_tokens": 3},
 }
 LENGTHS = [(0, 1), (0, 40), (1, 24), (20, 20), (20, 21), (30, 60), (49, 50), (49, 51), (50, 50), (60, 83)]
 

@@ -18,35 +18,11 @@
 #include "common.h"
 #include "scores.h"
 #include "store.h"
+#include "task.h"
 
 enum { BLOCK = 24 }; /* tokens whose keys of one head, and partial sums of their scores, stay in the first cache */
 /* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
 enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
-
-/* The tokens of one softmax that are stored in one way. Full-rank ones have no decoders, and one part for each KV head. */
-struct task {
-    const struct store *keys, *values;
-    int64_t slots, depth;
-    const float *query;     /* (heads, depth): over the dims of a head, or over coefficients when there is no decoder */
-    const int64_t *place;   /* of each slot, in `cos` and `sin`; NULL: slot + first_place */
-    int64_t first_place;
-    const uint8_t *mask;    /* (queries, mask_stride), slots columns: zero where a query may not see a token; NULL when it sees all */
-    int64_t mask_stride;
-    float *output;          /* (queries, heads / queries, head_dim), out; the same in all tasks of a softmax */
-    const float *cos, *sin; /* (places, pairs): rotate rebuilt keys; NULL when they are not rotated */
-    int64_t pairs;
-    const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not. Where it
-                                 * is of pairs, (keys.rank / 2, decoder_stride) of two neighbours in bfloat16 */
-    const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
-    int64_t decoder_stride, value_width, parts;
-    int64_t paired; /* whether planned coefficients of one part are multiplied as bfloat16, two at a time */
-    /* The same in all tasks of a call: */
-    int64_t num_kv_heads;
-    int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
-    int64_t head_dim;
-    int64_t queries, threads;
-    float scaling, softcap; /* of scores; 0: none */
-};
 
 /* A block's tokens in another order. */
 struct arranged {
@@ -101,14 +77,14 @@ static void arrange(const struct store *store, const struct bucket *bucket, int6
         return;
     }
     int64_t next[CLASSES] = {0}, sum = 0;
-    for (int64_t t = 0; t < count; t++) next[class_of(classes, first + t)]++;
+    for (int64_t t = 0; t < count; t++) next[class_of(bucket, first + t)]++;
     for (int k = 0; k < CLASSES; k++) {
         const int64_t of_class = next[k];
         next[k] = sum;
         found->end[k] = sum += of_class;
     }
     for (int64_t t = 0; t < count; t++) {
-        const int k = class_of(classes, first + t);
+        const int k = class_of(bucket, first + t);
         found->token[next[k]] = t;
         found->row[next[k]++] = row;
         row += classes->row_bytes[k];

@@ -48,6 +48,8 @@ class PackedDecoders:
 
     Attributes:
         is_copy: whether it holds copies of these tensors.
+        key_address, value_address: where they are; 0 where there are none.
+        key_stride: numbers from one row of the keys' to the next.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class PackedDecoders:
         value = _kept(value_memo, _ROWS, contiguous_fp32, value_PRW)
         self._held = key, value  # kept alive: addresses in them follow
         self.is_copy = key is not key_PRW or value is not value_PRW
+        self.key_address, self.value_address = 0 if key is None else key.data_ptr(), value.data_ptr()
+        self.key_stride = 0 if key is None else key.shape[-1]
         self.packed = _DECODERS.pack(
-            0 if key is None else key.data_ptr(),
-            value.data_ptr(),
-            0 if key is None else key.shape[-1],
+            self.key_address,
+            self.value_address,
+            self.key_stride,
             value.shape[-1],
             value.shape[0] if value.dim() == 3 else 1,
             paired,

@@ -15,13 +15,14 @@ struct bucket {
     void *slot;            /* each token's row in the scores, rising; NULL: 0, 1, … */
     int64_t *length;       /* tokens; Python reads the same number */
     int64_t capacity, rank, row_bytes, part_bytes, scale_part_bytes;
+    /* Where rows are of classes, else NULL: */
+    const uint8_t *packed; /* those of four rows to a byte, the first in its low bits */
+    const int32_t *mark;   /* the first byte of every ROWS_BETWEEN_MARKS rows */
 };
 
 /* Rows whose plans differ: they lie one after another, each with the bytes of its class. */
 enum { CLASSES = 4, ROWS_BETWEEN_MARKS = 32 };
 struct classes {
-    const uint8_t *packed; /* classes of four rows to a byte, the first in its low bits */
-    const int32_t *mark;   /* the first byte of every ROWS_BETWEEN_MARKS rows */
     const struct plan *plan[CLASSES];
     int64_t rank[CLASSES], row_bytes[CLASSES];
 };
@@ -38,8 +39,8 @@ struct store {
     const struct classes *classes; /* of others; NULL where there are none */
 };
 
-static inline int class_of(const struct classes *classes, int64_t token) {
-    return classes->packed[token / 4] >> token % 4 * 2 & 3;
+static inline int class_of(const struct bucket *bucket, int64_t token) {
+    return bucket->packed[token / 4] >> token % 4 * 2 & 3;
 }
 
 /* Where the row of a token of one part begins. */
@@ -47,8 +48,8 @@ static const uint8_t *row_at(const struct store *store, const struct bucket *buc
     const struct classes *classes = store->classes;
     if (!classes) return bucket->rows + token * bucket->row_bytes;
     int64_t i = token / ROWS_BETWEEN_MARKS * ROWS_BETWEEN_MARKS;
-    const uint8_t *row = bucket->rows + classes->mark[token / ROWS_BETWEEN_MARKS];
-    for (; i < token; i++) row += classes->row_bytes[class_of(classes, i)];
+    const uint8_t *row = bucket->rows + bucket->mark[token / ROWS_BETWEEN_MARKS];
+    for (; i < token; i++) row += classes->row_bytes[class_of(bucket, i)];
     return row;
 }
 
@@ -95,7 +96,7 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
         const struct classes *classes = store->classes;
         const uint8_t *row = row_at(store, bucket, first);
         for (int64_t t = 0; t < count; t++, out += width) {
-            const int k = class_of(classes, first + t);
+            const int k = class_of(bucket, first + t);
             read_row(classes->plan[k], row, classes->row_bytes[k], classes->rank[k], out);
             for (int64_t r = classes->rank[k]; r < width; r++) out[r] = 0;
             row += classes->row_bytes[k];

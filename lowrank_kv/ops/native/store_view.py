@@ -16,13 +16,13 @@ from lowrank_kv.ops.native.library import CPU, library
 from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
-from lowrank_kv.stores.token_plans import MOST_CLASSES
+from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INTEGERS, _PLANNED = {8: 2, 4: 3}, 4
 # The members of `struct bucket` and `struct store` in store.h, in their order.
-_BUCKET, _STORE, _CLASSES = struct.Struct("9q"), struct.Struct("4q2i3q"), struct.Struct("14q")
+_BUCKET, _STORE, _CLASSES = struct.Struct("11q"), struct.Struct("4q2i3q"), struct.Struct("12q")
 # Those of `struct plan` in plan.h, and what it says of coefficients that are read together.
 _PLAN, _AT_ONCE, _AT_ONCE_NARROW = struct.Struct("13q"), 16, 64
 _IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
@@ -46,6 +46,7 @@ class RankBucketView:
         group_size: of integers: coefficients that share a scale; 0 when all of a row do.
         plan: of rows that are packed by one.
         classes: of rows that are packed by one of several.
+        class_of_rows: with `classes`, the packed class of each row, and the first byte of every 32nd row.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class RankBucketView:
         group_size: int = 0,
         plan: "PackedPlan | None" = None,
         classes: "PackedClasses | None" = None,
+        class_of_rows: tuple[Tensor, Tensor] | None = None,
     ):
         self.rank, self.kind, self.group_size, self.plan, self.classes = rank, kind, group_size, plan, classes
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
-        self._keepalive = rows_PNY, scale_PNS, slot_N, row_count  # addresses in them follow
+        self._keepalive = rows_PNY, scale_PNS, slot_N, row_count, class_of_rows  # addresses in them follow
         self.members = _BUCKET.pack(
             rows_PNY.data_ptr(),
             0 if scale_PNS is None else scale_PNS.data_ptr(),
@@ -74,6 +76,7 @@ class RankBucketView:
             rows_PNY.shape[-1] * rows_PNY.itemsize,
             rows_PNY.stride(0) * rows_PNY.itemsize,
             0 if scale_PNS is None else scale_PNS.stride(0) * scale_PNS.itemsize,
+            *([0, 0] if class_of_rows is None else (tensor.data_ptr() for tensor in class_of_rows)),
         )
 
     def __reduce__(self) -> tuple:
@@ -95,10 +98,17 @@ class RankBucketView:
     @classmethod
     def from_tokenwise(cls, coef: TokenwiseCoefficients) -> "RankBucketView":
         """Rows of several classes."""
-        classes = PackedClasses(coef)
+        classes = PackedClasses(coef.quantization)
         mean_bytes = round(coef.quantization.nbytes(coef.rank))  # only for how many are read ahead
         byte_1NY = coef.stored.buffer[: coef.length * mean_bytes].view(1, -1, 1).expand(1, -1, mean_bytes)
-        return cls(byte_1NY, rank=coef.rank, row_count=coef.row_count, kind=_PLANNED, classes=classes)
+        return cls(
+            byte_1NY,
+            rank=coef.rank,
+            row_count=coef.row_count,
+            kind=_PLANNED,
+            classes=classes,
+            class_of_rows=(coef.classes.buffer, coef.marks.buffer),
+        )
 
     @classmethod
     def from_full_rank(cls, states_GTD: GrowingTensor) -> "RankBucketView":
@@ -173,19 +183,17 @@ class PackedPlan:
 
 
 class PackedClasses:
-    """Where rows of several classes are, as compiled code reads it, while their store's tensors stay where they are."""
+    """The plans of several classes, as compiled code reads them."""
 
-    def __init__(self, coef: TokenwiseCoefficients):
-        plans = [_packed_plan(plan) for plan in coef.quantization.plans]
+    def __init__(self, token_plans: TokenPlans):
+        plans = [packed_plan(plan) for plan in token_plans.plans]
         missing = [0] * (MOST_CLASSES - len(plans))
-        ranks = [plan.num_coefficients for plan in coef.quantization.plans]
-        self._keepalive = coef.classes.buffer, coef.marks.buffer, plans
+        ranks = [plan.num_coefficients for plan in token_plans.plans]
+        self._keepalive = plans
         memory = _CLASSES.pack(
-            coef.classes.buffer.data_ptr(),
-            coef.marks.buffer.data_ptr(),
             *(plan.address for plan in plans), *missing,
             *ranks, *missing,
-            *coef.quantization.row_bytes(), *missing,
+            *token_plans.row_bytes(), *missing,
         )  # fmt: skip
         self._buffer = ctypes.create_string_buffer(memory, len(memory))
         self.address = ctypes.addressof(self._buffer)
@@ -194,7 +202,7 @@ class PackedClasses:
         return NOTHING
 
 
-def _packed_plan(plan: BitPlan) -> PackedPlan:
+def packed_plan(plan: BitPlan) -> PackedPlan:
     """What compiled code reads of a plan, made once."""
     if plan.native_view is None:
         plan.native_view = PackedPlan(plan)
@@ -207,7 +215,7 @@ def _form_of(coef: Coefficients) -> dict[str, Any]:
     if quantization is None:
         return {"kind": KINDS[coef.dtype]}
     if isinstance(quantization, BitPlan):
-        return {"kind": _PLANNED, "plan": _packed_plan(quantization)}
+        return {"kind": _PLANNED, "plan": packed_plan(quantization)}
     return {"kind": _INTEGERS[quantization.bits], "group_size": quantization.group_size or 0}
 
 

@@ -34,10 +34,11 @@ class RetentionSchedule:
 
     @property
     def compresses_at_once(self) -> bool:
-        """Whether each token is compressed in the call that brings it, because no other token matters to it."""
+        """Whether each token is compressed in the call that brings it, because no other token matters to it: that first
+        tokens stay at full rank depends on their place alone."""
         config = self.config
         waits = config.update_period > 1 or config.recent_window or config.min_length
-        keeps = config.num_sink_tokens or config.full_rank_ratio or config.keep_prompt_full_rank
+        keeps = config.full_rank_ratio or config.keep_prompt_full_rank
         return not config.follows_text and not waits and not keeps
 
     def full_rank_capacity(self, num_pinned: int) -> int:

@@ -1,0 +1,95 @@
+/* Packing rows by plans of bits, and telling which class a row is in: see lowrank_kv/stores/bit_plan.py, token_plans.py. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+
+#include "plan.h"
+
+/* How rows are packed by one plan. Neighbours of one width are a run. */
+struct coder {
+    int64_t rank, row_bytes, runs;
+    const int32_t *width, *end;     /* of each run: bits, and the first coefficient behind it */
+    const float *const *threshold; /* of each run: the middles between neighbouring levels; NULL where it is bfloat16 */
+};
+
+/* See lowrank_kv/stores/importance_gate.py. */
+struct importance {
+    const float *linear, *square, *rest; /* (width), (width), (3) */
+    const float *bound;                  /* (classes - 1), rising */
+    int64_t width, leading, classes;
+};
+
+enum { COUNTED_BITS = 5 }; /* so many thresholds are counted in a register; more are searched */
+
+/* The number of thresholds below each value. */
+static void count_below(const float *threshold, int64_t thresholds, const float *value, int64_t count, int32_t *found) {
+    for (int64_t i = 0; i < count; i++) found[i] = 0;
+    for (int64_t k = 0; k < thresholds; k++) {
+        const float bound = threshold[k];
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) found[i] += !(value[i] <= bound);
+    }
+}
+
+static int32_t search_below(const float *threshold, int64_t thresholds, float value) {
+    int64_t low = 0, high = thresholds;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (!(value <= threshold[middle]))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The code of the scale nearest to the root mean square of a row. */
+static uint8_t scale_code(const float *coef, int64_t rank) {
+    double sum = 0;
+    for (int64_t r = 0; r < rank; r++) sum += (double)coef[r] * coef[r];
+    const float least = 1.52587890625e-5f, size = sqrtf(sum / rank); /* 2^-16 */
+    const float step = nearbyintf(log2f(size > least ? size : least) * 8);
+    return (step < -128 ? -128 : step > 127 ? 127 : step) + 128;
+}
+
+/* Writes one row; `unit` and `code` hold as many numbers as it has coefficients. */
+static void pack_row(const struct coder *coder, const float *coef, float *unit, int32_t *code, uint8_t *row) {
+    const uint8_t scale = scale_code(coef, coder->rank);
+    const float divisor = scale_of(scale);
+    for (int64_t r = 0; r < coder->rank; r++) unit[r] = coef[r] / divisor;
+    uint64_t bits = scale;
+    int held = 8;
+    int64_t r = 0;
+    for (int64_t run = 0; run < coder->runs; run++) {
+        const int32_t width = coder->width[run];
+        const int64_t end = coder->end[run], thresholds = ((int64_t)1 << width) - 1;
+        if (!coder->threshold[run])
+            for (int64_t i = r; i < end; i++) code[i] = to_bfloat16(unit[i]);
+        else if (width <= COUNTED_BITS)
+            count_below(coder->threshold[run], thresholds, unit + r, end - r, code + r);
+        else
+            for (int64_t i = r; i < end; i++) code[i] = search_below(coder->threshold[run], thresholds, unit[i]);
+        for (; r < end; r++) {
+            bits |= (uint64_t)(uint32_t)code[r] << held;
+            for (held += width; held >= 8; held -= 8, bits >>= 8) *row++ = bits;
+        }
+    }
+    if (held) *row = bits;
+}
+
+/* The class of a row of all coefficients. */
+static int class_of_row(const struct importance *gate, const float *coef) {
+    double energy = 0, score = 0;
+    for (int64_t r = 0; r < gate->leading; r++) energy += (double)coef[r] * coef[r];
+    energy /= gate->leading;
+    const double least = 2.3283064365386963e-10; /* 2^-32 */
+    if (!(energy > least)) energy = least;
+    const float scale = sqrt(energy);
+    for (int64_t r = 0; r < gate->width; r++) {
+        const float unit = coef[r] / scale, square = unit * unit < 9 ? unit * unit : 9;
+        score += (double)unit * gate->linear[r] + (double)square * gate->square[r];
+    }
+    const double size = log(energy);
+    score += gate->rest[0] * size + gate->rest[1] * size * size + gate->rest[2];
+    return search_below(gate->bound, gate->classes - 1, score);
+}

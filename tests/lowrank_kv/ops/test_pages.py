@@ -1,0 +1,183 @@
+"""Compiled pages against the plain ones: the same bytes written, the same rows read, and attention over them in fp64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_rows import HEAD_DIM, HEADS, LAYOUTS, WIDTH, coefficients, layout_of
+from torch import Tensor
+
+from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages, Sequences
+from lowrank_kv.stores.arena import PageLayout, read_rows, write_rows
+
+QUERY_HEADS, MOST = 6, 512
+
+
+class Written:
+    """Sequences in pages that other sequences' pages stand between, and what was written of each."""
+
+    def __init__(self, layout: PageLayout, lengths: list[int], dtype: torch.dtype = torch.float32, seed: int = 0):
+        self.layout, self.lengths, self.dtype = layout, lengths, dtype
+        self.block, self.sinks = layout.keys.block_size, layout.keys.num_sinks
+        count = max(-(-length // self.block) for length in lengths)
+        generator = torch.Generator().manual_seed(seed)
+        order_X = torch.randperm(len(lengths) * count, generator=generator).int()
+        self.page_BP = order_X.view(len(lengths), count)
+        # Pages of a server lie further apart than they are long.
+        memory = torch.full((len(lengths) * count, layout.page_bytes + 48), 0xA5, dtype=torch.uint8)
+        self.page_XY = memory[:, : layout.page_bytes]
+        self.coef_SBTC = [[coefficients(n, seed + 7 * b + side) for b, n in enumerate(lengths)] for side in range(2)]
+        self.state_SBTGD = [
+            [torch.randn(n, HEADS, HEAD_DIM, generator=generator).to(dtype) for n in lengths] for _ in range(2)
+        ]
+        self.pages = Pages(self.page_XY, layout, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, most_tokens=MOST)
+
+    def write(self, spans: list[tuple[int, int, int]]) -> int:
+        """Tokens of some sequences, each (sequence, first, end), in one call."""
+        position_T = torch.cat([torch.arange(first, end) for _, first, end in spans])
+        slot_T = torch.cat(
+            [
+                self.page_BP[b].long()[torch.arange(first, end) // self.block] * self.block
+                + torch.arange(first, end) % self.block
+                for b, first, end in spans
+            ]
+        )
+        key_TGD, value_TGD = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.state_SBTGD)
+        key_TC, value_TC = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.coef_SBTC)
+        return self.pages.write(NewTokens(key_TGD, value_TGD, position_T, slot_T), key_TC, value_TC)
+
+    def write_all(self) -> int:
+        return self.write([(b, 0, length) for b, length in enumerate(self.lengths)])
+
+    def plain(self) -> tuple[Tensor, int]:
+        """The pages as the plain form writes them, and how many rows it cut."""
+        page_XY, cut = torch.full_like(self.page_XY, 0xA5), 0
+        for which, side in enumerate((self.layout.keys, self.layout.values)):
+            for b, length in enumerate(self.lengths):
+                for p, start in enumerate(range(0, length, self.block)):
+                    coef_TC = self.coef_SBTC[which][b][start : start + self.block]
+                    page_Y, skipped = page_XY[self.page_BP[b, p]], self.sinks * (p == 0)
+                    cut += write_rows(side, page_Y, 0, coef_TC[skipped:], is_first=p == 0)
+                    if p == 0:
+                        sink_Y = self.state_SBTGD[which][b][: self.sinks].contiguous().view(-1).view(torch.uint8)
+                        page_Y[side.sinks : side.sinks + len(sink_Y)] = sink_Y
+        return page_XY, cut
+
+    def rows(self, which: int, b: int, count: int) -> Tensor:
+        """The first rows of a sequence, read by the plain form."""
+        side, found, left = (self.layout.keys, self.layout.values)[which], [], count
+        for p in range(self.page_BP.shape[1]):
+            n = min(left, side.row_capacity(is_first=p == 0))
+            found.append(read_rows(side, self.page_XY[self.page_BP[b, p]], n))
+            left -= n
+        return torch.cat(found)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    classes=st.sampled_from([1, 2, 4]),
+    layout=LAYOUTS,
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    pieces=st.lists(st.integers(1, 60), min_size=0, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_bytes_are_those_of_the_plain_form(classes, layout, lengths, pieces, dtype):
+    block_size, num_sinks, margin = layout
+    layout = layout_of(classes, block_size=block_size, num_sinks=num_sinks, margin=margin, itemsize=dtype.itemsize)
+    tokens = Written(layout, lengths, dtype)
+    expected_XY, expected_cut = tokens.plain()
+    cut, done = 0, 0
+    for piece in [*pieces, max(lengths)]:
+        spans = [(b, min(done, n), min(done + piece, n)) for b, n in enumerate(lengths) if done < n]
+        cut += tokens.write(spans) if spans else 0
+        done += piece
+    assert torch.equal(tokens.page_XY, expected_XY)
+    assert cut == expected_cut
+    for b, length in enumerate(lengths):
+        if length > num_sinks:
+            for which, found_NR in enumerate(tokens.pages.rows(tokens.page_BP[b], length - num_sinks)):
+                torch.testing.assert_close(found_NR, tokens.rows(which, b, length - num_sinks))
+        for found, states in zip(
+            tokens.pages.sinks(int(tokens.page_BP[b, 0]), min(length, num_sinks)), tokens.state_SBTGD, strict=True
+        ):
+            assert torch.equal(found, states[b][:num_sinks])
+
+
+def test_tokens_without_a_place_are_not_written():
+    tokens = Written(layout_of(4), [10])
+    before = tokens.page_XY.clone()
+    states = torch.zeros(3, HEADS, HEAD_DIM)
+    tokens.pages.write(
+        NewTokens(states, states, torch.arange(3), torch.full((3,), -1)), coefficients(3), coefficients(3)
+    )
+    assert torch.equal(tokens.page_XY, before)
+
+
+def dense(tokens: Written, b: int, query_QHD: Tensor, new: int, decoders, cos_XF, sin_XF, scaling, softcap) -> Tensor:
+    """Attention of a sequence's last `new` tokens in fp64: sinks and new tokens exact, the others rebuilt."""
+    past = tokens.lengths[b] - new
+    states = []
+    for which in range(2):
+        exact_TGD = tokens.state_SBTGD[which][b].double()
+        sinks = min(past, tokens.sinks)
+        row_NR = tokens.rows(which, b, past - sinks).double()
+        rebuilt_NGD = (row_NR @ decoders[which].double()).unflatten(1, (HEADS, HEAD_DIM))
+        if which == 0:
+            cos_NF, sin_NF = (table[sinks:past, None].double() for table in (cos_XF, sin_XF))
+            first, second = rebuilt_NGD.chunk(2, dim=-1)
+            rebuilt_NGD = torch.cat([first * cos_NF - second * sin_NF, second * cos_NF + first * sin_NF], dim=-1)
+        states.append(torch.cat([exact_TGD[:sinks], rebuilt_NGD, exact_TGD[past:]]))
+    key_TGD, value_TGD = (each.repeat_interleave(QUERY_HEADS // HEADS, dim=1) for each in states)
+    score_HQT = torch.einsum("qhd,thd->hqt", query_QHD.double(), key_TGD) * scaling
+    if softcap is not None:
+        score_HQT = softcap * torch.tanh(score_HQT / softcap)
+    sees_QT = torch.ones(new, past + new, dtype=torch.bool).tril(past)
+    return torch.einsum("hqt,thd->qhd", score_HQT.masked_fill(~sees_QT, -torch.inf).softmax(-1), value_TGD)
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lengths", "new", "num_sinks", "softcap"),
+    [
+        ([70], [1], 2, None),
+        ([150, 33, 3, 97], [1, 2, 1, 3], 2, None),
+        ([130, 65], [1, 1], 0, 5.0),
+        ([5, 1], [1, 1], 4, None),
+    ],
+)
+def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_sinks, softcap):
+    tokens = Written(layout_of(classes, num_sinks=num_sinks, itemsize=dtype.itemsize), lengths, dtype)
+    tokens.write_all()
+    generator = torch.Generator().manual_seed(3)
+    decoders = [
+        (torch.randn(side.quantization.num_coefficients, WIDTH, generator=generator) / 6).to(dtype)
+        for side in (tokens.layout.keys, tokens.layout.values)
+    ]
+    angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
+    cos_XF, sin_XF = angle_XF.cos(), angle_XF.sin()
+    query_THD = torch.randn(sum(new), QUERY_HEADS, HEAD_DIM, generator=generator).to(dtype)
+    key_TGD, value_TGD = (
+        torch.cat([states[b][-count:] for b, count in enumerate(new)]) for states in tokens.state_SBTGD
+    )
+    first_B = torch.tensor([0, *new]).cumsum(0).int()
+    output_THD = torch.full((sum(new), QUERY_HEADS, HEAD_DIM), 9.0)
+    served_N = torch.arange(len(lengths))[: max(1, len(lengths) - 1)]  # the last is not served
+    tokens.pages.attend(
+        query_THD,
+        NewTokens(key_TGD, value_TGD, torch.empty(0), torch.empty(0)),
+        Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
+        served_N,
+        PageDecoders(*decoders, dtype),
+        (cos_XF, sin_XF),
+        scaling=0.25,
+        softcap=softcap,
+        output_THD=output_THD,
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for b in served_N.tolist():
+        rows = slice(first_B[b], first_B[b + 1])
+        expected = dense(tokens, b, query_THD[rows], new[b], decoders, cos_XF, sin_XF, 0.25, softcap)
+        torch.testing.assert_close(output_THD[rows].double(), expected, atol=tolerance, rtol=tolerance)
+    if len(lengths) > 1:
+        assert (output_THD[first_B[-2] :] == 9).all()

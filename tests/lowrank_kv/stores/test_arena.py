@@ -1,0 +1,139 @@
+"""Pages: the same bytes however tokens are divided into calls, within their room, and rows that are found again."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_rows import LAYOUTS, LEVELS, WIDTH, coefficients, layout_of, plan_of
+
+from lowrank_kv.stores.arena import PageLayout, SideLayout, classes_of, read_rows, write_rows
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.utils.errors import UserError
+
+PIECES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+def blank(layout: PageLayout) -> torch.Tensor:
+    """A page that holds what another sequence has left there."""
+    return torch.full((layout.page_bytes,), 0xA5, dtype=torch.uint8)
+
+
+def written(side: SideLayout, page_Y: torch.Tensor, coef_NC: torch.Tensor, pieces: list[int], is_first: bool) -> int:
+    """Writes the rows piece by piece, the last piece what is left."""
+    row, cut = 0, 0
+    for piece in [*pieces, len(coef_NC)]:
+        part_NC = coef_NC[row : row + piece]
+        cut += write_rows(side, page_Y, row, part_NC, is_first=is_first)
+        row += len(part_NC)
+    return cut
+
+
+def used(side: SideLayout, page_Y: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """What says something about the first `count` rows."""
+    size = sum(side.sizes[k] for k in classes_of(side, page_Y, count))
+    marks = (
+        page_Y[side.marks : side.rows].view(torch.int32)[: -(-count // 32)] if side.marks < side.rows else page_Y[:0]
+    )
+    return [page_Y[side.rows : side.rows + size], marks, torch.tensor(classes_of(side, page_Y, count))]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    classes=st.sampled_from([1, 2, 4]), layout=LAYOUTS, pieces=PIECES, is_first=st.booleans(), seed=st.integers(0, 99)
+)
+def test_any_division_into_calls_gives_the_same_bytes(classes, layout, pieces, is_first, seed):
+    block_size, num_sinks, margin = layout
+    layout = layout_of(classes, block_size=block_size, num_sinks=num_sinks, margin=margin)
+    for side in (layout.keys, layout.values):
+        count = side.row_capacity(is_first=is_first)
+        coef_NC = coefficients(count, seed)
+        at_once, piecewise = blank(layout), blank(layout)
+        cut = written(side, at_once, coef_NC, [], is_first)
+        assert written(side, piecewise, coef_NC, pieces, is_first) == cut
+        assert torch.equal(at_once, piecewise)
+        wanted = torch.zeros(count) if classes == 1 else side.quantization.classes(coef_NC)
+        assert cut == sum(held < k for held, k in zip(classes_of(side, at_once, count), wanted.tolist(), strict=True))
+        untouched = torch.cat([at_once[: side.packed], at_once[side.rows + side.row_room(is_first=is_first) :]])
+        assert (untouched == 0xA5).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(classes=st.sampled_from([1, 2, 4]), kept=st.integers(0, 30), seed=st.integers(0, 99))
+def test_rewritten_rows_take_the_later_ones_with_them(classes, kept, seed):
+    layout = layout_of(classes)
+    side, coef_NC = layout.keys, coefficients(30, seed)
+    page_Y, fresh_Y = blank(layout), blank(layout)
+    written(side, page_Y, torch.cat([coef_NC[:kept], coefficients(30 - kept, seed + 1)]), [], True)  # drafts
+    write_rows(side, page_Y, kept, coef_NC[kept:], is_first=True)
+    written(side, fresh_Y, coef_NC, [], True)
+    for found, expected in zip(used(side, page_Y, 30), used(side, fresh_Y, 30), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_are_read_as_their_plan_rounds_them():
+    for classes in (1, 4):
+        side = layout_of(classes, margin=5.0).values
+        coef_NC = coefficients(20)
+        page_Y = torch.zeros(layout_of(classes, margin=5.0).page_bytes, dtype=torch.uint8)
+        assert write_rows(side, page_Y, 0, coef_NC, is_first=True) == 0
+        plan = side.quantization
+        expected_NR = (
+            plan.rounded(coef_NC[:, : plan.num_coefficients])
+            if isinstance(plan, BitPlan)
+            else plan.rounded(coef_NC, plan.classes(coef_NC))
+        )
+        torch.testing.assert_close(read_rows(side, page_Y, 20), expected_NR)
+
+
+def test_full_pages_fall_to_cheaper_classes_and_hold_every_token():
+    layout = layout_of(4, num_sinks=0, margin=0.0)
+    side = layout.keys
+    wanting_NC = coefficients(32)
+    wanting_NC += 3 * side.quantization.gate.linear_C  # all of them ask for much
+    assert side.quantization.classes(wanting_NC).min() == 3
+    page_Y = blank(layout)
+    cut = written(side, page_Y, wanting_NC, [5, 9], False)
+    held = classes_of(side, page_Y, 32)
+    assert 0 < cut < 32
+    assert held == sorted(held, reverse=True)
+    assert sum(side.sizes[k] for k in held) <= side.row_room(is_first=False)
+
+
+def test_sinks_leave_room_in_first_pages_and_give_it_to_rows_in_others():
+    side = layout_of(4, block_size=128, num_sinks=4, margin=0.0).keys
+    assert side.row_capacity(is_first=True) == 124
+    assert side.sinks + 4 * WIDTH * 4 <= side.end
+    assert side.row_room(is_first=False) > side.row_room(is_first=True)
+
+
+def test_a_page_of_one_plan_has_no_header():
+    layout = layout_of(1, block_size=128, num_sinks=0)
+    size = layout.keys.sizes[0]
+    assert layout.keys.rows == 0
+    assert layout.page_bytes <= -(-(2 * 128 * size + 64) // 128) * 128
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_sinks": 32}, "num_sink_tokens"),
+        ({"margin": -0.1}, "page_margin"),
+    ],
+)
+def test_mistakes_are_named(changed, message):
+    with pytest.raises(UserError, match=message):
+        layout_of(4, **changed)
+
+
+def test_pages_hold_only_plans_of_bits():
+    with pytest.raises(UserError, match="plan of bits"):
+        PageLayout.of(None, plan_of(1), block_size=32, num_sinks=0, sink_bytes=64)
+
+
+def test_classes_must_grow():
+    plans = plan_of(2)
+    import dataclasses
+
+    shrinking = dataclasses.replace(plans, plans=plans.plans[::-1])
+    with pytest.raises(UserError, match="more bytes"):
+        PageLayout.of(shrinking, BitPlan((2,), LEVELS), block_size=32, num_sinks=0, sink_bytes=64)

@@ -1,0 +1,55 @@
+"""Layouts of pages, plans and rows that tests of pages share."""
+
+import torch
+from hypothesis import strategies as st
+
+from lowrank_kv.stores.arena import PageLayout
+from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import TokenPlans
+
+LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
+WIDTH = 32  # 2 KV heads of 16 dims
+HEADS, HEAD_DIM = 2, 16
+# Plans whose rows take more bytes from class to class; one of them is no class.
+CLASSES = {
+    1: [(8,) * 4 + (4,) * 8 + (2,) * 5],
+    2: [(4,) * 6, (16, 16) + (6,) * 5 + (3,) * 12],
+    4: [(2,) * 9, (4,) * 6 + (3,) * 4, (5,) * 10 + (4,) * 9, (16,) * 3 + (8,) * 20 + (1,) * 5],
+}
+# Of blocks, in tokens, of sinks, and of room beyond the mean.
+LAYOUTS = st.tuples(st.sampled_from([32, 64, 128]), st.integers(0, 4), st.sampled_from([0.0, 0.1, 1.0]))
+
+
+def plan_of(classes: int, seed: int = 0) -> BitPlan | TokenPlans:
+    """One plan, or several with a gate that looks at a random direction."""
+    if classes == 1:
+        return BitPlan(CLASSES[1][0], LEVELS)
+    generator = torch.Generator().manual_seed(seed)
+    gate = ImportanceGate(
+        linear_C=torch.randn(WIDTH, generator=generator) / WIDTH**0.5,
+        square_C=torch.randn(WIDTH, generator=generator) / WIDTH,
+        rest_3=torch.tensor([0.1, 0.01, -0.1]),
+        leading=WIDTH // 2,
+    )
+    bounds = torch.linspace(-0.6, 0.6, classes + 1)[1:-1]
+    plans = tuple(BitPlan(bits, LEVELS) for bits in CLASSES[classes])
+    return TokenPlans(gate=gate, bounds_K=bounds, plans=plans, shares=(1 / classes,) * classes)
+
+
+def layout_of(
+    classes: int, *, block_size: int = 32, num_sinks: int = 2, margin: float = 0.1, itemsize: int = 4
+) -> PageLayout:
+    return PageLayout.of(
+        plan_of(classes, 0),
+        plan_of(classes, 1),
+        block_size=block_size,
+        num_sinks=num_sinks,
+        sink_bytes=WIDTH * itemsize,
+        margin=margin,
+    )
+
+
+def coefficients(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator) * 2.0 ** torch.randint(-1, 2, (count, 1), generator=generator)
