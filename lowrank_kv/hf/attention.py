@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank_kv.hf.backends import MASKED_BACKENDS, backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
+from lowrank_kv.hf.call_checks import check_keywords, check_shape
 from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
 from lowrank_kv.hf.exact_tokens import ExactTokens
-from lowrank_kv.hf.geometry import attention_modules
+from lowrank_kv.hf.geometry import KVGeometry, attention_modules
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
 
@@ -40,19 +42,21 @@ class PreparedAttention(GraphHandle):
 
     Attributes:
         module: the attention module.
-        is_compressible: whether a compressed cache may have a layer for this module.
+        geometry: of the model.
         apply_rotary: the family's rotary function; None for a family that has none.
         hook: the handle of the module's pre-hook.
         previous: name of the model's attention before it was prepared; it still runs underneath.
+        identity: of the model since it was prepared, to tell its caches from those of another; a copy has the same.
         observer: is shown (q, rotated k, v, rope) of every uncached call, for calibration.
         exact_tokens: which tokens a query of an uncached call sees past the module's compressor; None for none.
     """
 
     module: nn.Module
-    is_compressible: bool
+    geometry: KVGeometry
     apply_rotary: Callable | None
     hook: RemovableHandle
     previous: str
+    identity: int
     observer: Observer | None = None
     exact_tokens: ExactTokens | None = None
 
@@ -68,6 +72,11 @@ class PreparedAttention(GraphHandle):
                 f"{', '.join(MASKED_BACKENDS)}"
             )
         self.exact_tokens = exact_tokens
+
+    @functools.cached_property
+    def is_compressible(self) -> bool:
+        """Whether a compressed cache may have a layer for this module."""
+        return self.module.layer_idx in self.geometry.layers
 
     @property
     def is_bare(self) -> bool:
@@ -91,7 +100,12 @@ class PreparedAttention(GraphHandle):
         return CallContext(self.rope(embeddings, position_BT), _boolean(mask))
 
     def attend(self, layer: CompressedLayer, query: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
-        """Attention over all tokens of a cache layer."""
+        """Attention over all tokens of a cache layer.
+
+        Raises:
+            UserError: the call asks for more than the compressed attention computes.
+        """
+        check_keywords(self.module, kwargs)
         return layer.attend(self.module, query, _boolean(mask), backend(self.previous), **kwargs)
 
 
@@ -105,6 +119,7 @@ class _CachedCall:
     def attend(
         self, prepared: PreparedAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        self.layer.stored.take(prepared.module, key, value)
         return prepared.attend(self.layer, query, mask, **kwargs)
 
 
@@ -113,11 +128,13 @@ class _UncachedCall:
     """A call without a compressed cache, whose keys and values something observes or compresses."""
 
     rope: Rope | None
+    position_BT: Tensor | None
 
     @outside_graphs
     def attend(
         self, prepared: PreparedAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        check_shape(key, value, prepared.geometry)
         if prepared.observer is not None:
             prepared.observer(query, key, value, self.rope)
         transform = prepared.module._modules.get(TRANSFORM)
@@ -125,8 +142,8 @@ class _UncachedCall:
             exact = key, value
             key, value, *_ = transform(key, value, self.rope)  # its other outputs are read by hooks
             if prepared.exact_tokens is not None:
-                position_BT = None if self.rope is None else self.rope.position_BT
-                key, value, mask = prepared.exact_tokens.joined(exact, (key, value), position_BT, _boolean(mask))
+                compressed, seen = (key, value), _boolean(mask)
+                key, value, mask = prepared.exact_tokens.joined(exact, compressed, self.position_BT, seen)
         return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 
@@ -170,12 +187,14 @@ def _num_tokens(args: tuple, kwargs: dict) -> int:
 
 @outside_graphs
 def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
-    return _UncachedCall(prepared.rope(kwargs.get("position_embeddings"), kwargs.get("position_ids")))
+    position_BT = kwargs.get("position_ids")
+    return _UncachedCall(prepared.rope(kwargs.get("position_embeddings"), position_BT), position_BT)
 
 
 @outside_graphs
 def _begin_cached(prepared: PreparedAttention, layer: CompressedLayer, kwargs: dict) -> _CachedCall:
     call = (kwargs.get(name) for name in ("position_embeddings", "position_ids", "attention_mask"))
+    layer.check_owner(prepared.identity)
     layer.begin_call(prepared.call_context(*call))
     return _CachedCall(layer)
 
@@ -220,6 +239,11 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
     Raises:
         UserError: it adds something to scores, where a compressed cache can only hide tokens.
     """
+    if mask is not None and mask.shape[1] > 1:
+        raise UserError(
+            f"`attention_mask` hides other tokens from each head, {tuple(mask.shape)}, and a compressed cache takes one "
+            f"mask for all heads; pass a mask of one head, or where the family makes such masks use another one"
+        )
     if mask is None or mask.dtype == torch.bool:
         return mask
     shown = mask == 0

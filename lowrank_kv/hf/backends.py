@@ -37,19 +37,24 @@ class Backend:
     None where only causality masks.
 
     Attributes:
-        caps_scores: whether it honours `softcap`. Up to transformers 5.17 sdpa ignores it, later it refuses it; a model that
-            was loaded so attends without the cap, and must do so when it attends in the compressed form, too.
+        weighs_scores: whether it honours `softcap`, and `s_aux`, the sinks of each head. sdpa ignores sinks, and up to
+            transformers 5.17 the cap, too, which it refuses later; a model that was loaded so attends without them, and must
+            do so when it attends in the compressed form, too.
     """
 
     run: Callable
-    caps_scores: bool
+    weighs_scores: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple:
         return self.run(*args, **kwargs)
 
-    def softcap(self, kwargs: dict[str, Any]) -> float | None:
-        """The cap on scores that this backend applies when called with `kwargs`."""
-        return kwargs.get("softcap") if self.caps_scores else None
+    def score_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What this backend does to scores when called with `kwargs`, as the compressed attention takes it: `scaling`,
+        `softcap` and `sink_H`."""
+        options = {"scaling": kwargs["scaling"], "softcap": None, "sink_H": None}
+        if self.weighs_scores:
+            options |= {"softcap": kwargs.get("softcap"), "sink_H": kwargs.get("s_aux")}
+        return options
 
 
 def default_backend(model: PreTrainedModel) -> str:
@@ -107,7 +112,7 @@ class _Replaced:
 
 
 _BACKENDS = {
-    "sdpa": Backend(_sdpa, caps_scores=False),
-    "eager": Backend(_eager, caps_scores=True),
-    _FLASH: Backend(_flash, caps_scores=True),
+    "sdpa": Backend(_sdpa, weighs_scores=False),
+    "eager": Backend(_eager, weighs_scores=True),
+    _FLASH: Backend(_flash, weighs_scores=True),
 }

@@ -100,17 +100,23 @@ def _(layer: Tensor, *_: Any) -> Tensor:
 
 @_operation
 def attend_in_graph(
-    layer: Tensor, prepared: Tensor, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    layer: Tensor,
+    prepared: Tensor,
+    query: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
 ) -> Tensor:
     """Attention over all cached tokens, the newest included: (B, H, Q, D) queries → (B, Q, H, D).
 
     Args:
         layer: the result of :func:`cache_in_graph`.
         prepared, mask: as there.
-        scaling, softcap: of scores, as transformers passes them.
+        scaling, softcap, s_aux: of scores, as transformers passes them.
     """
     cache_layer, module = _numbered[layer.item()], _numbered[prepared.item()]
-    return module.attend(cache_layer, query, mask, scaling=scaling, softcap=softcap)[0].contiguous()
+    return module.attend(cache_layer, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)[0].contiguous()
 
 
 @torch.library.register_fake(attend_in_graph)
@@ -140,8 +146,8 @@ class GraphCall:
     def attend(
         self, prepared: GraphHandle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        scaling, softcap = kwargs["scaling"], kwargs.get("softcap")
-        return attend_in_graph(self.layer, self.prepared, query, mask, scaling, softcap), None
+        options = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
+        return attend_in_graph(self.layer, self.prepared, query, mask, *options), None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

@@ -95,12 +95,16 @@ def geometry_of(model: PreTrainedModel) -> KVGeometry:
         UserError: the model wraps another, or has no layer that can be compressed.
     """
     check_model(model)
-    if not model._supports_attention_backend:
+    config = model.config.get_text_config(decoder=True)
+    _check_family(model, config)
+    geometry = geometry_of_config(model.config)
+    all_layers = range(len(DynamicCache(config=config).layers) or config.num_hidden_layers)
+    if not set(geometry.layers) <= attention_modules(model).keys() <= set(all_layers):
         raise UserError(
-            f"{model.config.get_text_config(decoder=True).model_type} computes attention in its own modules, which "
-            f"transformers does not let a compressed attention replace; use a model of another family"
+            f"{config.model_type} has other layers than its cache: some attend to the keys and values of another layer, or "
+            f"run several times, which a compressed cache cannot serve; use a model of another family"
         )
-    return geometry_of_config(model.config)
+    return geometry
 
 
 def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
@@ -116,17 +120,47 @@ def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
         window = getattr(config, "sliding_window", None)
         raise UserError(
             f"no layer of this {config.model_type} model has full attention (sliding_window={window}), and only such layers "
-            f"are compressed, as a window's cache does not grow with the text; use a model without a window"
+            f"are compressed, as the state of any other does not grow with the text; use a model without a window"
         )
     if not layers:
         # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
         layers = tuple(range(config.num_hidden_layers))
+    # A model of several kinds of layers may say the shape of each layer by itself.
+    shapes = {_heads_of(config.per_layer_config[i] if hasattr(config, "per_layer_config") else config) for i in layers}
+    if len(shapes) > 1:
+        raise UserError(
+            f"the full-attention layers of this {config.model_type} model have KV heads × dims of {sorted(shapes)}, and a "
+            f"compressed cache takes one shape; use a model of another family"
+        )
+    [(num_kv_heads, head_dim)] = shapes
+    return KVGeometry(layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def _check_family(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Raise :class:`UserError` for a family that cannot be served whatever its settings."""
+    if not model._supports_attention_backend:
+        raise UserError(
+            f"{config.model_type} computes attention in its own modules, which transformers does not let a compressed "
+            f"attention replace; use a model of another family"
+        )
+    if model.can_generate() and not model._supports_default_dynamic_cache():
+        raise UserError(
+            f"{config.model_type} fills a cache of a class of its own, which a compressed cache cannot replace; use a model "
+            f"of another family"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise UserError(
+            f"{config.model_type} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): its keys and values "
+            f"are low-rank by design, of different widths, and partly shared by all heads; a compressed cache takes plain "
+            f"keys and values, so use a model of another family"
+        )
+
+
+def _heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """KV heads, and dims of each."""
     heads = config.num_attention_heads
-    return KVGeometry(
-        layers=layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
+    num_kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+    return num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:

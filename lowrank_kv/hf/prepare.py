@@ -1,5 +1,7 @@
 """Let a stock model run with compressed caches, and undo it."""
 
+import itertools
+
 from transformers import PreTrainedModel
 
 from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention, begin_call, check_not_switched
@@ -8,6 +10,8 @@ from lowrank_kv.hf.default_cache import hook_generation, unhook_generation
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
+
+_identities = itertools.count(1)
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -22,14 +26,14 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     previous = model.config._attn_implementation
     if previous != ATTENTION_NAME:
         check_backend(previous)
-    compressible = geometry_of(model).layers
-    for index, module in attention_modules(model).items():
+    geometry, identity = geometry_of(model), next(_identities)
+    for module in attention_modules(model).values():
         if PREPARED not in module.__dict__:
             hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
             # A model loaded from a full checkpoint never had another.
             underneath = default_backend(model) if previous == ATTENTION_NAME else previous
             rotary = rotary_function(module)
-            setattr(module, PREPARED, PreparedAttention(module, index in compressible, rotary, hook, underneath))
+            setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, underneath, identity))
         else:
             check_not_switched(module)
     if previous != ATTENTION_NAME:

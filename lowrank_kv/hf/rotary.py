@@ -8,6 +8,7 @@ Shapes: B batch, G heads, T tokens, D head dim, E rotary dims (≤ D), F = E/2 p
 """
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from lowrank_kv.utils.errors import UserError
 
 # Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Families whose layers with full attention leave queries and keys as they are, if the others have a window.
+_ONLY_WINDOWS_ROTATE = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 # Positions at which a module's cos and sin are compared with those of its frequencies.
 _PROBED_POSITIONS = (0, 1, 2, 3, 10, 127, 1000, 4099, 32_771, 131_071)
 
@@ -51,7 +54,8 @@ class Rotary:
         modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
         if len(modules) > 1:
             raise UserError(f"{type(model).__name__} has {len(modules)} rotary modules; models with one are supported")
-        function = rotary_function(next(iter(attention_modules(model).values())))
+        functions = [rotary_function(module) for module in attention_modules(model).values()]
+        function = next((each for each in functions if each is not None), None)
         if not modules or function is None:
             return None
         [module] = modules
@@ -120,8 +124,35 @@ class Rotary:
 
 
 def rotary_function(module: nn.Module) -> Callable | None:
-    """``apply_rotary_pos_emb(q, k, cos, sin)`` of an attention module's family; None for one without rotary embeddings."""
-    return getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    """``apply_rotary_pos_emb(q, k, cos, sin)`` of an attention module's family; None for a module that rotates no keys."""
+    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    return None if function is None or not _rotates(module) else _of_queries_and_keys(function)
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Whether an attention module rotates its keys, in a family that has a function for it.
+
+    Rows that were never rotated must not be turned back: they would cost more coefficients. That a family is listed here is
+    tested on all families there are (tests/scripts/test_decoder_families.py).
+    """
+    if not getattr(module, "use_rope", True):  # SmolLM3
+        return False
+    config = module.config
+    if config.model_type not in _ONLY_WINDOWS_ROTATE or getattr(config, "sliding_window", None) is None:
+        return True
+    return config.layer_types[module.layer_idx] != "full_attention" or getattr(module, "force_rope", False)
+
+
+@functools.cache
+def _of_queries_and_keys(function: Callable) -> Callable:
+    """The function as (q, k, cos, sin) → (q, k); some families have one of (states, cos, sin) (Gemma 4)."""
+    if list(inspect.signature(function).parameters)[1] != "cos":
+        return function
+
+    def both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return function(query, cos, sin), function(key, cos, sin)
+
+    return both
 
 
 @functools.lru_cache

@@ -7,12 +7,21 @@ import torch
 from torch import Tensor
 
 
-def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None, mask_QT: Tensor | None) -> Tensor:
+def softmax_weights(
+    score_HQT: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    mask_QT: Tensor | None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
     """fp32 softmax of scores · scaling, capped to softcap · tanh(s / softcap) (Gemma 2, section 2) before the mask.
 
     Args:
         score_HQT: any floating dtype.
         mask_QT: (Q, T) or (H, Q, T), True where a query may see a token; None when it may see all.
+        sink_H: each head's sink: one more score of the softmax, final as it is, of a token without a value (GPT-OSS model
+            card, section 2.3); None where there are none.
 
     Returns:
         (H, Q, T); 0 where a query may not see a token, so all 0 for a query that may see none.
@@ -21,11 +30,18 @@ def softmax_weights(score_HQT: Tensor, *, scaling: float, softcap: float | None,
     if softcap is not None:
         score_HQT = score_HQT.div_(softcap).tanh_().mul_(softcap)
     if mask_QT is None:
-        return score_HQT.softmax(dim=-1)
+        return _softmax(score_HQT, sink_H)
     hidden_QT = ~mask_QT
     # Finite, as −inf would give a query that sees nothing NaN here, which its gradients would keep.
-    weight_HQT = score_HQT.masked_fill_(hidden_QT, torch.finfo(torch.float32).min).softmax(dim=-1)
+    weight_HQT = _softmax(score_HQT.masked_fill_(hidden_QT, torch.finfo(torch.float32).min), sink_H)
     return weight_HQT.masked_fill(hidden_QT, 0.0)
+
+
+def _softmax(score_HQT: Tensor, sink_H: Tensor | None) -> Tensor:
+    if sink_H is None:
+        return score_HQT.softmax(dim=-1)
+    sink_HQ1 = sink_H.float()[:, None, None].expand(-1, score_HQT.shape[1], 1)
+    return torch.cat([score_HQT, sink_HQ1], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def join_sequences(outputs: list[Tensor]) -> Tensor:

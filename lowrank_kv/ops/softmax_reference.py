@@ -18,11 +18,13 @@ def fp64_attention(
     scaling: float,
     softcap: float | None,
     mask_XQT: Tensor | None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q Kᵀ · scaling) V, each query head with keys and values of its own.
 
     Args:
         mask_XQT: True where a query may see a token, broadcast over its leading dims; None when it may see all.
+        sink_H: one more score of each head's softmax, of a token without a value; None where there is none.
 
     Returns:
         in the dtype of `query_XQD`; 0 for a query that may see nothing.
@@ -32,7 +34,10 @@ def fp64_attention(
         score_XQT = softcap * torch.tanh(score_XQT / softcap)
     if mask_XQT is not None:
         score_XQT = score_XQT.masked_fill(~mask_XQT, -torch.inf)
-    weight_XQT = score_XQT.softmax(dim=-1)
+    if sink_H is not None:
+        sink_XQ1 = sink_H.double()[:, None, None].expand(*score_XQT.shape[:-1], 1)
+        score_XQT = torch.cat([score_XQT, sink_XQ1], dim=-1)
+    weight_XQT = score_XQT.softmax(dim=-1)[..., : key_XTD.shape[-2]]
     if mask_XQT is not None:
         # Not nan_to_num: a NaN among the tokens that are seen must show.
         weight_XQT = weight_XQT.masked_fill(~mask_XQT, 0.0)
@@ -49,6 +54,7 @@ def fp64_batch_attention(
     softcap: float | None,
     mask_BQT: Tensor | None,
     full: FullTokens | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """:func:`fp64_attention` of a batch over rebuilt tokens and over tokens at full rank."""
     queries = query_BHQD.shape[2]
@@ -69,4 +75,5 @@ def fp64_batch_attention(
         scaling=scaling,
         softcap=softcap,
         mask_XQT=torch.cat(seen, dim=2)[:, None],
+        sink_H=sink_H,
     )

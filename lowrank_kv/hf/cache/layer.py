@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.call_checks import StoredStates, check_shape
 from lowrank_kv.hf.compiled_ops import GraphHandle, outside_graphs
+from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import Rope, RopeHistory
 from lowrank_kv.utils.errors import UserError
 
@@ -56,15 +58,26 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    _owner: int | None = None  # whose states are stored here; None once a cache was saved and loaded
 
     def __init__(self):
         super().__init__()
         self.history: RopeHistory | None = None
         self._releases_history = False
         self._pending_call: CallContext | None = None  # between begin_call and update
+        self.stored = StoredStates()  # between update and attend
+        self._geometry: KVGeometry | None = None  # of the cache
 
-    def bind(self, history: RopeHistory | None, *, is_last: bool) -> None:
-        """Take the cache's record of rotations; the last layer of a step drops its table of cos and sin."""
+    def bind(self, owner: int, geometry: KVGeometry, history: RopeHistory | None, *, is_last: bool) -> None:
+        """Become a cache's layer of a model.
+
+        Args:
+            owner: identity of the prepared model; a copy of the model has the same.
+            geometry: of the cache.
+            history: the cache's record of rotations; None for a module that does not rotate its keys.
+            is_last: whether this is the last layer of a step to use it, which drops its table of cos and sin.
+        """
+        self._owner, self._geometry = owner, geometry
         self.history, self._releases_history = history, is_last
 
     @property
@@ -123,6 +136,14 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
+    def check_owner(self, identity: int) -> None:
+        """Raise :class:`UserError` where the keys and values of another model are stored here."""
+        if self._owner not in (None, identity):
+            raise UserError(
+                "`past_key_values` is a cache of another model, or of this one before it was detached, and holds keys and "
+                "values by the bases of that; make a cache of this model with `from_model(model)`"
+            )
+
     def begin_call(self, context: CallContext) -> None:
         """The next :meth:`update` appends the tokens of this call."""
         self._pending_call = context
@@ -140,6 +161,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 "a compressed cache was given to a model that is not prepared for it; make the cache with "
                 "`from_model(model)` or attach the compressor to this very model first"
             )
+        if self._geometry is not None:
+            check_shape(key_states, value_states, self._geometry)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
@@ -147,7 +170,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
         past = self.get_seq_length()
-        if self.rotates and context.rope is not None:
+        if self.history is not None and self.rotates and context.rope is not None:
             context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
         try:
             self.append(key_states, value_states, context)
@@ -155,6 +178,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             if self.history is not None:
                 self.history.crop(past)  # else the next call's tokens would get the rotations of these
             raise
+        self.stored.put(key_states, value_states)
         return key_states, value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -222,9 +246,13 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             self.select(rows)
             self.batch_size = len(rows)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_owner"}
+
     def __deepcopy__(self, memo: dict) -> "CompressedLayer":
         # Codecs and calibrated bases belong to the model, not to the tokens: they are shared.
         twin = copy.copy(self)
+        twin.stored = StoredStates()
         twin.history = copy.deepcopy(self.history, memo)
         memo[id(self)] = twin
         if self.is_initialized:

@@ -7,11 +7,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import CompressedLayer
-from lowrank_kv.hf.geometry import KVGeometry, geometry_of
+from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import RopeHistory
-from lowrank_kv.hf.rotary import Rotary
+from lowrank_kv.hf.rotary import Rotary, rotary_function
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
 from lowrank_kv.utils.errors import UserError
 
@@ -34,13 +35,15 @@ class LowRankCache(Cache):
             raise UserError(
                 f"`compressed` must cover the layers {self.geometry.layers}, got {tuple(sorted(compressed))}"
             )
-        rotates = any(layer.rotates for layer in compressed.values())
-        self.history = _history_of(model) if rotates else None
+        modules = attention_modules(model)
+        # Some families leave the keys of some layers as they are.
+        rotating = [i for i, layer in compressed.items() if layer.rotates and rotary_function(modules[i]) is not None]
+        self.history = _history_of(model) if rotating else None
         config = model.config.get_text_config(decoder=True)
         layers = list(DynamicCache(config=config).layers) or [None] * config.num_hidden_layers
-        last = max(compressed)
         for index, layer in compressed.items():
-            layer.bind(self.history, is_last=index == last)
+            history, owner = self.history if index in rotating else None, getattr(modules[index], PREPARED).identity
+            layer.bind(owner, self.geometry, history, is_last=index == max(rotating, default=None))
             layers[index] = layer
         super().__init__(layers=layers)
 

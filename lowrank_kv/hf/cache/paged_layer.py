@@ -123,10 +123,9 @@ class PagedLayer(CodecLayer):
                 self.key,
                 self.value,
                 self._decoders,
-                scaling=kwargs["scaling"],
                 rotation=None if self.history is None else self.history.table(),
-                softcap=inner.softcap(kwargs),
                 mask_BQT=None if mask is None else rows_together(mask[:, 0]),
+                **inner.score_options(kwargs),
             )
         return output_BHQD.transpose(1, 2).contiguous(), None
 

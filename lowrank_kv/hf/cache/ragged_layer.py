@@ -167,7 +167,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """Attention of queries that see only the first `length` tokens, and the rotated keys of these, (B, G, T, D), if it
         needed all of them."""
         if self.is_decoding(query):
-            return self._attend_compressed(query, mask, kwargs["scaling"], inner.softcap(kwargs)), None
+            return self._attend_compressed(query, mask, **inner.score_options(kwargs)), None
         if any(sequence.min_crop_length for sequence in self.sequences):
             return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
         key, value = (states[:, :, :length] for states in self._rebuild())
@@ -210,7 +210,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
         return torch.cat(outputs)
 
-    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    def _attend_compressed(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         sequences = [
             RaggedTokens(
                 sequence.key,
@@ -221,7 +221,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             )
             for b, sequence in enumerate(self.sequences)
         ]
-        return ragged_attention(query, sequences, self._decoders, scaling=scaling, softcap=softcap)
+        return ragged_attention(query, sequences, self._decoders, **options)
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""

@@ -13,7 +13,12 @@ __all__ = ["LowRankTokens", "Operands", "lowrank_attention"]
 
 
 def lowrank_attention(
-    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
+    query_HQD: Tensor,
+    tokens: LowRankTokens,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of one sequence over its low-rank and full-rank tokens.
 
@@ -21,6 +26,8 @@ def lowrank_attention(
         query_HQD: rotated queries.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
+            section 2.3); None where there is none.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
@@ -32,4 +39,4 @@ def lowrank_attention(
         operation, backend = eager, "eager"
     coef = tokens.keys.coef
     log_choice("lowrank_attention", backend, coef.dtype, coef.device, because)
-    return operation.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap)
+    return operation.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)

@@ -30,7 +30,12 @@ def unsupported_reason(tokens: LowRankTokens) -> str | None:
 
 
 def lowrank_attention(
-    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
+    query_HQD: Tensor,
+    tokens: LowRankTokens,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
@@ -54,7 +59,7 @@ def lowrank_attention(
         held = _full_rank_view(keys.full), _full_rank_view(values.full), full
         softmax.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *query_HQD.shape
-    [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
     output_HQD = output_QHD.transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 

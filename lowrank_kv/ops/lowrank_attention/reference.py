@@ -12,7 +12,12 @@ from lowrank_kv.ops.softmax_reference import fp64_attention
 
 
 def lowrank_attention(
-    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
+    query_HQD: Tensor,
+    tokens: LowRankTokens,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
 
@@ -35,4 +40,6 @@ def lowrank_attention(
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
-    return fp64_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)
+    return fp64_attention(
+        query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT, sink_H=sink_H
+    )

@@ -57,7 +57,12 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
 
 
 def lowrank_attention(
-    query_HQD: Tensor, tokens: LowRankTokens, *, scaling: float, softcap: float | None = None
+    query_HQD: Tensor,
+    tokens: LowRankTokens,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
@@ -85,6 +90,7 @@ def lowrank_attention(
             _length(low, device),
             scaling=scaling,
             softcap=softcap,
+            sink_H=sink_H,
             mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
             full=whole,
             **options,

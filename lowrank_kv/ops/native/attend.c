@@ -406,6 +406,7 @@ int attend(const struct task *tasks, int count) {
         for (int64_t thread = 0; thread < threads; thread++) sum += all[thread].sum[head];
         /* A query that may see nothing has weighed all tokens alike; a sum that is NaN comes from tokens it saw. */
         const int sees = largest[head] != -FLT_MAX || sum != sum;
+        if (tasks->sink) sum += expf(tasks->sink[head / tasks->queries] - largest[head]); /* at infinity nothing else counts */
         int64_t before = 0;
         for (const struct task *task = tasks; task < tasks + count; before += latents_of(task), task++) {
             const int64_t rank = padded(task->values->rank), place = before + head * rank;

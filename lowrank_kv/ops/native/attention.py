@@ -17,7 +17,7 @@ from lowrank_kv.ops.native.rotary import ATTEND_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
-_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "6q2f"))
+_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "7q2f"))
 # What a basis keeps of its decoder for compiled code: pairs of rows in bf16, or rows in fp32.
 _PAIRS, _ROWS = "native pairs", "native rows"
 _NO_ROTATION = bytes(ATTEND_ROTARY.size)
@@ -114,6 +114,7 @@ def attend(
     groups: int,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of each sequence over all its tokens in one softmax.
 
@@ -122,7 +123,7 @@ def attend(
         shape_BHQD: query heads, new queries and head dim of B sequences.
         groups: G.
         scaling: of the scores.
-        softcap: see :func:`lowrank_kv.ops.ragged_attention.ragged_attention`.
+        softcap, sink_H: see :func:`lowrank_kv.ops.ragged_attention.ragged_attention`.
 
     Returns:
         (B, Q, H, D) fp32; 0 for a query that may see nothing.
@@ -133,7 +134,9 @@ def attend(
     output_BQHD = torch.empty(batch, queries, heads, head_dim, dtype=torch.float32, device=CPU)
     output, output_bytes = output_BQHD.data_ptr(), rows * head_dim * 4
     lanes_of_rows, threads = rows + -rows % lanes(), torch.get_num_threads()
-    common = _COMMON.pack(groups, rows, lanes_of_rows, head_dim, queries, threads, scaling, softcap or 0.0)
+    sinks = None if sink_H is None else contiguous_fp32(sink_H.detach())  # kept alive: its address follows
+    sink = 0 if sinks is None else sinks.data_ptr()
+    common = _COMMON.pack(groups, rows, lanes_of_rows, head_dim, queries, threads, sink, scaling, softcap or 0.0)
     for b, tokens in enumerate(softmaxes):
         copies: list[Tensor] = []  # kept alive: addresses in them follow
         packed = b""

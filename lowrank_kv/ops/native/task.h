@@ -26,6 +26,7 @@ struct task {
     int64_t heads, lanes; /* rows of queries, the new tokens fastest; the same, padded */
     int64_t head_dim;
     int64_t queries, threads;
+    const float *sink; /* (heads / queries): one more score of each head's softmax, of a token without a value; NULL: none */
     float scaling, softcap; /* of scores; 0: none */
 };
 

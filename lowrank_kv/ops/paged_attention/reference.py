@@ -21,6 +21,7 @@ def paged_attention(
     scaling: float,
     rotation: RotaryTable | None = None,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v.
@@ -43,5 +44,6 @@ def paged_attention(
         keys.length_B,
         scaling=scaling,
         softcap=softcap,
+        sink_H=sink_H,
         mask_BQT=mask_BQT,
     )

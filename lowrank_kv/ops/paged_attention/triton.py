@@ -29,6 +29,7 @@ def paged_attention(
     scaling: float,
     rotation: RotaryTable | None = None,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQT: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -43,6 +44,8 @@ def paged_attention(
         scaling: the model's own score scale, usually 1/√D.
         rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
+        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
+            section 2.3); None where there is none.
         mask_BQT: bool, True where a query may see a row's token; None when it may see all. 1 may stand for B.
         splits: parts the values' tiles are cut into; None lets the device's size decide.
 
@@ -59,7 +62,7 @@ def paged_attention(
     )
     groups, granules = keys.width // head_dim, values.granules
     low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, low=low, maxima=granules)
+    softmax = SplitSoftmax(query_BHQD, groups, low=low, maxima=granules, sink_H=sink_H)
     score_BTP = paged_scores(
         softmax.query_BGMD,
         keys,

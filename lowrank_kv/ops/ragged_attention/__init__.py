@@ -23,6 +23,7 @@ def ragged_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of Q queries of each sequence over its cached tokens (DynaKV section 3.2, equation 3).
 
@@ -32,6 +33,8 @@ def ragged_attention(
         decoders: of keys and values.
         scaling: the model's own score scale, usually 1/√D.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
+            section 2.3); None where there is none.
 
     Returns:
         (B, Q, H, D), contiguous, in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in
@@ -48,4 +51,4 @@ def ragged_attention(
         operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
-    return operation.ragged_attention(query_BHQD, sequences, decoders, scaling=scaling, softcap=softcap)
+    return operation.ragged_attention(query_BHQD, sequences, decoders, scaling=scaling, softcap=softcap, sink_H=sink_H)

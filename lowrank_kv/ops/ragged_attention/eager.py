@@ -29,13 +29,19 @@ def ragged_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.ragged_attention.ragged_attention`."""
-    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap)
+    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap, sink_H)
 
 
 def _attention_of_one(
-    query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
+    query_HQD: Tensor,
+    tokens: RaggedTokens,
+    decoders: Decoders,
+    scaling: float,
+    softcap: float | None,
+    sink_H: Tensor | None,
 ) -> Tensor:
     keys, values, rotation, position_T, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
@@ -46,7 +52,7 @@ def _attention_of_one(
     else:
         score_GMT = _scores_rebuilt(query_GMD, keys, decoders.key_CC, rotation, position_T)
     score_HQT = score_GMT.view(heads, queries, -1)
-    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT)
+    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT, sink_H=sink_H)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
     # Weights in the order of the buckets: one gather for all of them.

@@ -35,6 +35,7 @@ def ragged_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.ragged_attention.ragged_attention`."""
     shape_BHQD = query_BHQD.shape
@@ -53,5 +54,5 @@ def ragged_attention(
         rotary = None if rotation is None else rotation.table.packed
         held = view_of(keys), view_of(values), keys.length
         softmaxes.append([native.Tokens(queries, *held, read_by, rotary, position_T, mask_QT)])
-    output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap)
+    output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
     return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

@@ -21,16 +21,22 @@ def ragged_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v, in fp64.
 
     Arguments and result as in :func:`lowrank_kv.ops.ragged_attention.ragged_attention`.
     """
-    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap)
+    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap, sink_H)
 
 
 def _attention_of_one(
-    query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scaling: float, softcap: float | None
+    query_HQD: Tensor,
+    tokens: RaggedTokens,
+    decoders: Decoders,
+    scaling: float,
+    softcap: float | None,
+    sink_H: Tensor | None,
 ) -> Tensor:
     keys, values, rotation, position_T, mask_QT = tokens
     heads, _, head_dim = query_HQD.shape
@@ -46,4 +52,6 @@ def _attention_of_one(
         key_GTD = rotation.rotate(key_GTD, position_T).double()
     key_HTD = key_GTD.repeat_interleave(heads // groups, dim=0)
     value_HTD = value_GTD.repeat_interleave(heads // groups, dim=0)
-    return fp64_attention(query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT)
+    return fp64_attention(
+        query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT, sink_H=sink_H
+    )

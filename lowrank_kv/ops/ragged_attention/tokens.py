@@ -31,8 +31,8 @@ class RaggedTokens(NamedTuple):
     mask_QT: Tensor | None = None
 
 
-# (query_HQD, tokens, decoders, scaling, softcap) → (H, Q, D)
-AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, float, float | None], Tensor]
+# (query_HQD, tokens, decoders, scaling, softcap, sink_H) → (H, Q, D)
+AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, float, float | None, Tensor | None], Tensor]
 
 
 def one_by_one(
@@ -42,7 +42,9 @@ def one_by_one(
     decoders: Decoders,
     scaling: float,
     softcap: float | None,
+    sink_H: Tensor | None,
 ) -> Tensor:
     """Ragged attention, (B, Q, H, D), by a form that takes one sequence at a time."""
     pairs = zip(query_BHQD, sequences, strict=True)
-    return join_sequences([attention_of_one(query, tokens, decoders, scaling, softcap) for query, tokens in pairs])
+    options = decoders, scaling, softcap, sink_H
+    return join_sequences([attention_of_one(query, tokens, *options) for query, tokens in pairs])

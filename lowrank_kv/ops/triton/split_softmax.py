@@ -5,6 +5,8 @@ F full-rank tokens, X parts of the softmax, S of them of low-rank tokens, V colu
 their own, R rank.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ class SplitSoftmax:
         full: tokens at full rank, the last parts; None where there are none.
         splits: parts of the tokens at full rank; None lets the device's size decide.
         scaling, softcap: of the scores of tokens at full rank.
+        sink_H: one more score of each head's softmax, of a token without a value, which is the last part; None for none.
 
     Attributes:
         query_BGMD: the queries by KV head, contiguous.
@@ -46,15 +49,20 @@ class SplitSoftmax:
         splits: int | None = None,
         scaling: float = 1.0,
         softcap: float | None = None,
+        sink_H: Tensor | None = None,
     ):
         batch, heads, self._queries, _ = query_BHQD.shape
         rows, device = heads * self._queries, query_BHQD.device
         self.query_BGMD = query_BHQD.reshape(batch, groups, rows // groups, -1).contiguous()
         self._full, self._low, self._scaling, self._softcap = full, low, scaling, softcap
         self._whole = 0 if full is None else splits or token_splits(full.key_BGFD.shape[2], batch * groups, device)
-        parts = low + self._whole
+        parts = low + self._whole + (sink_H is not None)
         self.max_BPXV = torch.empty(batch, rows, parts, maxima, dtype=torch.float32, device=device)
         self.sum_BPX = torch.empty(batch, rows, parts, dtype=torch.float32, device=device)
+        if sink_H is not None:
+            sink_P = sink_H.float().repeat_interleave(self._queries) * math.log2(math.e)
+            self.max_BPXV[:, :, -1] = sink_P[None, :, None]
+            self.sum_BPX[:, :, -1] = 1.0
 
     def attended(self, partial_BPSR: Tensor, value_decoder_XGRD: Tensor, *, block_width: int) -> Tensor:
         """Attention's output, (B, H, Q, D) in the queries' dtype.

@@ -23,8 +23,9 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
     )
 
 
-def attend(way, query_HQD, keys, values, *, scaling, softcap=None, **options) -> torch.Tensor:
-    return way.lowrank_attention(query_HQD, LowRankTokens(keys, values, **options), scaling=scaling, softcap=softcap)
+def attend(way, query_HQD, keys, values, *, scaling, softcap=None, sink_H=None, **options) -> torch.Tensor:
+    tokens = LowRankTokens(keys, values, **options)
+    return way.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)
 
 
 @pytest.fixture(params=["eager", "native"])
@@ -61,6 +62,27 @@ def test_equals_the_reference(operation, low, full, queries, joint, rotated, sof
     actual = attend(operation, query, keys, values, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, attend(reference, query, keys, values, **options), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("seen", [1.0, 0.6], ids=["all", "masked"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sinks_take_their_share_of_the_softmax(operation, joint, seen, threads):
+    """The reference is one softmax in fp64. A very low sink takes nothing, a very high one all; some queries see nothing."""
+    generator = torch.Generator().manual_seed(3)
+    keys, values = (operands(200, 5, rank, joint=joint, generator=generator) for rank in (5, 9))
+    query = torch.randn(HEADS, 3, HEAD_DIM, generator=generator)
+    mask = torch.rand(3, 205, generator=generator) <= seen
+    mask[1] &= seen == 1
+    sink_H = torch.tensor([-200.0, -1.0, 0.0, 2.0, 5.0, 300.0])
+    options = {"scaling": 0.25, "mask_QT": mask, "sink_H": sink_H}
+    with threads_of(threads):
+        actual = attend(operation, query, keys, values, **options)
+    torch.testing.assert_close(actual, attend(reference, query, keys, values, **options), atol=2e-4, rtol=2e-4)
+    plain = attend(reference, query, keys, values, **{**options, "sink_H": None})
+    torch.testing.assert_close(actual[0], plain[0], atol=2e-4, rtol=2e-4)
+    assert not actual[5].any()
+    assert actual[4].norm() < 0.8 * plain[4].norm()
 
 
 def in_dtype(held: Operands, dtype: torch.dtype) -> Operands:

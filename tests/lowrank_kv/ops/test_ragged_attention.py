@@ -37,10 +37,11 @@ def operation(request):
     return {"eager": eager, "native": native}[request.param]
 
 
-def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, **options) -> torch.Tensor:
+def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, sink_H=None, **options) -> torch.Tensor:
     """One sequence's attention, (H, Q, D)."""
     tokens = RaggedTokens(keys, values, **options)
-    [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, scaling=scaling, softcap=softcap)
+    scores = {"scaling": scaling, "softcap": softcap, "sink_H": sink_H}
+    [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, **scores)
     return output_QHD.transpose(0, 1)
 
 
@@ -111,6 +112,26 @@ def test_equals_the_reference(operation, tokens, queries, rank, rotated, softcap
     actual = attend(operation, *arguments, **options)
     assert actual.shape == query.shape
     torch.testing.assert_close(actual, attend(reference, *arguments, **options), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "plain"])
+def test_sinks_take_their_share_of_the_softmax(operation, queries, threads, rotated):
+    generator = torch.Generator().manual_seed(queries)
+    keys, values = filled_store(300, generator), filled_store(300, generator)
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5)
+    query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator)
+    options = {"scaling": 0.5, "sink_H": torch.tensor([-200.0, -1.0, 0.0, 2.0, 5.0, 300.0])}
+    if rotated:
+        options["rotation"] = rotation(300, HEAD_DIM, generator)
+    with threads_of(threads):
+        actual = attend(operation, query, keys, values, decoders, **options)
+    expected = attend(reference, query, keys, values, decoders, **options)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
+    plain = attend(reference, query, keys, values, decoders, **{**options, "sink_H": None})
+    assert actual[4].norm() < 0.9 * plain[4].norm()
+    assert not actual[5].any()
 
 
 def test_masked_tokens_have_no_weight():

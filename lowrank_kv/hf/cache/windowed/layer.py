@@ -81,7 +81,7 @@ class WindowedLayer(SequenceLayer):
         if not is_exact:
             self._compress_due(query, scaling)
         if past and is_few and self.config.attention == "low_rank":
-            output = self._attend_low_rank(query, mask, scaling, inner.softcap(kwargs)), None
+            output = self._attend_low_rank(query, mask, **inner.score_options(kwargs)), None
         elif any(sequence.min_crop_length for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
         else:
@@ -139,7 +139,7 @@ class WindowedLayer(SequenceLayer):
                 is_uncommitted=is_uncommitted,
             )
 
-    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         outputs = []
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
@@ -152,7 +152,7 @@ class WindowedLayer(SequenceLayer):
                 sequence.positions.low_rank_places() if self.rotates else None,
                 mask_QT,
             )
-            outputs.append(lowrank_attention(query[b], tokens, scaling=scaling, softcap=softcap))
+            outputs.append(lowrank_attention(query[b], tokens, **options))
         return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:

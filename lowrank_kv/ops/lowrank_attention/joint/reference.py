@@ -22,6 +22,7 @@ def joint_attention(
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
 ) -> Tensor:
@@ -45,6 +46,7 @@ def joint_attention(
         length_B,
         scaling=scaling,
         softcap=softcap,
+        sink_H=sink_H,
         mask_BQT=mask_BQN,
         full=full,
     )

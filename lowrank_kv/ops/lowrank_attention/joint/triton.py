@@ -30,6 +30,7 @@ def joint_attention(
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
     splits: int | None = None,
@@ -46,6 +47,8 @@ def joint_attention(
         rotation: of rebuilt keys; None for a family without one.
         position_BN: int32 rows of the rotary table for the tokens; None for row n. 1 may stand for B.
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
+            section 2.3); None where there is none.
         mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
         splits: parts the sequence is cut into; None lets the device's size decide.
@@ -61,7 +64,9 @@ def joint_attention(
     groups = keys.basis_BGDR.shape[2] // head_dim
     columns = -(-values.numbers // block_of(values))
     low = splits or token_splits(keys.room, batch * columns, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap)
+    softmax = SplitSoftmax(
+        query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap, sink_H=sink_H
+    )
     score_BNP = joint_scores(
         softmax.query_BGMD,
         keys,

@@ -18,6 +18,7 @@ def latent_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
 ) -> Tensor:
@@ -32,6 +33,7 @@ def latent_attention(
         length_B,
         scaling=scaling,
         softcap=softcap,
+        sink_H=sink_H,
         mask_BQT=mask_BQN,
         full=full,
     )

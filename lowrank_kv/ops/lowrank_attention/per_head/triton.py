@@ -23,6 +23,7 @@ def latent_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
     splits: int | None = None,
@@ -37,6 +38,8 @@ def latent_attention(
         length_B: low-rank tokens of each sequence, int32, at most the room N.
         scaling: the model's own score scale, usually 1/√D (not 1/√R).
         softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
+        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
+            section 2.3); None where there is none.
         mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
         splits: parts the sequence is cut into; None lets the device's size decide.
@@ -47,7 +50,9 @@ def latent_attention(
     batch, _, queries, _ = query_BHQD.shape
     _, groups, room, _ = keys.row_BGNY.shape
     low = splits or token_splits(room, batch * groups, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap)
+    softmax = SplitSoftmax(
+        query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap, sink_H=sink_H
+    )
     partial_BPSR = attend_split(
         (softmax.query_BGMD @ keys.basis_BGDR).contiguous(),
         keys.row_BGNY,

@@ -88,9 +88,11 @@ def cleaned(operands):
 
 
 def beside(case: dict, room: int, groups: int, query: Tensor, generator: torch.Generator) -> dict[str, Any]:
-    """The options of a case that every kernel has: scores' scale and cap, splits, a mask, tokens at full rank."""
+    """The options of a case that every kernel has: scores' scale, cap and sinks, splits, a mask, tokens at full rank."""
     options = {"scaling": 0.25, "softcap": case.get("softcap"), "splits": case["splits"]}
-    batch, _, queries, head_dim = query.shape
+    batch, heads, queries, head_dim = query.shape
+    if case.get("sinks"):
+        options["sink_H"] = torch.linspace(-2, 6, heads)
     if case.get("masked"):
         options["mask_BQN"] = torch.rand(batch, queries, room, generator=generator) < 0.7
     if case["full"]:

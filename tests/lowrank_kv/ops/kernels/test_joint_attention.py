@@ -24,6 +24,8 @@ CASES = {
     "one KV head": {"groups": 1, "heads": 8},
     "odd head dim, shared bases": {"head_dim": 24, "rotary": 24, "shared": True},
     "many splits": {"splits": 7, "full": 20},
+    "sinks": {"sinks": True, "queries": 2},
+    "sinks beside full tokens": {"sinks": True, "full": 20, "masked": True},
 }
 
 

@@ -17,6 +17,8 @@ CASES = {
     "int4 with full tokens": {"full": 5, "bits": 4, "queries": 2},
     "shared bases, one KV head": {"shared": True, "groups": 1, "heads": 8},
     "many splits": {"splits": 7, "full": 20},
+    "sinks": {"sinks": True, "queries": 2},
+    "sinks beside full tokens": {"sinks": True, "full": 20, "masked": True},
 }
 
 

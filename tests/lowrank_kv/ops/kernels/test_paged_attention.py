@@ -60,6 +60,8 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
         rotated = case["rotary"] or head_dim
         table = rotary_table(case.get("tables", 1), keys.capacity + 9, rotated // 2, generator, case.get("scale", 1.0))
         options["rotation"] = moved(table, device)
+    if case.get("sinks"):
+        options["sink_H"] = torch.linspace(-2, 6, heads, device=device)
     if case.get("masked"):
         mask = torch.rand(batch, queries, keys.capacity, generator=generator) < 0.7
         options["mask_BQT"] = mask.to(device)
@@ -86,6 +88,7 @@ CASES = {
     "not rotated int8": {"bits": 8, "masked": True, "queries": 2},
     "not rotated int4": {"bits": 4, "softcap": 2.0},
     "many splits": {"rotary": 0, "splits": 5},
+    "sinks": {"rotary": 0, "sinks": True, "queries": 2},
 }
 
 
