@@ -75,7 +75,8 @@ def check_full_rank(model: PreTrainedModel) -> None:
         raise UserError(
             f"with a compressed cache that keeps everything, {type(model).__name__} does not say what it says with its own: "
             f"logits differ by {error:.2g} of their size, {max_error(model.dtype):g} at most; its attention computes "
-            f"something that a compressed cache does not know, so use a model of another family (`self_check=False` leaves this out)"
+            f"something that a compressed cache does not know, so use a model of another family (`self_check=False` leaves "
+            f"this out)"
         )
     _checked.add(model)
 
