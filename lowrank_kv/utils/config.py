@@ -56,7 +56,7 @@ def option(default: Any = dataclasses.MISSING, *, help: str, unit: str = "", cho
 
 def section(cls: type, **defaults: Any) -> Any:
     """A nested configuration class; one with required keys must be given. `defaults` stand for the class's own here."""
-    metadata = {"section": True, "defaults": defaults}
+    metadata = {"section": cls, "defaults": defaults}
     return dataclasses.field(default_factory=lambda: cls(**defaults), metadata=metadata)
 
 

@@ -269,10 +269,9 @@ def test_what_comes_with_the_end_of_a_prompt_is_no_part_of_it(make, ids):
 @METHODS
 def test_a_later_prompt_in_chunks_thins_itself_alone(make, ids):
     turn = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(6))
-    cache, written = thinned_by_generate(make, ids, max_new_tokens=2)
     model = tiny_model()
-    make(model, 1.0, 0.5)
-    text = torch.cat([written, turn], dim=1)
+    cache = make(model, 1.0, 0.5)()
+    text = torch.cat([written(model, ids, cache, max_new_tokens=2), turn], dim=1)
     options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 1, "do_sample": False}
     model.generate(text, past_key_values=cache, prefill_chunk_size=7, **options)
     # The last token written was not in the cache yet, and came with the second prompt.

@@ -34,7 +34,8 @@ def test_file_then_command_line(tmp_path):
     assert (config.dataset.name, config.dataset.weights) == (["a.txt", "b.txt"], [2, 1])
     assert config.rate.target_retain_rate == 0.3
     assert parse(tmp_path, "--dataset.heldout", "").dataset.heldout == []
-    assert parse(tmp_path, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
+    gates = ["--compressor.rank_policy", "gate"]
+    assert parse(tmp_path, *gates, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,10 @@ def test_file_then_command_line(tmp_path):
             "model: m\ndataset: {name: t}\ncompressor:\n  threshold: 2\n",
             "`compressor.threshold` must be between 0 and 1",
         ),
-        ("model: m\ndataset: {name: t}\ncompressor:\n  group_size: 8\n", "`compressor.group_size` must be none"),
+        (
+            "model: m\ndataset: {name: t}\ncompressor:\n  rank_policy: gate\n  group_size: 8\n",
+            "`compressor.group_size` must be none",
+        ),
         (
             "model: m\ndataset: {name: t}\ncompressor:\n  eviction:\n    keep_ratio: 0\n",
             r"`compressor.eviction.keep_ratio` must be in \(0, 1\]",
@@ -232,7 +236,7 @@ def test_help_lists_every_key_with_its_default(capsys):
     def leaves(cls, prefix=""):
         for field in dataclasses.fields(cls):
             if field.metadata.get("section"):
-                yield from leaves(field.default_factory, f"{prefix}{field.name}.")
+                yield from leaves(field.metadata["section"], f"{prefix}{field.name}.")
             else:
                 yield f"{prefix}{field.name}"
 
