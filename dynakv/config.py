@@ -20,6 +20,7 @@ MASKS = ("hard", "soft_prefix", "straight_through")
 PREFILLS = ("exact", "reconstructed")
 DECODERS = ("exact", "orthogonal", "decoupled")
 RANK_POLICIES = (GATE, NESTED, PLAN) = ("gate", "nested", "plan")
+LEARNED_BY_DEFAULT = PLAN  # by training that is not told what to learn
 
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.

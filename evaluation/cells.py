@@ -1,4 +1,4 @@
-"""The cells of a comparison on disk, so that one that is started again goes on with what is missing.
+"""The cells of a comparison on disk, so that a second start measures only the missing ones.
 
 A cell is one method on one window of one text. Each is a line of ``cells.jsonl``, appended when it is measured: what it was
 measured with, what was found, and the run and commit that did. No line is ever changed. One that a killed process left

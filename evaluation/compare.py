@@ -1,6 +1,6 @@
 """Which method is best at equal bytes: every method on every window of every text, beside the uncompressed model.
 
-A comparison that is started again in the same directory goes on with the cells that are missing.
+A comparison that is started again in the same directory measures only the missing cells.
 
 Shapes: N windows, T tokens of a window.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from ojakv import Calibration
 
 from .cells import Cell, Cells
 from .methods import Method, MethodConfig, methods_of
+from .peers.peer import CALIBRATION, READ
 from .reading import read_uncompressed
-from .scores import WindowScore, score_window, summary
+from .scores import WindowScore, held_share, score_window, summary
 from .texts import TextConfig, check_texts, read_texts
 
 
@@ -67,12 +68,12 @@ class CompareConfig:
         require(bool(self.methods), "methods", self.methods, "at least one")
         checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
         require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
-        presets = [method.preset for method in self.methods if method.preset]
+        calibrated = [method.name for method in self.methods if method.needs & {CALIBRATION, READ}]
         require(
-            not presets or self.bases is not None or self.calibration is not None,
+            not calibrated or self.bases is not None or self.calibration is not None,
             "bases",
             self.bases,
-            "given where there are presets, or `calibration`",
+            f"given where there are presets, or peers that are calibrated ({', '.join(calibrated)}), or `calibration`",
         )
         require(0 <= self.prefix < self.length - 1, "prefix", self.prefix, "below `length` by two at least")
         require(self.read is None or self.read >= self.length, "read", self.read, "at least `length`")
@@ -108,7 +109,8 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
     cells, found = Cells(output), collections.defaultdict(list)
-    _tell_of_earlier(cells)
+    if len(cells):
+        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
     setting = {
         "model": model_input(model)["sha256"],
         "dtype": config.dtype,
@@ -119,12 +121,14 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
     count = len(methods) * sum(map(len, texts.values()))
     with tqdm(total=count, unit="cell", desc="comparing") as bar:
         for methods_now, (label, window_T) in itertools.product(_rounds(methods), _by_turns(texts)):
-            shares = {each.label: _share(each, label, found) for each in methods_now}
-            of = {each.label: setting | _of(each, shares[each.label], window_T) for each in methods_now}
-            _measure(model, window_T.to(model.device), methods_now, shares, of, cells, record, config)
-            for method in methods_now:
-                found[label, method.label].append(cells.get(of[method.label]))
-            bar.update(len(methods_now))
+            window = {"window": token_input("text", "window", window_T[None])["sha256"]}
+            wanted = [_Wanted.of_method(each, label, found, setting | window) for each in methods_now]
+            missing = [each for each in wanted if cells.get(each.of) is None]
+            if missing:
+                _measure(model, window_T.to(model.device), missing, cells, record, config)
+            for each in wanted:
+                found[label, each.method.label].append(cells.get(each.of))
+            bar.update(len(wanted))
             yield record | _rows(found)
 
 
@@ -188,8 +192,7 @@ def _calibrated(
     if config.calibration is None:
         return None, []
     ids = config.calibration.blocks(tokenizer)
-    mixed = any(method.ojakv_config().cache_dtype == "mixed" for method in config.methods if method.preset)
-    calibration = Calibration.from_text(model, ids, read=mixed)
+    calibration = Calibration.from_text(model, ids, read=any(READ in method.needs for method in config.methods))
     return calibration, [token_input("calibration", ",".join(config.calibration.name), ids)]
 
 
@@ -206,38 +209,41 @@ def _rounds(methods: list[Method]) -> list[list[Method]]:
     return [each for each in (known, following) if each]
 
 
-def _share(method: Method, text: str, found: Mapping[tuple[str, str], list[Cell]]) -> float | None:
-    if method.bytes_of is None:
-        return None
-    scores = [cell.score for cell in found[text, method.bytes_of]]
-    return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
+class _Wanted(NamedTuple):
+    """One cell of a comparison.
 
+    Attributes:
+        share: of the bytes, where the method takes another's on this text; else None.
+        of: all that distinguishes the cell.
+    """
 
-def _of(method: Method, share: float | None, window_T: Tensor) -> dict[str, Any]:
-    """What, with the comparison's own settings, distinguishes a cell."""
-    own = method.of if share is None else method.of | {"bytes": share}
-    return {**own, "window": token_input("text", "window", window_T[None])["sha256"]}
+    method: Method
+    share: float | None
+    of: dict[str, Any]
+
+    @classmethod
+    def of_method(
+        cls, method: Method, text: str, found: Mapping[tuple[str, str], list[Cell]], setting: dict[str, Any]
+    ) -> "_Wanted":
+        if method.bytes_of is None:
+            return cls(method, None, setting | method.of)
+        share = held_share([cell.score for cell in found[text, method.bytes_of]])
+        return cls(method, share, setting | method.of | {"bytes": share})
 
 
 def _measure(
     model: PreTrainedModel,
     window_T: Tensor,
-    methods: list[Method],
-    shares: Mapping[str, float | None],
-    of: Mapping[str, dict[str, Any]],
+    missing: list[_Wanted],
     cells: Cells,
     record: Mapping[str, Any],
     config: CompareConfig,
 ) -> None:
-    """Measure the cells of a window that are missing."""
-    missing = [method for method in methods if cells.get(of[method.label]) is None]
-    if not missing:
-        return
+    """Measure the missing cells of a window."""
     full_SV = read_uncompressed(model, window_T, prefix=config.prefix)
-    for method in missing:
-        maker = method.make(shares[method.label])
-        score = score_window(model, window_T, full_SV, maker, prefix=config.prefix, step=config.step)
-        cells.add(of[method.label], Cell(score, record["run_id"], record["code"]["commit"]))
+    for method, share, of in missing:
+        score = score_window(model, window_T, full_SV, method.make(share), prefix=config.prefix, step=config.step)
+        cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))
 
 
 def _rows(found: Mapping[tuple[str, str], list[Cell]]) -> dict[str, Any]:
@@ -250,8 +256,3 @@ def _rows(found: Mapping[tuple[str, str], list[Cell]]) -> dict[str, Any]:
         for (text, method), each in found.items()
     ]
     return {"rows": rows, "summary": {"measured_by": by, "windows": scores}}
-
-
-def _tell_of_earlier(cells: Cells) -> None:
-    if len(cells):
-        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")

@@ -2,9 +2,9 @@
 
     lowrank-kv compare --config configs/compare-demo.yaml --output runs/comparison
 
-Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. Started
-again with the same output it goes on with what is missing. Writes the run's record into `quality/` of the output directory,
-anew after every window, and prints the table. Records of earlier runs stay beside it.
+Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. A
+second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output
+directory, anew after every window, and prints the table. Records of earlier runs stay beside it.
 """
 
 from lowrank_kv.utils import cli, run_record

@@ -1,6 +1,7 @@
 """Methods to compare, as a configuration names them, and the caches they make."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,12 +9,14 @@ from transformers import Cache, PreTrainedModel
 
 import dynakv
 from dynakv.checkpoint import read_config
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.config import configuration, nearest, option, require, within
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import path_input
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 
 from .peers import PEERS, TextLength
+from .peers.peer import CALIBRATION, READ
 from .reading import full_cache
 
 FULL = "full"
@@ -79,6 +82,15 @@ class MethodConfig:
         return " ".join([own, *(f"{key}={value}" for key, value in self.settings.items())])
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What of :data:`evaluation.peers.peer.NEEDS` it needs."""
+        if self.peer is not None:
+            return PEERS[self.peer].needs
+        if self.checkpoint is not None:
+            return frozenset()
+        return frozenset({CALIBRATION, READ} if self.ojakv_config().cache_dtype == MIXED else {CALIBRATION})
+
+    @property
     def reads_exactly(self) -> bool:
         """Whether a prompt's own attention is exact, so that in one pass nothing compressed would be read."""
         if self.preset is not None:
@@ -96,7 +108,7 @@ class Method:
         label: name in the results.
         of: what distinguishes it, as JSON; two methods of equal `of` make equal caches.
         bytes_of: the label of the method whose bytes it takes on each text; None where its budget is known.
-        make: a maker of caches, from the share of bytes where that is asked for, else from None.
+        make: a maker of caches, from the share of bytes where that is asked for, else from None; each is made once.
     """
 
     label: str
@@ -150,12 +162,21 @@ def _learned(config: MethodConfig, model: PreTrainedModel) -> Method:
     return Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
 
 
-def _budgets(config: MethodConfig) -> Iterator[tuple[str, float | None, str | None]]:
-    """(label, share of bytes, label of the method whose bytes it takes) of each budget in bytes."""
+def _at_budgets(
+    config: MethodConfig, of: dict[str, Any], at: Callable[[float], Callable[[], Cache]]
+) -> Iterator[Method]:
+    """The method at each budget in bytes.
+
+    Args:
+        of: what distinguishes it from other methods.
+        at: share of bytes → a maker of caches.
+    """
     for share in config.bytes:
-        yield f"{config.name} at {share:g}", share, None
+        label = f"{config.name} at {share:g}"
+        yield Method(label=label, of=of | {"bytes": share}, bytes_of=None, make=lambda _, share=share: at(share))
     if config.bytes_of is not None:
-        yield f"{config.name} at the bytes of {config.bytes_of}", None, config.bytes_of
+        label = f"{config.name} at the bytes of {config.bytes_of}"
+        yield Method(label=label, of=of | {"bytes": None}, bytes_of=config.bytes_of, make=at)
 
 
 def _preset(
@@ -171,18 +192,13 @@ def _preset(
             make=lambda _, plan=plan: lambda: OjaKVCache(model, plan),
         )
 
+    @functools.cache  # working out the plan of a share takes far longer than reading a window
     def at(share: float) -> Callable[[], Cache]:
         size = {"prompt": prompt, "tokens": tokens, "itemsize": model.dtype.itemsize}
         plan = plan_for_bytes(calibration, config.ojakv_config(), min(share, 1.0), **size)
         return lambda: OjaKVCache(model, plan)
 
-    for label, share, other in _budgets(config):
-        yield Method(
-            label=label,
-            of=of | {"bytes": share},
-            bytes_of=other,
-            make=lambda found, share=share: at(share if found is None else found),
-        )
+    yield from _at_budgets(config, of, at)
 
 
 def _peer(
@@ -192,10 +208,5 @@ def _peer(
     if peer.is_fixed:
         maker = peer.maker(model, calibration, None)
         yield Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
-    for label, share, other in _budgets(config):
-        yield Method(
-            label=label,
-            of=of | {"bytes": share},
-            bytes_of=other,
-            make=lambda found, share=share: peer.maker(model, calibration, share if found is None else found, text),
-        )
+    at = functools.cache(lambda share: peer.maker(model, calibration, share, text))
+    yield from _at_budgets(config, of, at)

@@ -105,11 +105,10 @@ def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:
         "kl": torch.tensor([score.kl for score in scores], dtype=torch.float64),
         "top1": torch.tensor([score.top1 for score in scores], dtype=torch.float64),
     }
-    held, full = sum(score.cache_bytes for score in scores), sum(score.full_bytes for score in scores)
     row: dict[str, Any] = {
-        "rate": held / full,
-        "cache_bytes": held,
-        "full_bytes": full,
+        "rate": held_share(scores),
+        "cache_bytes": sum(score.cache_bytes for score in scores),
+        "full_bytes": sum(score.full_bytes for score in scores),
         "perplexity": math.exp(sum(score.loss for score in scores) / len(scores)),
     }
     for name, value_N in columns.items():
@@ -119,6 +118,11 @@ def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:
             low, high = interval(value_N, seed=seed)
             row[f"{name}_low"], row[f"{name}_high"] = float(shown(low)), float(shown(high))
     return row | {"windows": len(scores), "scored": sum(score.scored for score in scores)}
+
+
+def held_share(scores: Sequence[WindowScore]) -> float:
+    """Bytes held over those of uncompressed caches, all windows together."""
+    return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
 
 
 def interval(value_N: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.config import GATE, GRADIENT, NESTED, PCA, PLAN, STARTS_FROM_PCA
+from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, STARTS_FROM_PCA
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
@@ -266,7 +266,7 @@ def has_plans(config: SweepConfig, recipe: dict[str, Any]) -> bool:
 
 
 def _has_plan(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
-    return _setting(config, recipe, variant, "compressor", "rank_policy") in (None, PLAN)
+    return (_setting(config, recipe, variant, "compressor", "rank_policy") or LEARNED_BY_DEFAULT) == PLAN
 
 
 def _setting(config: SweepConfig, recipe: dict[str, Any], variant: Variant, part: str, key: str) -> str | None:

@@ -84,6 +84,25 @@ def training_values(tiny_dir, text_file) -> dict:
     }
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tiny_dir, tmp_path_factory) -> Path:
+    """A compressor of the tiny model whose ranks differ from token to token, without the time it takes to train one."""
+    from methods import spread_gates
+
+    import dynakv
+    from lowrank_kv.calibration.activation_moments import calibrate
+    from lowrank_kv.hf.loading import load_model
+
+    model = load_model(str(tiny_dir))
+    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
+    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
+    dynakv.initialize_from_moments(model, moments)
+    spread_gates(model)
+    directory = tmp_path_factory.mktemp("trained") / "checkpoint"
+    dynakv.save_compressor(model, directory)
+    return directory
+
+
 @pytest.fixture
 def four_steps(training_values, tmp_path) -> Path:
     """The configuration file of a training run of four steps that inspects its layers and calibrates its threshold."""

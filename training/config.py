@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dynakv.config import GRADIENT, PCA, PLAN, STARTS, DynaKVConfig
+from dynakv.config import GRADIENT, LEARNED_BY_DEFAULT, PCA, STARTS, DynaKVConfig
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import configuration, option, require, section, within
 
@@ -285,7 +285,7 @@ class TrainConfig:
     full_checkpoint: bool = option(False, help="also write backbone and compressor together, for from_pretrained")
     dataset: DatasetConfig = section(DatasetConfig)
     calibration: CalibrationConfig = section(CalibrationConfig)
-    compressor: DynaKVConfig = section(DynaKVConfig, rank_policy=PLAN)
+    compressor: DynaKVConfig = section(DynaKVConfig, rank_policy=LEARNED_BY_DEFAULT)
     rate: RateConfig = section(RateConfig)
     loss: LossConfig = section(LossConfig)
     report: ReportConfig = section(ReportConfig)

@@ -16,10 +16,10 @@ from lowrank_kv.bases.rank_allocation import waterfill_ranks
 from lowrank_kv.calibration.activation_moments import QUERY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
-from ojakv import OjaKVCache, OjaKVConfig
+from ojakv import OjaKVCache
 
 from .output_projection import output_moments
-from .peer import MakeCache, TextLength, token_share
+from .peer import MakeCache, TextLength, fixed_config, token_share
 
 # Directions that no query has get this share of the mean weight, so that they can be divided by.
 _DAMPING = 1e-4
@@ -32,7 +32,7 @@ def kq_svd_maker(
     tokens stay whole. Ranks are by water-filling on the relative energies of scores and outputs, where the paper takes as
     many as hold a share of it."""
     geometry = calibration.geometry
-    config = OjaKVConfig(layout="per_head", rope="post", tracker="fixed", ranks="fraction", rate=1.0, prefill="exact")
+    config = fixed_config(layout="per_head", rope="post", prefill="exact")
     rate = min(1.0, token_share(config, geometry, share, text, itemsize=model.dtype.itemsize))
     outputs = output_moments(model)
     bases = []

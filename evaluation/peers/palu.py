@@ -23,9 +23,9 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.errors import UserError
-from ojakv import OjaKVCache, OjaKVConfig
+from ojakv import OjaKVCache
 
-from .peer import MakeCache, TextLength, token_share
+from .peer import MakeCache, TextLength, fixed_config, token_share
 
 # Heads of a group, at most; all of a layer where None is given.
 GROUPED_HEADS = 4
@@ -52,12 +52,9 @@ def palu_maker(
         prefill: whether a prompt attends to rebuilt states, as a model with factored weights does, or to exact ones.
     """
     geometry = calibration.geometry
-    config = OjaKVConfig(
+    config = fixed_config(
         layout="joint",
         rope="pre",
-        tracker="fixed",
-        ranks="fraction",
-        rate=1.0,
         num_sink_tokens=0,
         recent_window=0,
         update_period=1,

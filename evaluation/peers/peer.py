@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import Cache, PreTrainedModel
 
@@ -97,6 +97,15 @@ class Peer:
             require(calibration is not None, "calibration", None, "given: this peer's bases come from one")
             calibration = calibration.for_model(model)
         return self.build(model, calibration, share, text)
+
+
+def fixed_config(**settings: Any) -> OjaKVConfig:
+    """The settings of a cache whose bases, ranks and bytes the peer works out for itself, and which stay as they are.
+
+    Args:
+        settings: other keys of :class:`OjaKVConfig`, such as `layout` and `rope`.
+    """
+    return OjaKVConfig(tracker="fixed", ranks="fraction", rate=1.0, **settings)
 
 
 def token_share(

@@ -24,9 +24,8 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.memory_report import BASES, COEFFICIENTS
-from ojakv import OjaKVConfig
 
-from .peer import MakeCache, TextLength, token_share
+from .peer import MakeCache, TextLength, fixed_config, token_share
 
 PAGE_TOKENS = 32
 
@@ -135,12 +134,9 @@ def puzzle_maker(
 ) -> MakeCache:
     """Caches in pages, rebuilt for the model's own attention."""
     geometry = geometry_of(model)
-    config = OjaKVConfig(
+    config = fixed_config(
         layout="joint",
         rope="pre",
-        tracker="fixed",
-        ranks="fraction",
-        rate=1.0,
         update_period=PAGE_TOKENS,
         prefill="exact",
         attention="reconstructed",

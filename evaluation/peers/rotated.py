@@ -15,7 +15,9 @@ from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.bit_plan import BitPlan
-from ojakv import OjaKVCache, OjaKVConfig
+from ojakv import OjaKVCache
+
+from .peer import fixed_config
 
 # name → bits
 ROTATED = {"rotated-int8": 8, "rotated-int4": 4, "rotated-int3": 3, "rotated-int2": 2}
@@ -36,7 +38,7 @@ def rotated_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
             vectors_PWR=vectors_GDD, energy_PR=torch.ones(shape[:2]), decoder_PWR=vectors_GDD, quantization=plan
         )
 
-    config = OjaKVConfig(layout="per_head", rope="post", tracker="fixed", ranks="fraction", rate=1.0)
+    config = fixed_config(layout="per_head", rope="post")
     layers = {index: (rotation(), rotation()) for index in geometry.layers}
     whole = Plan(config=config, geometry=geometry, layers=layers)
     return lambda: OjaKVCache(model, whole)

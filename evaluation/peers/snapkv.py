@@ -17,7 +17,6 @@ from lowrank_kv.eviction import top_scores
 from .peer import MakeCache, TextLength
 from .whole_tokens import Rule, WholeTokens, whole_tokens_maker
 
-SNAPKV = "snapkv"
 WINDOW, KERNEL = 32, 7
 
 

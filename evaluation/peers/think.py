@@ -24,9 +24,8 @@ from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.memory_report import BASES
 from lowrank_kv.utils.config import require
-from ojakv import OjaKVConfig
 
-from .peer import MakeCache, TextLength, token_share
+from .peer import MakeCache, TextLength, fixed_config, token_share
 
 WINDOW = 32
 
@@ -112,12 +111,9 @@ def think_maker(
 ) -> MakeCache:
     """Caches of channels; `layer` may choose others."""
     geometry = geometry_of(model)
-    config = OjaKVConfig(
+    config = fixed_config(
         layout="per_head",
         rope="post",
-        tracker="fixed",
-        ranks="fraction",
-        rate=1.0,
         num_sink_tokens=0,
         recent_window=WINDOW,
         prefill="exact",

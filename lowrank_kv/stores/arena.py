@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan
-from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
+from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, MARK_BYTES, ROWS_BETWEEN_MARKS, TokenPlans
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-_CLASSES_PER_BYTE, _MARK_BYTES = 4, 4
 _ALIGNMENT = 16  # bytes
 
 
@@ -75,14 +74,13 @@ class SideLayout:
         sizes = _row_sizes(quantization)
         require(sizes == sorted(sizes), "plans", sizes, "of rows that take more bytes from class to class")
         packed = _aligned(start)
-        marks = packed + _aligned(-(-block_size // _CLASSES_PER_BYTE), _MARK_BYTES) * has_classes
-        rows = marks + -(-block_size // ROWS_BETWEEN_MARKS) * _MARK_BYTES * has_classes
+        marks = packed + _aligned(-(-block_size // CLASSES_PER_BYTE), MARK_BYTES) * has_classes
+        rows = marks + -(-block_size // ROWS_BETWEEN_MARKS) * MARK_BYTES * has_classes
 
         def room(tokens: int) -> int:
             if not has_classes:
                 return tokens * sizes[0]
-            mean = sum(share * size for share, size in zip(quantization.shares, sizes, strict=True))
-            return max(math.ceil(tokens * mean * (1 + margin)), tokens * sizes[0])
+            return max(math.ceil(tokens * quantization.mean_row_bytes * (1 + margin)), tokens * sizes[0])
 
         sinks = _aligned(rows + room(block_size - num_sinks))
         end = max(sinks + num_sinks * sink_bytes, rows + room(block_size))
@@ -199,18 +197,17 @@ def classes_of(layout: SideLayout, page_Y: Tensor, count: int) -> list[int]:
     if not _has_classes(layout):
         return [0] * count
     return [
-        int(page_Y[layout.packed + row // _CLASSES_PER_BYTE]) >> 2 * (row % _CLASSES_PER_BYTE) & 3
-        for row in range(count)
+        int(page_Y[layout.packed + row // CLASSES_PER_BYTE]) >> 2 * (row % CLASSES_PER_BYTE) & 3 for row in range(count)
     ]
 
 
 def _note(layout: SideLayout, page_Y: Tensor, row: int, k: int, start: int) -> None:
     """Note a row's class, and of every 32nd where it begins."""
-    place, shift = layout.packed + row // _CLASSES_PER_BYTE, 2 * (row % _CLASSES_PER_BYTE)
+    place, shift = layout.packed + row // CLASSES_PER_BYTE, 2 * (row % CLASSES_PER_BYTE)
     page_Y[place] = int(page_Y[place]) & ~(3 << shift) & 255 | k << shift
     if row % ROWS_BETWEEN_MARKS == 0:
-        place = layout.marks + row // ROWS_BETWEEN_MARKS * _MARK_BYTES
-        page_Y[place : place + _MARK_BYTES] = torch.tensor([start], dtype=torch.int32).view(torch.uint8)
+        place = layout.marks + row // ROWS_BETWEEN_MARKS * MARK_BYTES
+        page_Y[place : place + MARK_BYTES] = torch.tensor([start], dtype=torch.int32).view(torch.uint8)
 
 
 def _has_classes(layout: SideLayout) -> bool:

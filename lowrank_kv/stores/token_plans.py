@@ -13,10 +13,10 @@ from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.config import require
 
-MOST_CLASSES = 4  # a class has two bits
-# Rows from one whose first byte is noted, in four bytes, to the next; and what a token takes of both.
-ROWS_BETWEEN_MARKS = 32
-PLACE_BYTES = 2 / 8 + 4 / ROWS_BETWEEN_MARKS
+MOST_CLASSES, CLASSES_PER_BYTE = 4, 4  # a class has two bits
+# Rows from one whose first byte is noted, in that many bytes, to the next; and what a token takes of class and mark.
+ROWS_BETWEEN_MARKS, MARK_BYTES = 32, 4
+PLACE_BYTES = 1 / CLASSES_PER_BYTE + MARK_BYTES / ROWS_BETWEEN_MARKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,14 @@ class TokenPlans:
         size_N = self.size_K[class_N]
         return size_N.cumsum(0) - size_N
 
+    @property
+    def mean_row_bytes(self) -> float:
+        """Bytes of a row on average, as the calibration's tokens were divided."""
+        return sum(share * size for share, size in zip(self.shares, self.row_bytes(), strict=True))
+
     def nbytes(self, rank: int) -> float:
-        """Bytes of a token on average, as the calibration's tokens were divided, with what says where its row is."""
-        return sum(share * size for share, size in zip(self.shares, self.row_bytes(), strict=True)) + PLACE_BYTES
+        """Bytes of a token on average, with what says where its row is."""
+        return self.mean_row_bytes + PLACE_BYTES
 
     def keeps(self, class_N: Tensor) -> Tensor:
         """Whether tokens of these classes keep each of the R coefficients, (N, R) bool."""

@@ -18,9 +18,7 @@ from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
 from lowrank_kv.stores.quantization import Quantization
-from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
-
-_CLASSES_PER_BYTE = 4
+from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, ROWS_BETWEEN_MARKS, TokenPlans
 
 
 class TokenwiseCoefficients(Coefficients):
@@ -102,9 +100,9 @@ class TokenwiseCoefficients(Coefficients):
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
         self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
         self.stored.append(byte_Y, exact=exact)
-        whole = self.length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE
-        begun_M = _unpacked(self.classes.rows[whole // _CLASSES_PER_BYTE :], self.length - whole)
-        self.classes.crop(whole // _CLASSES_PER_BYTE)
+        whole = self.length // CLASSES_PER_BYTE * CLASSES_PER_BYTE
+        begun_M = _unpacked(self.classes.rows[whole // CLASSES_PER_BYTE :], self.length - whole)
+        self.classes.crop(whole // CLASSES_PER_BYTE)
         self.classes.append(_packed(torch.cat([begun_M, class_N])), exact=exact)
         self.row_count.value += len(class_N)
 
@@ -133,8 +131,8 @@ class TokenwiseCoefficients(Coefficients):
         class_N = self.class_of_rows()[:length]
         self.stored.crop(int(self.quantization.size_K[class_N].sum()))
         self.marks.crop(-(-length // ROWS_BETWEEN_MARKS))
-        self.classes.crop(length // _CLASSES_PER_BYTE)
-        rest_M = class_N[length // _CLASSES_PER_BYTE * _CLASSES_PER_BYTE :]
+        self.classes.crop(length // CLASSES_PER_BYTE)
+        rest_M = class_N[length // CLASSES_PER_BYTE * CLASSES_PER_BYTE :]
         self.classes.append(_packed(rest_M))
         self.row_count.value = length
 
@@ -172,14 +170,14 @@ def _decoded(byte_Y: Tensor, start_N: Tensor, class_N: Tensor, plans: TokenPlans
 
 def _packed(class_N: Tensor) -> Tensor:
     """Classes four to a byte, the last ones filled up with zeros."""
-    whole_N = torch.nn.functional.pad(class_N, (0, -len(class_N) % _CLASSES_PER_BYTE)).view(-1, _CLASSES_PER_BYTE)
-    shift_4 = 2 * torch.arange(_CLASSES_PER_BYTE, device=class_N.device)
+    whole_N = torch.nn.functional.pad(class_N, (0, -len(class_N) % CLASSES_PER_BYTE)).view(-1, CLASSES_PER_BYTE)
+    shift_4 = 2 * torch.arange(CLASSES_PER_BYTE, device=class_N.device)
     return (whole_N << shift_4).sum(dim=1).to(torch.uint8)
 
 
 def _unpacked(byte_M: Tensor, count: int) -> Tensor:
     """The first `count` classes, int64."""
-    shift_4 = 2 * torch.arange(_CLASSES_PER_BYTE, device=byte_M.device)
+    shift_4 = 2 * torch.arange(CLASSES_PER_BYTE, device=byte_M.device)
     return ((byte_M.long()[:, None] >> shift_4) & 3).flatten()[:count]
 
 

@@ -5,30 +5,14 @@ import itertools
 import pytest
 import torch
 import yaml
-from methods import spread_gates
 
-import dynakv
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
-from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_dir, tmp_path_factory):
-    """A compressor whose ranks differ from token to token, without the time it takes to train one."""
-    model = load_model(str(tiny_dir))
-    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
-    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-    dynakv.initialize_from_moments(model, moments)
-    spread_gates(model)
-    directory = tmp_path_factory.mktemp("trained") / "checkpoint"
-    dynakv.save_compressor(model, directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

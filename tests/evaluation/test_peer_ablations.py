@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from methods import calibration_of, tiny_model
 
 from evaluation.peers import PEERS
 from evaluation.peers.kq_svd import read_basis
@@ -25,16 +24,6 @@ from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def calibration(model):
-    return calibration_of(model, blocks=16, read=True)
 
 
 def numbers(*shape, seed=0):

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from methods import calibration_of, tiny_model
 from tensors_held import found_tensors
 
 from evaluation.peers import PEERS, TextLength, peer
@@ -26,18 +25,8 @@ OWN_LAYERS = [
     "streaming-llm",
 ]  # the others are windowed caches, which the contracts test
 WINDOWED = [name for name in PEERS if name.startswith(("rotated", "kvtc", "kq", "eigen", "palu"))]
-# Rounding in so many bits, and what is left of it with all of a token's bytes.
+# The error that rounding leaves where a token has all of its bytes.
 ROUNDS = {"rotated-int8": 1e-3, "hqq-int8": 1e-3, "kvtc": 1e-4, "kvtc-128": 1e-4, "palu-j-int4": 0.1}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def calibration(model):
-    return calibration_of(model, blocks=16, read=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,31 +3,14 @@
 import contextlib
 
 import pytest
-import torch
 from byte_tokenizer import byte_tokenizer
 
 import dynakv
 from evaluation.kv_retrieval import score_lookup
 from evaluation.reading import full_cache
-from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_dir, tmp_path_factory):
-    """A compressor whose ranks differ from token to token, without the time it takes to train one."""
-    from methods import spread_gates
-
-    model = load_model(str(tiny_dir))
-    moments = calibrate(model, torch.randint(1, 257, (4, 64)), progress=False)
-    dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
-    dynakv.initialize_from_moments(model, moments)
-    spread_gates(model)
-    directory = tmp_path_factory.mktemp("trained") / "checkpoint"
-    dynakv.save_compressor(model, directory)
-    return directory
 
 
 def only_record(output):
