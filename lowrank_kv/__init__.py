@@ -1,4 +1,7 @@
-"""The core that both methods share. It knows neither: `dynakv` (learned ranks) and `ojakv` (online bases) build on it.
+"""Low-rank compression of the key-value cache: `lowrank_kv.compress(model, "PRESET or DIR", …)` and `uncompress(model)`.
+
+The two calls live in `lowrank_kv_auto`, which chooses the method, and are loaded when they are first asked for. The rest
+is the core that both methods share. It knows neither: `dynakv` (learned ranks) and `ojakv` (online bases) build on it.
 
 Two modules are the seams that the author of a method meets:
 
@@ -22,3 +25,19 @@ its codec, appends them to a store (`stores`), and attends with an operation (`o
 
 Importing the package registers an attention function with transformers and changes nothing else.
 """
+
+import importlib
+from typing import Any
+
+__all__ = ["compress", "uncompress"]
+
+
+def __getattr__(name: str) -> Any:
+    """The two calls, loaded on first use: they need torch and both methods, which nothing below may import."""
+    if name in __all__:
+        return getattr(importlib.import_module("lowrank_kv_auto"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,10 @@
 """Generate text from a compressed cache and report how many bytes the cache took.
 
     lowrank-kv generate --checkpoint runs/demo/checkpoint --prompt "My fellow citizens,"
+    lowrank-kv generate --model meta-llama/Llama-3.1-8B --bases bases/llama --rate 0.1 --prompt @book.txt
 
-The checkpoint is a compressor directory written by training, or a full checkpoint directory.
+The checkpoint is a compressor directory written by training, or a full checkpoint directory. Bases need no training:
+`lowrank-kv calibrate` writes them.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import torch
 from transformers import TextStreamer
 
 import dynakv
+import lowrank_kv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
@@ -20,7 +23,11 @@ from lowrank_kv.utils.errors import UserError
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="compressor or full checkpoint")
+    method = parser.add_mutually_exclusive_group(required=True)
+    method.add_argument("--checkpoint", metavar="DIR", help="compressor or full checkpoint")
+    method.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; needs `--model`")
+    parser.add_argument("--preset", metavar="NAME", help="of the bases [default: the best they were calibrated for]")
+    parser.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
     parser.add_argument("--prompt", required=True, help="text to continue; @FILE reads it from a file")
     parser.add_argument("--model", metavar="ID", help="base model [default: the one the checkpoint was trained on]")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="[default %(default)s]")
@@ -41,11 +48,6 @@ def main(argv: list[str]) -> None:
     if arguments.temperature <= 0:
         raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
     model, tokenizer = load(arguments)
-    given = {
-        "cache_dtype": arguments.cache_dtype,
-        "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
-    }
-    dynakv.configure(model, **{key: value for key, value in given.items() if value is not None})
     inputs = encode(tokenizer, arguments).to(model.device)
     if not inputs["input_ids"].numel():
         raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
@@ -69,16 +71,35 @@ def main(argv: list[str]) -> None:
 
 
 def load(arguments: argparse.Namespace):
+    """The compressed model that the arguments ask for, and its tokenizer."""
+    given = {
+        "cache_dtype": arguments.cache_dtype,
+        "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
+    }
+    settings = {key: value for key, value in given.items() if value is not None}
+    loading = {"dtype": arguments.dtype, "device": arguments.device}
+    if arguments.bases is not None:
+        if arguments.model is None:
+            raise UserError("`--bases` needs `--model`, the hub id or directory of the model they were calibrated on")
+        model = load_model(arguments.model, **loading)
+        if arguments.preset is None:
+            lowrank_kv.compress(model, arguments.bases, rate=arguments.rate, **settings)
+        else:
+            lowrank_kv.compress(model, arguments.preset, rate=arguments.rate, bases=arguments.bases, **settings)
+        return model, load_tokenizer(arguments.model)
+    for name in ("preset", "rate"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"`--{name}` is of bases: give `--bases` in place of `--checkpoint`, or leave it out")
     directory = Path(arguments.checkpoint)
     if not directory.is_dir():
         raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with `lowrank-kv train`")
     if (directory / WEIGHTS).exists() or not (directory / CONFIG).exists():
         name = arguments.model or read_config(directory).base_model
-        model = dynakv.attach(load_model(name, dtype=arguments.dtype, device=arguments.device), directory)
+        model = dynakv.attach(load_model(name, **loading), directory, **settings)
     else:
         name = str(directory)
-        model = load_model(name, dtype=arguments.dtype, device=arguments.device)
-        dynakv.compressors(model)  # a checkpoint of an uncompressed model is an error, not a silent full cache
+        # A checkpoint of an uncompressed model is an error there, not a silent full cache.
+        model = dynakv.configure(load_model(name, **loading), **settings)
     return model, load_tokenizer(name)
 
 

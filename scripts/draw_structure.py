@@ -29,6 +29,7 @@ WHAT = {
     "lowrank_kv.calibration": "moments of a text",
     "dynakv": "learned ranks",
     "ojakv": "online bases",
+    "lowrank_kv_auto": "one call for every method",
     "training": "the loop, engines, data",
     "evaluation": "quality at equal bytes",
     "lowrank_kv_vllm": "compressed pages in vLLM",

@@ -13,6 +13,7 @@ PACKAGES = (
     CORE,
     "dynakv",
     "ojakv",
+    "lowrank_kv_auto",
     "training",
     "evaluation",
     "lowrank_kv_vllm",

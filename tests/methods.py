@@ -5,6 +5,7 @@ Adding a method to the project adds a row here.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -22,12 +23,16 @@ class Method:
     """One row. `build(model, rate)` prepares the model and returns a maker of caches; rate 1 truncates nothing.
 
     With `follows_text` what a token is stored as depends on the tokens around it, so that a text read in pieces is not
-    compressed as one read at once.
+    compressed as one read at once. `preset` and `settings` (of a rate) are those of a row that needs no compressor, and
+    `reads` says that its calibration is to say what is read of a compressed cache.
     """
 
     name: str
     build: Callable[[PreTrainedModel, float], MakeCache]
     follows_text: bool = False
+    preset: str | None = None
+    settings: Callable[[float], dict[str, Any]] | None = None
+    reads: bool = False
 
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
@@ -115,14 +120,17 @@ def planned_model(
 
 
 def _preset(name: str, **overrides) -> Method:
-    def build(model: PreTrainedModel, rate: float) -> MakeCache:
+    def settings_at(rate: float) -> dict[str, Any]:
         # Short periods and few tokens at full rank, so that of a few dozen some are compressed and see updates.
         short = {} if settings.update_period == 1 else {"update_period": 4}
         if settings.rank_multiple > 4:  # heads have 16 dims here
             short |= {"rank_multiple": 4}
         if settings.recent_window:
             short |= {"num_sink_tokens": 2, "recent_window": 3}
-        config = OjaKVConfig.preset(name, **{"rate": rate, **short, **overrides})
+        return {"rate": rate, **short, **overrides}
+
+    def build(model: PreTrainedModel, rate: float) -> MakeCache:
+        config = OjaKVConfig.preset(name, **settings_at(rate))
         plan = make_plan(calibration_of(model, read=config.cache_dtype == "mixed"), config)
         if config.cache_dtype == "mixed" and rate == 1:
             plan = _unpacked(plan)
@@ -131,7 +139,8 @@ def _preset(name: str, **overrides) -> Method:
     settings = OjaKVConfig.preset(name, **overrides)
     follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.prefill == "exact")
     label = "-".join([name, *(str(value) for value in overrides.values())])
-    return Method(label, build, follows_text=follows)
+    reads = settings.cache_dtype == "mixed"
+    return Method(label, build, follows_text=follows, preset=name, settings=settings_at, reads=reads)
 
 
 def _unpacked(plan: Plan) -> Plan:

@@ -30,14 +30,18 @@ MAY_IMPORT = {
     "lowrank_kv.calibration": UTILS | BASES | STORES | HF,
     "dynakv": CORE,
     "ojakv": CORE,
+    "lowrank_kv_auto": CORE | METHODS,
     "training": CORE | METHODS,
     "evaluation": CORE | METHODS,
     "lowrank_kv_vllm": CORE | METHODS,
     "lowrank_kv_cli": CORE
     | METHODS
-    | {"lowrank_kv_vllm"},  # its commands in `training` and `evaluation` are found by name when they run
+    | {
+        "lowrank_kv_vllm",
+        "lowrank_kv_auto",
+    },  # its commands in `training` and `evaluation` are found by name when they run
     "benchmarks": CORE | METHODS | {"training", "evaluation", "lowrank_kv_vllm"},
-    "scripts": CORE | METHODS | {"training", "evaluation", "lowrank_kv_cli"},
+    "scripts": CORE | METHODS | {"training", "evaluation", "lowrank_kv_auto", "lowrank_kv_cli"},
 }
 # A wheel holds these within `lowrank_kv_cli`, so that their modules name one another from where they stand.
 MOVED_BY_THE_WHEEL = ("training", "evaluation")

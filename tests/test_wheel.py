@@ -18,7 +18,7 @@ import yaml
 from lowrank_kv_cli.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-OURS = {"lowrank_kv", "dynakv", "ojakv", "lowrank_kv_cli", "lowrank_kv_vllm"}
+OURS = {"lowrank_kv", "dynakv", "ojakv", "lowrank_kv_auto", "lowrank_kv_cli", "lowrank_kv_vllm"}
 INSIDE = {"training": "lowrank_kv_cli/training", "evaluation": "lowrank_kv_cli/evaluation"}
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | {
     "OMP_NUM_THREADS": "1"
@@ -77,7 +77,7 @@ def call(installed, tmp_path):
     return run
 
 
-def test_the_wheel_holds_our_five_names_and_every_file_of_theirs(wheel):
+def test_the_wheel_holds_our_six_names_and_every_file_of_theirs(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert {name.split("/")[0] for name in held} == OURS
@@ -92,8 +92,9 @@ def test_the_wheel_holds_our_five_names_and_every_file_of_theirs(wheel):
 def test_packages_are_imported_from_the_wheel_and_only_by_our_names(call, installed):
     code = f"""
 import importlib.util, pkgutil, importlib
-import lowrank_kv, dynakv, ojakv, lowrank_kv_cli, lowrank_kv_vllm
-for package in (lowrank_kv, dynakv, ojakv, lowrank_kv_cli, lowrank_kv_vllm):
+import lowrank_kv, dynakv, ojakv, lowrank_kv_auto, lowrank_kv_cli, lowrank_kv_vllm
+assert lowrank_kv.compress is lowrank_kv_auto.compress
+for package in (lowrank_kv, dynakv, ojakv, lowrank_kv_auto, lowrank_kv_cli, lowrank_kv_vllm):
     assert package.__file__.startswith({str(installed.parent)!r}), package.__file__
 for name in ("training", "evaluation", "benchmarks", "scripts", "tests"):
     spec = importlib.util.find_spec(name)

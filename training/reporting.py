@@ -22,10 +22,10 @@ from tqdm import tqdm
 from dynakv.objective import RetainRates
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.peak_memory import peak_memory
 
 from .config import TrainConfig
 from .inspection import Inspection
-from .throughput import peak_memory
 
 HEAT_MAP_EVERY = 20
 _CELL = 12  # pixels of a heat-map cell

@@ -1,12 +1,8 @@
-"""How fast and how large a run is: model FLOPs and peak memory.
+"""How much a run computes: the FLOPs of a token.
 
 Shapes: T tokens of a sequence.
 """
 
-import resource
-import sys
-
-import torch
 from transformers import PreTrainedModel
 
 import dynakv
@@ -32,11 +28,3 @@ def model_flops(model: PreTrainedModel, length: int) -> float:
             products += 6 * side.width**2  # V, which is no parameter of its own
     attention = 6 * length * config.num_attention_heads * geometry.head_dim * config.num_hidden_layers
     return float(products + attention)
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes held so far: of CUDA's allocator, or resident of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024

@@ -30,7 +30,8 @@ def publish(root: Path) -> list[Path]:
     for identifier in published.figures:
         base, drawn = root / FIGURES / identifier, figures.drawing(published, identifier)
         if figures.problems(drawn, base):
-            changes |= {base.with_suffix(ending): data for ending, data in figures.pictures(drawn).items()}
+            pictures = figures.pictures(drawn).items()
+            changes |= {figures.picture_path(base, ending): data for ending, data in pictures}
     changed = [path for path, data in changes.items() if not path.exists() or path.read_bytes() != data]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,9 +97,18 @@ def _content(root: Path, published: Published, identifier: str, document: Path, 
     if identifier in published.tables:
         lines = tables.table(published, identifier, used.add)
     else:
-        figures.drawing(published, identifier)
+        drawn = figures.drawing(published, identifier)
         picture = tables.relative(root / FIGURES / f"{identifier}.svg", document.parent)
-        lines = [f"![{published.figures[identifier]['alt']}]({picture})"]
+        alt = published.figures[identifier]["alt"]
+        lines = [f"![{alt}]({picture})"]
+        if drawn.get("dark"):
+            dark = tables.relative(root / FIGURES / f"{identifier}{figures.DARK}.svg", document.parent)
+            lines = [
+                "<picture>",
+                f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">',
+                f'<img alt="{alt}" src="{picture}">',
+                "</picture>",
+            ]
     return "\n".join([*lines, "", tables.sources(published, document)])
 
 

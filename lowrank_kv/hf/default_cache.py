@@ -4,6 +4,7 @@ The hooks are on the instance: the class, and every other model of it, stay as t
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,8 @@ from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.utils.errors import UserError
 
-_DEFAULT = "_default_cache"  # attribute of the base model: (cache class, handle of its forward pre-hook)
+# Attribute of the base model: (cache class, maker of caches, handle of the forward pre-hook).
+_DEFAULT = "_default_cache"
 
 
 def hook_generation(model: PreTrainedModel) -> None:
@@ -28,20 +30,24 @@ def unhook_generation(model: PreTrainedModel) -> None:
     _remove_default_cache(model)
 
 
-def set_default_cache(model: PreTrainedModel, cache_class: type[Cache]) -> PreTrainedModel:
-    """Let a prepared model fill a ``cache_class.from_model(model)`` wherever it would fill a `DynamicCache`.
+def set_default_cache(
+    model: PreTrainedModel, cache_class: type[Cache], make_cache: Callable[[PreTrainedModel], Cache] | None = None
+) -> PreTrainedModel:
+    """Let a prepared model fill a compressed cache wherever it would fill a `DynamicCache`.
 
     Args:
         cache_class: a subclass of :class:`lowrank_kv.hf.cache.lowrank_cache.LowRankCache`; all other caches are refused.
+        make_cache: an empty cache of that class for a model, which may be the base model; None for
+            ``cache_class.from_model``.
     """
     _remove_default_cache(model)
-    base = model.base_model
-    base.__dict__[_DEFAULT] = (cache_class, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
+    base, maker = model.base_model, make_cache or cache_class.from_model
+    base.__dict__[_DEFAULT] = (cache_class, maker, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
     return model
 
 
 def _remove_default_cache(model: PreTrainedModel) -> None:
-    _, handle = model.base_model.__dict__.pop(_DEFAULT, (None, None))
+    *_, handle = model.base_model.__dict__.pop(_DEFAULT, (None,))
     if handle is not None:
         handle.remove()
 
@@ -50,14 +56,14 @@ def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
     cache = model_kwargs.get("past_key_values")
-    cache_class, _ = self.base_model.__dict__.get(_DEFAULT, (None, None))
+    cache_class, make_cache, _ = self.base_model.__dict__.get(_DEFAULT, (None, None, None))
     is_compressed = cache_class is not None or hasattr(cache, "compressed_layers")
     if is_compressed:
         _take_cache_implementation(generation_config)
     if cache_class is not None:
         _check_cache(cache, cache_class)
     if cache_class is not None and cache is None and generation_config.use_cache is not False:
-        model_kwargs["past_key_values"] = cache = cache_class.from_model(self)
+        model_kwargs["past_key_values"] = cache = make_cache(self)
     else:
         type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     if is_compressed and cache is not None:
@@ -68,22 +74,22 @@ def _prepare_cache_for_generation(
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The pre-hook of a base model with a default cache."""
-    cache_class, _ = base.__dict__[_DEFAULT]
+    cache_class, make_cache, _ = base.__dict__[_DEFAULT]
     cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     _check_cache(cache, cache_class)
     if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
     elif cache is None and (base.config.use_cache if use_cache is None else use_cache):
-        kwargs["past_key_values"] = cache_class.from_model(base)
+        kwargs["past_key_values"] = make_cache(base)
     return args, kwargs
 
 
 def _check_cache(cache: Cache | None, cache_class: type[Cache]) -> None:
     if cache is not None and not isinstance(cache, cache_class):
         raise UserError(
-            f"`past_key_values` is a {type(cache).__name__}, which would bypass the compressor of this model; pass "
-            f"{cache_class.__name__}.from_model(model) or nothing, or detach the compressor first"
+            f"`past_key_values` is a {type(cache).__name__}, which would bypass the compressor of this model; pass a "
+            f"{cache_class.__name__} or nothing, or take the compression off first: lowrank_kv.uncompress(model)"
         )
 
 
@@ -96,8 +102,8 @@ def _take_cache_implementation(generation_config: Any) -> None:
     name, generation_config.cache_implementation = generation_config.cache_implementation, None
     if name not in (None, "dynamic"):
         raise UserError(
-            f"`cache_implementation={name!r}` would bypass the compressed cache; leave it unset, or detach the compressor "
-            f"to generate uncompressed"
+            f"`cache_implementation={name!r}` would bypass the compressed cache; leave it unset, or generate "
+            f"uncompressed after lowrank_kv.uncompress(model)"
         )
 
 
@@ -112,6 +118,6 @@ def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) 
     """Every way into continuous batching starts here."""
     raise UserError(
         "continuous batching (`generate_batch`, `cache_implementation='paged'`) keeps keys and values uncompressed in a "
-        "paged cache of its own; call generate() with a left-padded batch, or take the compression off first with "
-        "dynakv.detach(model) or lowrank_kv.hf.prepare.restore(model)"
+        "paged cache of its own; call generate() with a left-padded batch, or take the compression off first: "
+        "lowrank_kv.uncompress(model)"
     )

@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
+
+from lowrank_kv.utils.peak_memory import peak_memory
 
 COEFFICIENTS = "coefficients"
 SCALES = "scales"  # of quantized coefficients
@@ -21,18 +24,22 @@ class MemoryReport:
     Attributes:
         kinds: kind → bytes; every kind of :data:`KINDS` is there.
         full: bytes of an uncompressed cache of the same tokens, in the same layers and the model's dtype.
+        process_peak: the most bytes that the process has held so far, its model included (resident, or of CUDA's
+            allocator); equal reports may differ in it.
     """
 
     kinds: dict[str, int]
     full: int
+    process_peak: int = dataclasses.field(compare=False)
 
     @classmethod
     def from_tensors(cls, tensors_by_kind: Iterable[tuple[str, Tensor]], full: int) -> "MemoryReport":
         """The bytes of (kind, tensor) pairs; `full` as above."""
-        kinds = dict.fromkeys(KINDS, 0)
+        kinds, device = dict.fromkeys(KINDS, 0), torch.device("cpu")
         for kind, tensor in tensors_by_kind:
             kinds[kind] += tensor.nbytes
-        return cls(kinds=kinds, full=full)
+            device = tensor.device
+        return cls(kinds=kinds, full=full, process_peak=peak_memory(device))
 
     @property
     def total(self) -> int:
@@ -44,5 +51,6 @@ class MemoryReport:
         return self.total / self.full if self.full else 1.0
 
     def __str__(self) -> str:
-        lines = [f"{kind:>18} {size:>14,}" for kind, size in self.kinds.items()]
-        return "\n".join([*lines, f"{'total':>18} {self.total:>14,}", f"{'uncompressed':>18} {self.full:>14,}"])
+        rows = {**self.kinds, "total": self.total, "uncompressed": self.full, "process, at peak": self.process_peak}
+        lines = [f"{kind:>18} {size:>14,}" for kind, size in rows.items()]
+        return "\n".join([f"{'':>18} {'bytes':>14}", *lines])

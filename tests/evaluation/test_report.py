@@ -299,6 +299,23 @@ def test_a_figure_that_was_edited_is_found(root):
     assert only_problem(root) == "curve.svg: was changed after it was drawn"
 
 
+def test_a_figure_for_dark_pages_has_a_picture_more(root):
+    def darken(values):
+        values["figures"]["curve"] |= {"dark": True, "width": 6}
+        values["figures"]["curve"]["series"][0]["ours"] = True
+
+    change_published(root, darken)
+    publish(root)
+    assert problems(root) == []
+    light, dark = ((root / "docs/figures" / name).read_text() for name in ("curve.svg", "curve-dark.svg"))
+    assert "#0d1117" in dark
+    assert "#0d1117" not in light
+    shown = (root / "docs/more.md").read_text()
+    assert '<source media="(prefers-color-scheme: dark)" srcset="figures/curve-dark.svg">' in shown
+    replace(root / "docs/figures/curve-dark.svg", ">books<", ">Books<")
+    assert only_problem(root) == "curve-dark.svg: was changed after it was drawn"
+
+
 def test_figures_are_the_same_bytes_every_time(root):
     first = (root / "docs" / "figures" / "curve.svg").read_bytes()
     drawn = figures.drawing(Published(root / "results"), "curve")

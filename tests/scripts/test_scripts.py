@@ -91,6 +91,19 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
     return directory
 
 
+def test_generate_needs_no_training(here, mistake, bases, tiny_dir):
+    def rate_of(*options) -> float:
+        prompt = ("--prompt", "the cache keeps what " * 20, "--max-new-tokens", 4)
+        report = here("scripts/generate.py", "--model", tiny_dir, "--bases", bases, *prompt, *options)
+        return float(report.splitlines()[-1].partition(", rate ")[2].split()[0])
+
+    assert rate_of("--preset", "static-joint-pf", "--rate", 0.3) < rate_of("--preset", "static-joint-pf", "--rate", 0.8)
+    assert rate_of() > 0  # `ojakv-joint`: these bases were made without what plans of bits need
+    assert "needs `--model`" in mistake("scripts/generate.py", "--bases", bases, "--prompt", "x")
+    stray = ("--checkpoint", "nowhere", "--rate", 0.1, "--prompt", "x")
+    assert "`--rate` is of bases" in mistake("scripts/generate.py", *stray)
+
+
 @pytest.mark.parametrize("results", ["file.json", "file.json/results"])
 def test_a_place_that_cannot_be_written_is_said_before_the_work(here, capsys, tmp_path, results):
     (tmp_path / "file.json").write_text("{}")

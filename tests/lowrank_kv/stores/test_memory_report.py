@@ -92,6 +92,10 @@ def test_memory_adds_up_and_slack_is_bounded(make):
     assert memory.full == 2 * 700 * 3 * 2 * GROUPS * HEAD_DIM * 4
     assert memory.rate == memory.total / memory.full
     assert memory.kinds[SCALES] == 0
+    shown = {line[:18].strip(): line[18:].strip() for line in str(memory).splitlines()}
+    assert shown["total"] == f"{memory.total:,}"
+    assert shown["process, at peak"] == f"{memory.process_peak:,}"
+    assert memory.process_peak > 50e6  # torch
     used = {COEFFICIENTS: 0}
     for layer in cache.compressed_layers():
         for sequence in layer.sequences:

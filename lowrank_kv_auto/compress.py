@@ -1,0 +1,116 @@
+"""Put any method on a stock model by a preset's name or by a directory, and take it off again."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import dynakv
+from dynakv import checkpoint
+from lowrank_kv.calibration import calibration
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.default_cache import set_default_cache
+from lowrank_kv.hf.prepare import prepare, restore
+from lowrank_kv.utils.config import nearest
+from lowrank_kv.utils.errors import UserError
+from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
+
+# The preset of a calibration that is given without one: the best that it has the moments for.
+PRESET, PRESET_WITHOUT_READ = "tokenwise-mixed", "ojakv-joint"
+
+
+def compress(
+    model: PreTrainedModel,
+    source: str | Path,
+    *,
+    rate: float | None = None,
+    bases: str | Path | Calibration | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """Compress the key-value cache of `model` from now on: `generate()` and plain calls fill a compressed cache.
+
+    A model that is compressed already changes to the new method. :func:`uncompress` takes it off.
+
+    ``lowrank_kv.compress(model, "tokenwise-mixed", rate=0.1, bases="bases/demo")``
+
+    Args:
+        model: a stock causal language model, changed in place.
+        source: what says how to compress, one of
+
+            - the name of a preset (:data:`ojakv.PRESETS`), which also needs `bases`;
+            - a directory that `lowrank-kv calibrate` wrote: its `tokenwise-mixed`, or its `ojakv-joint` where it was made
+              without ``read_gradients``;
+            - a directory of a trained compressor, which knows its own rate.
+        rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
+        bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
+        settings: keys of :class:`ojakv.OjaKVConfig`, or of :class:`dynakv.DynaKVConfig` for a compressor, that differ from
+            what the source says, such as ``eviction={"keep_ratio": 0.3}``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: nothing of this name, an argument that does not fit the source, a calibration or a compressor that is
+            damaged or of another model shape. A model that was compressed before may then be stock.
+    """
+    if str(source) in PRESETS:
+        return _with_preset(model, str(source), rate, bases, settings)
+    directory = Path(source).expanduser()
+    if (directory / calibration.MOMENTS).is_file():
+        _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
+        found = Calibration.load(directory)
+        preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
+        return _with_preset(model, preset, rate, found, settings)
+    if (directory / checkpoint.WEIGHTS).is_file():
+        _refuse(
+            "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
+        )
+        _refuse("bases", bases, f"the compressor `{source}` holds its own")
+        uncompress(model)
+        return dynakv.attach(model, directory, **settings)
+    raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(str(source), directory)}")
+
+
+def uncompress(model: PreTrainedModel) -> PreTrainedModel:
+    """Make `model` the stock one it was before :func:`compress`; caches that it filled cannot be continued.
+
+    A model that is not compressed stays as it is. Returns the same model.
+    """
+    dynakv.detach(model)
+    restore(model)
+    return model
+
+
+def _with_preset(
+    model: PreTrainedModel,
+    preset: str,
+    rate: float | None,
+    bases: str | Path | Calibration | None,
+    settings: dict[str, Any],
+) -> PreTrainedModel:
+    if bases is None:
+        name = model.config._name_or_path or "MODEL"
+        raise UserError(
+            f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
+            f"--name TEXT --read_gradients true` once (minutes), and give `bases='bases/mine'`"
+        )
+    config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}), **settings)
+    found = bases if isinstance(bases, Calibration) else Calibration.load(Path(bases).expanduser())
+    plan = make_plan(found.for_model(model), config)
+    uncompress(model)
+    return set_default_cache(prepare(model), OjaKVCache, lambda served: OjaKVCache(served, plan))
+
+
+def _refuse(name: str, value: Any, why: str) -> None:
+    if value is not None:
+        raise UserError(f"`{name}` must be left out, got {value!r}: {why}")
+
+
+def _remedy(source: str, directory: Path) -> str:
+    if (directory / checkpoint.CONFIG).is_file():
+        return "a full checkpoint loads with `import dynakv` and `AutoModelForCausalLM.from_pretrained(DIRECTORY)`"
+    if (directory / "checkpoint" / checkpoint.WEIGHTS).is_file():
+        return f"did you mean `{directory / 'checkpoint'}`?"
+    if directory.is_dir():
+        return "such a directory was written by `lowrank-kv calibrate` or `lowrank-kv train`"
+    return f"there is no such directory, and as a preset {nearest(source, PRESETS, 'presets')}"

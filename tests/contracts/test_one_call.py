@@ -1,0 +1,139 @@
+"""`lowrank_kv.compress`: every method through the one call is the method through its own entry."""
+
+import pytest
+import torch
+from methods import METHODS, calibration_of, tiny_model
+from transformers import DynamicCache
+
+import dynakv
+import lowrank_kv
+from lowrank_kv.utils.errors import UserError
+from ojakv import Calibration, OjaKVCache
+
+IDS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(5))
+RATE = 0.4
+
+
+def generate(model, **kwargs):
+    return model.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=12,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+
+
+def compress(model, method, directory):
+    """The row put on `model` by the one call; a compressor comes from a checkpoint."""
+    if method.preset:
+        bases = calibration_of(model, read=method.reads)
+        return lowrank_kv.compress(model, method.preset, bases=bases, **method.settings(RATE))
+    trained = tiny_model()
+    method.build(trained, RATE)
+    dynakv.save_compressor(trained, directory)
+    return lowrank_kv.compress(model, directory)
+
+
+@pytest.fixture
+def bases(tmp_path):
+    directory = tmp_path / "bases"
+    calibration_of(tiny_model(), read=True).save(directory, model="", text=[])
+    return directory
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_one_call_equals_the_methods_own_entry_and_comes_off(method, tmp_path):
+    own = tiny_model()
+    expected = generate(own, past_key_values=method.build(own, RATE)())
+    model, stock = tiny_model(), generate(tiny_model())
+    attention = model.config._attn_implementation
+
+    assert compress(model, method, tmp_path / "checkpoint") is model
+    found = generate(model)
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+    assert type(found.past_key_values) is type(expected.past_key_values)
+    assert found.past_key_values.memory().kinds == expected.past_key_values.memory().kinds
+    with torch.no_grad():  # also without generate()
+        assert type(model(IDS).past_key_values) is type(expected.past_key_values)
+
+    assert lowrank_kv.uncompress(model) is model
+    assert model.config._attn_implementation == attention
+    plain = generate(model)
+    assert type(plain.past_key_values) is DynamicCache
+    assert torch.equal(torch.stack(plain.logits), torch.stack(stock.logits))
+
+
+def test_each_text_has_a_cache_of_its_own(bases):
+    model = lowrank_kv.compress(tiny_model(), "ojakv-joint", rate=RATE, bases=bases)
+    first, second = generate(model), generate(model)
+    assert first.past_key_values is not second.past_key_values
+    assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
+
+
+def test_a_compressed_model_changes_to_another_method(bases, tmp_path):
+    model, trained = tiny_model(), tiny_model()
+    row = next(method for method in METHODS if method.name == "dynakv")
+    row.build(trained, RATE)
+    dynakv.save_compressor(trained, tmp_path / "checkpoint")
+    rates = []
+    for rate in (0.4, 0.8):
+        lowrank_kv.compress(model, "tokenwise-mixed", rate=rate, bases=bases, recent_window=0, update_period=1)
+        rates.append(generate(model).past_key_values.rate)
+    assert rates[0] < rates[1]
+    lowrank_kv.compress(model, tmp_path / "checkpoint", eviction={"keep_ratio": 0.5})
+    assert type(generate(model).past_key_values) is dynakv.DynaKVCache
+    lowrank_kv.compress(model, bases)
+    assert type(generate(model).past_key_values) is OjaKVCache
+    assert not dynakv.is_attached(model)
+
+
+@pytest.mark.parametrize(("read", "bits"), [(True, "mixed"), (False, "model")])
+def test_a_calibration_names_its_best_preset(read, bits, tmp_path):
+    calibration_of(tiny_model(), read=read).save(tmp_path / "bases", model="", text=[])
+    cache = generate(lowrank_kv.compress(tiny_model(), tmp_path / "bases", rate=RATE)).past_key_values
+    assert cache.compressed_layers()[0].config.cache_dtype == bits
+
+
+def test_a_model_without_gradients_of_its_own_trains_as_before(bases):
+    model = lowrank_kv.compress(tiny_model(), "ojakv-joint", bases=bases).train()
+    stock = tiny_model().train()
+    for each in (model, stock):
+        each(IDS, labels=IDS).loss.backward()
+    assert torch.equal(model.lm_head.weight.grad, stock.lm_head.weight.grad)
+
+
+def test_every_mistake_names_its_remedy(bases, tmp_path):
+    model, trained = tiny_model(), tiny_model()
+    next(method for method in METHODS if method.name == "dynakv").build(trained, RATE)
+    dynakv.save_compressor(trained, tmp_path / "run/checkpoint")
+    dynakv.save_full(trained, tmp_path / "full")
+    checkpoint, full = tmp_path / "run/checkpoint", tmp_path / "full"
+    (tmp_path / "other").mkdir()
+    for arguments, settings, message in [
+        (["tokenwise"], {}, "did you mean `tokenwise-mixed`"),
+        (["ojakv-joint"], {}, "lowrank-kv calibrate"),
+        (["ojakv-joint"], {"bases": "nowhere"}, "make one with `lowrank-kv calibrate`"),
+        (["ojakv-joint"], {"bases": bases, "rate": 3}, "`rate` must be"),
+        (["ojakv-joint"], {"bases": bases, "ratio": 3}, "did you mean `rate`"),
+        ([bases], {"bases": bases}, "give a preset's name"),
+        ([checkpoint], {"rate": 0.1}, "was trained for its own"),
+        ([checkpoint], {"bases": bases}, "holds its own"),
+        ([checkpoint.parent], {}, "did you mean `.*checkpoint`"),
+        ([full], {}, "from_pretrained"),
+        ([tmp_path / "other"], {}, "was written by"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            lowrank_kv.compress(model, *arguments, **settings)
+    assert type(generate(model).past_key_values) is DynamicCache  # none of them touched the model
+    other_shape = tiny_model(num_hidden_layers=2)
+    with pytest.raises(UserError, match="layers"):
+        lowrank_kv.compress(other_shape, "ojakv-joint", bases=Calibration.load(bases))
+
+
+def test_another_cache_beside_it_is_refused_with_the_way_out(bases):
+    model = lowrank_kv.compress(tiny_model(), "ojakv-joint", bases=bases)
+    with pytest.raises(UserError, match=r"lowrank_kv\.uncompress\(model\)"):
+        generate(model, past_key_values=DynamicCache())
