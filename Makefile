@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install test test-all test-gpu test-vllm lint format report docs-check demo assets clean
+.PHONY: help install test test-all test-gpu test-vllm lint format report docs docs-check first demo assets clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,16 +56,29 @@ docs-check: $(INSTALLED) ## fail where a document says something else than resul
 	$(BIN)/python -m scripts.report --check
 	$(BIN)/python -m scripts.draw_structure --check
 
+docs: $(INSTALLED) ## build the documentation site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "built build/site/index.html"
+
 assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py
 
-demo: assets ## calibrate and train on the demo model, compare at equal bytes, generate
+first: assets ## the first compressed text: calibrate the demo model, which trains nothing, and generate
+	test -d runs/demo-bases || $(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
+	$(BIN)/python scripts/generate.py --dtype bfloat16 --bases runs/demo-bases --rate 0.1 --prompt @LICENSE --max-new-tokens 24 \
+		--model "$${LOWRANK_KV_HOME:-$$HOME/.cache/lowrank-kv}/SmolLM2-135M-Instruct"
+
+# Warnings of other packages would hide what the demo says.
+demo first: export PYTHONWARNINGS = ignore
+demo first: export HF_HUB_OFFLINE = 1
+demo first: export TOKENIZERS_PARALLELISM = false
+demo: assets ## calibrate and train on the demo model, compare at equal bytes, show the result on a page
 	rm -rf runs/demo runs/demo-bases
 	$(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
 	$(BIN)/python scripts/compare.py --config configs/compare-demo.yaml --output runs/demo/comparison
-	$(BIN)/python scripts/generate.py --checkpoint runs/demo/checkpoint --max-new-tokens 48 \
-		--prompt "Mr. Speaker, Mr. President, my fellow citizens: the state of our economy"
+	$(BIN)/python scripts/show_demo.py --checkpoint runs/demo/checkpoint --comparison runs/demo/comparison --output runs/demo \
+		--text '$${LOWRANK_KV_HOME}/text/addresses-heldout.jsonl'
 
 clean: ## remove runs and build leftovers
 	rm -rf runs build dist *.egg-info

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynakv.checkpoint import read_config
@@ -23,6 +22,7 @@ from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model,
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input, token_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
@@ -119,7 +119,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
     }
     setting |= {"bases": [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]}
     count = len(methods) * sum(map(len, texts.values()))
-    with tqdm(total=count, unit="cell", desc="comparing") as bar:
+    with progress_bar(total=count, unit="cell", desc="comparing") as bar:
         for methods_now, (label, window_T) in itertools.product(_rounds(methods), _by_turns(texts)):
             window = {"window": token_input("text", "window", window_T[None])["sha256"]}
             wanted = [_Wanted.of_method(each, label, found, setting | window) for each in methods_now]

@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable
 
 import torch
-from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.progress import progress_bar
 
 from .reading import cache_bytes
 
@@ -85,7 +85,7 @@ def score_lookup(
         _check_fits(model, ids.shape[1] + len(expected) - 1, facts=prompt.count("\n") // REPEATS)
         questions.append((ids.to(model.device), expected))
     right = held = full = 0
-    for ids, expected in tqdm(questions, desc=description, leave=False):
+    for ids, expected in progress_bar(questions, unit="question", desc=description, leave=False):
         cache, given = make_cache(), []
         token = ids
         for _ in expected:

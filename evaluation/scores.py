@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.utils.progress import progress_bar
 
 from .reading import cache_bytes, read_through, read_uncompressed
 
@@ -89,7 +89,7 @@ def score_windows(
         windows_NT: token ids, int64.
     """
     scores = []
-    for window_T in tqdm(windows_NT.to(model.device), desc=description, leave=False):
+    for window_T in progress_bar(windows_NT.to(model.device), unit="window", desc=description, leave=False):
         full_SV = read_uncompressed(model, window_T, prefix=prefix)
         scores.append(score_window(model, window_T, full_SV, make_cache, prefix=prefix, step=step))
     return scores

@@ -47,3 +47,4 @@ def main(argv: list[str]) -> None:
         text=[name_of(name) for name in config.name],
     )
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
+    print(f'next: lowrank-kv generate --model {config.model} --bases {config.output} --prompt "…"')

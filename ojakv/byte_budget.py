@@ -155,7 +155,9 @@ def plan_for_bytes(
         calibration: made on the model that the cache will serve.
         config: the settings; their rate is ignored.
         share: of the bytes of an uncompressed cache.
-        prompt, tokens, itemsize: as for :func:`planned_rate`.
+        prompt: tokens of the prompt, which come first.
+        tokens: the whole text, the prompt included.
+        itemsize: bytes of a number in the model's dtype.
 
     Raises:
         UserError: a number is out of range, or tokens at full rank take more than the share at any rate.

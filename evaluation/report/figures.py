@@ -118,7 +118,9 @@ def _figure(drawn: Mapping[str, Any], *, grey: str) -> Any:
         axis.set(xlabel=drawn["x"]["label"], ylabel=drawn["y"]["label"])
         axis.set(xscale=drawn["x"].get("scale", "linear"), yscale=drawn["y"].get("scale", "linear"))
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
+        low, high = axis.get_ylim()
+        # Over more than two decades the labels between powers of ten would lie on one another.
+        axis.yaxis.set_minor_formatter("{x:g}" if high < 100 * low or low <= 0 else "")
         axis.tick_params(axis="y", which="both", labelsize=8)
         axis.grid(alpha=0.3, which="both")
     axes[0].legend(fontsize="small")

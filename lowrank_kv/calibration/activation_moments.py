@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
@@ -18,6 +17,7 @@ from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
+from lowrank_kv.utils.progress import progress_bar
 
 KEY, ROTATED_KEY, VALUE, QUERY = "key", "rotated_key", "value", "query"
 SIDES = (KEY, ROTATED_KEY, VALUE, QUERY)
@@ -108,7 +108,7 @@ def observe(
         with (
             torch.no_grad(),
             evaluating(model),
-            tqdm(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
+            progress_bar(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
         ):
             for block_T in blocks_NT:
                 # The language-model head is most of a small model's work, and calibration never looks at it.

@@ -130,7 +130,9 @@ class Calibration:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.
 
         Args:
-            model, text: the model's name and the names of the texts, for the record.
+            directory: to write.
+            model: the model's name, for the record.
+            text: the names of the texts, for the record.
 
         Raises:
             UserError: `directory` holds something else.

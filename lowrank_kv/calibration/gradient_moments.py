@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
@@ -22,6 +21,7 @@ from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
+from lowrank_kv.utils.progress import progress_bar
 
 
 def gradient_moments(
@@ -52,7 +52,7 @@ def gradient_moments(
         evaluating(model),
         probes_of(model) as probes,
         torch.enable_grad(),
-        tqdm(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
+        progress_bar(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
     ):
         for block_T in blocks_NT:
             ids_T = block_T.to(model.device)

@@ -11,7 +11,6 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
@@ -20,6 +19,7 @@ from lowrank_kv.calibration.gradient_moments import add_gradients, probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
+from lowrank_kv.utils.progress import progress_bar
 
 # Rows of each layer's keys and of its values, and their gradients, that are kept to fit a gate to.
 SAMPLED_ROWS = 12_288
@@ -76,7 +76,7 @@ def read_moments(
         evaluating(model),
         probes_of(model, exact_tokens) as probes,
         torch.enable_grad(),
-        tqdm(total=blocks_NT.numel(), unit="tok", desc="read gradients", disable=not progress) as bar,
+        progress_bar(total=blocks_NT.numel(), unit="tok", desc="read gradients", disable=not progress) as bar,
     ):
         for number, block_T in enumerate(blocks_NT):
             ids_T = block_T.to(model.device)

@@ -1,5 +1,7 @@
 """The run record of a training: one for a run, however often it is resumed, named in its checkpoint."""
 
+from huggingface_hub import ModelCard
+
 from lowrank_kv.utils import provenance, run_record
 
 
@@ -16,3 +18,21 @@ def test_a_training_writes_one_record_and_its_checkpoint_names_it(here, four_ste
     here("train_dynakv.py", "--config", four_steps, "--resume", "--optimizer.steps", 6)
     assert [*(output / "training").iterdir()] == [path]
     assert [row["step"] for row in run_record.load(path)["rows"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_training_writes_a_model_card_that_the_hub_can_read(here, four_steps, tmp_path, tiny_dir):
+    directory = tmp_path / "run/checkpoint"
+    here("train_dynakv.py", "--config", four_steps)
+    card = ModelCard.load(directory / "README.md")
+    assert card.data.base_model == tiny_dir.name
+    assert card.data.library_name == "transformers"
+    assert {"lowrank-kv", "kv-cache"} <= set(card.data.tags)
+    assert card.data.datasets is None  # a file of one's own is none of the hub's
+    [path] = (tmp_path / "run/training").iterdir()
+    record = run_record.load(path)
+    [(name, found)] = record["summary"]["heldout"].items()
+    assert f"| {name} | {found['hard_rate']:.1%} | {found['perplexity']:.3f} | {found['kl']:.4f} |" in card.text
+    assert record["run_id"] in card.text
+    assert str(tmp_path) not in card.content
+    here("train_dynakv.py", "--config", four_steps, "--resume", "--optimizer.steps", 6)
+    assert "in 6 steps" in (directory / "README.md").read_text()

@@ -1,0 +1,43 @@
+"""Count what a reader of a README meets: words, the first line of Python, figures, folded sections.
+
+    python -m scripts.count_readme README.md ~/other/README.md
+
+Words are those of the file with its markup, as `wc -w` counts. A figure is a picture that is no badge: badges link to
+services that draw them, or lie in a folder of that name. Only what a README shows itself counts, not what it links to.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from lowrank_kv.utils import cli
+
+_PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)[^)]*\)|<img[^>]*\ssrc=[\"']([^\"']+)[\"']")
+_BADGE = re.compile(r"shields\.io|badge|pepy\.tech|dcbadge|gurubase", re.I)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="READMEs")
+    print("| README | lines | words | first Python at line | figures | folded sections |\n|---|--:|--:|--:|--:|--:|")
+    for path in parser.parse_args(argv).files:
+        found = counts(path.read_text(encoding="utf-8"))
+        print(f"| {path} | {' | '.join('–' if value is None else f'{value:,}' for value in found.values())} |")
+
+
+def counts(text: str) -> dict[str, int | None]:
+    """Lines, words, the line of the first Python (None where there is none), figures, folded sections."""
+    lines = text.splitlines()
+    fences = (number for number, line in enumerate(lines, 2) if re.match(r"\s*```\s*(python|py)\b", line, re.I))
+    pictures = [markdown or tag for markdown, tag in _PICTURE.findall(text)]
+    return {
+        "lines": len(lines),
+        "words": len(text.split()),
+        "python": next(fences, None),
+        "figures": sum(not _BADGE.search(picture) for picture in pictures),
+        "folded": len(re.findall(r"<details\b", text, re.I)),
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,120 @@
+"""The documentation site: it builds strictly, every link in it leads somewhere, and every command in it is one there is."""
+
+import html
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from lowrank_kv_cli.__main__ import COMMANDS
+from scripts.count_readme import counts
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", directory)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory
+
+
+def test_every_link_of_the_built_pages_leads_somewhere(site):
+    missing, checked = [], 0
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":
+            continue
+        for target in re.findall(r'(?:href|src|srcset)="([^"]+)"', page.read_text(encoding="utf-8")):
+            path = unquote(target.partition("#")[0])
+            if not path or re.match(r"[a-z]+:|//", path):
+                continue
+            checked += 1
+            found = (page.parent / path).resolve()
+            if not (found.is_file() or (found / "index.html").is_file()):
+                missing.append(f"{page.relative_to(site)}: {target}")
+    assert not missing
+    assert checked > 1000
+
+
+def test_the_first_page_is_the_readme_with_its_figure_in_both_colours(site):
+    text = (site / "index.html").read_text(encoding="utf-8")
+    assert "How it works" in text
+    assert 'srcset="figures/quality-against-bytes-dark.svg"' in text
+    assert (site / "figures/quality-against-bytes-dark.svg").is_file()
+    assert list((site / "results/quality").glob("*.json"))
+
+
+def test_the_api_page_has_the_docstrings(site):
+    text = (site / "api/index.html").read_text(encoding="utf-8")
+    assert "generate()" in text
+    assert ":func:" not in text
+    for name in ("compress", "uncompress", "DynaKVCache", "OjaKVConfig", "MemoryReport"):
+        assert f">{name}" in text
+
+
+def test_badges_are_true():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = {path.stem: path.read_text() for path in (ROOT / "docs/figures/badges").glob("*.svg")}
+    assert f">{html.escape(project['requires-python'])}<" in badges["python"]
+    assert f">{project['license']}<" in badges["licence"]
+    assert "run: .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert ">.ci/run<" in badges["ci"]
+
+
+def test_a_broken_link_fails_the_build(tmp_path):
+    for name in ("docs", "scripts", "results", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").unlink()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("[there](there.md) [a record](../results/quality/none.json)\n")
+    (tmp_path / "mkdocs.yml").write_text("site_name: broken\ndocs_dir: docs\nvalidation: {links: {not_found: warn}}\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 1
+    assert "there.md" in done.stderr
+
+
+def test_every_command_in_the_pages_is_one_there_is():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"\blowrank-kv ([a-z]+)\b", "\n".join(re.findall(r"`[^`]+`", text))):
+            assert name in COMMANDS, f"{page.name}: there is no `lowrank-kv {name}`"
+        for name in re.findall(r"`make ([a-z-]+)`", text):
+            assert name in targets, f"{page.name}: there is no `make {name}`"
+        for name in re.findall(r"\b(configs/[\w./-]+\.yaml|scripts/\w+\.py)\b", text):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+
+
+def test_the_readme_is_short_and_its_sentences_are_too():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```|<!--.*?-->|<[^>]+>", " ", text, flags=re.S)
+    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose)
+    found = counts(text)
+    assert found["lines"] <= 120
+    assert found["words"] <= 1000
+    assert found["python"] <= 40
+    assert found["figures"] == 2
+    for page in (prose, re.sub(r"```.*?```|<!--.*?-->", " ", (ROOT / "docs/quick-start.md").read_text(), flags=re.S)):
+        lines = [line for line in page.splitlines() if not line.startswith(("|", "#", "!"))]
+        paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
+        sentences = [each for part in paragraphs for each in re.split(r"(?<=[.:!?])\s+", " ".join(part.split()))]
+        assert [each for each in sentences if len(each.split()) > 30] == []
+
+
+def test_counts_of_a_readme():
+    text = (
+        "# A\n[![b](https://img.shields.io/b)](x) ![f](f.svg) <img alt='g' src='g.png'>\n<details>\n```py\nx = 1\n```\n"
+    )
+    assert counts(text) == {"lines": 6, "words": 13, "python": 5, "figures": 2, "folded": 1}
+    assert counts("no code")["python"] is None

@@ -1,0 +1,113 @@
+"""What the README and the notebook show runs as printed, and gives what they say."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evaluation.demo_page import Continuation, page
+from lowrank_kv.utils import run_record
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def printed_in(code: str) -> list[str]:
+    """The outputs that a block shows: the comments on the lines after `print`."""
+    lines = code.splitlines()
+    return [
+        after.removeprefix("# ") for before, after in zip(lines, lines[1:], strict=False) if before.startswith("print(")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.demo
+def test_the_readmes_first_lines_print_what_they_say(run, demo_dir, tmp_path):
+    """The commands of the README in their order, in an empty directory with the files that they name."""
+    [code] = re.findall(r"```python\n(.*?)```", README, re.S)
+    bases = os.environ.get("LOWRANK_KV_DEMO_BASES")  # of the same command, made before
+    if bases is None:
+        bases = tmp_path / "runs/demo-bases"
+        run("-m", "lowrank_kv_cli", "calibrate", "--config", "configs/calibrate-demo.yaml", "--output", bases)
+    else:
+        shutil.copytree(bases, tmp_path / "runs/demo-bases")
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    code = code.replace('Path.home() / ".cache/lowrank-kv/SmolLM2-135M-Instruct"', f"Path({str(demo_dir)!r})")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == printed_in(code)
+
+
+@pytest.mark.slow
+@pytest.mark.demo
+def test_the_notebook_runs(demo_dir):
+    """Its cells, one after another in one namespace, on fewer tokens."""
+    cells = json.loads((ROOT / "notebooks/first_look.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") for cell in cells)
+    names, output = {}, io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                code = "".join(cell["source"]).replace("TOKENS, LENGTH = 4096, 512", "TOKENS, LENGTH = 1536, 512")
+                exec(compile(code, "first_look.ipynb", "exec"), names)
+    rates, kls = zip(*((held, kl) for _, held, kl in names["table"]), strict=True)
+    assert list(rates) == sorted(rates, reverse=True)
+    assert list(kls) == sorted(kls)
+    assert 0 <= kls[0] < 0.05
+    assert names["sizes"].unique().numel() > 1  # tokens differ
+    assert "uncompressed" in output.getvalue()
+
+
+@pytest.fixture
+def comparison(tmp_path) -> Path:
+    row = {"dataset": "speeches", "perplexity_ratio": 1.01}
+    rows = [
+        {**row, "method": "full", "rate": 1.0, "kl": 0.001},
+        {**row, "method": "learned 0.06", "rate": 0.08, "kl": 0.01},
+        {**row, "method": "rotated-int2", "rate": 0.155, "kl": 0.1},
+    ]
+    record = run_record.new_record(
+        "quality", config={"model": "tiny"}, inputs=[], n={"windows": 1}, rows=rows, argv=["x"]
+    )
+    run_record.write(record, tmp_path / "comparison")
+    return tmp_path / "comparison"
+
+
+def test_the_demo_ends_with_a_page(here, checkpoint, comparison, text_file, tmp_path):
+    command = ("scripts/show_demo.py", "--checkpoint", checkpoint, "--comparison", comparison, "--text", text_file)
+    options = ("--output", tmp_path / "demo", "--prompt-tokens", 200, "--tokens", 12, "--dtype", "float32")
+    said = here(*command, *options)
+    shown = (tmp_path / "demo/index.html").read_text()
+    assert str(tmp_path / "demo/index.html") in said
+    assert (tmp_path / "demo/picture.svg").read_text().startswith("<?xml")
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"<p>([\d,]+) bytes", shown)]
+    assert sizes[0] == 2 * 2 * 32 * 4 * 211  # the last token is never cached
+    assert 0 < sizes[1] < sizes[0]
+    commands = re.findall(r"^  (lowrank-kv .*)$", said, re.M)
+    assert len(commands) == 3
+    assert "http" not in re.sub(r"base64,[^\"]*", "", shown)  # it loads nothing
+
+
+def test_a_demo_without_a_comparison_says_what_to_run(mistake, checkpoint, text_file, tmp_path):
+    command = ("scripts/show_demo.py", "--checkpoint", checkpoint, "--comparison", tmp_path, "--text", text_file)
+    assert "run `lowrank-kv compare` first" in mistake(*command, "--output", tmp_path / "demo")
+
+
+def test_the_page_marks_the_words_that_differ_and_escapes_them():
+    texts = [
+        Continuation(label="full", text="a <b> c", nbytes=100, seconds=1.0),
+        Continuation(label="ours", text="a d c", nbytes=10, seconds=1.0),
+    ]
+    record = {"config": {"model": "tiny"}, "rows": []}
+    shown = page(record, {".svg": b"", "-dark.svg": b""}, "the end", texts, ["next"])
+    assert "<p>a <mark>&lt;b&gt;</mark> c</p>" in shown
+    assert "<p>a <mark>d</mark> c</p>" in shown
+    assert "10 bytes, 10.0% of the full cache" in shown

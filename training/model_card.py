@@ -1,0 +1,118 @@
+"""The model card that lies beside a trained checkpoint as `README.md`, as the Hugging Face hub shows it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.paths import name_of
+
+from .config import COMPRESSOR, TrainConfig
+
+CARD = "README.md"
+_TAGS = ["lowrank-kv", "dynakv", "kv-cache", "compression"]
+
+
+def write_card(directory: Path, config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    """Write the card of a checkpoint; an earlier one is replaced.
+
+    Args:
+        directory: of the checkpoint.
+        config: of the run.
+        record: of the run, for its id, commit and machine.
+        summary: what the run measured at its end.
+    """
+    write_text(directory / CARD, model_card(config, record, summary))
+
+
+def model_card(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The card as Markdown with YAML metadata; machine paths are left out."""
+    base, texts = name_of(config.model), [name_of(name) for name in config.dataset.name]
+    of_hub = [name for name in config.dataset.name if not Path(name).expanduser().exists()]
+    metadata = {
+        "base_model": base,
+        "library_name": "transformers",
+        "tags": _TAGS,
+        **({"datasets": of_hub} if of_hub else {}),
+    }
+    is_compressor = config.trainable == COMPRESSOR
+    kind = "compressor of the key-value cache" if is_compressor else "model with a compressor of its key-value cache"
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(metadata, sort_keys=False).strip(),
+            "---",
+            "",
+            f"# A {kind} of {base}",
+            "",
+            f"The Python package lowrank-kv holds keys and values of `{base}` in fewer bytes with it.",
+            "It fits this model only, and was made for generation with transformers.",
+            "",
+            "```python",
+            *_usage(base, is_compressor),
+            "```",
+            "",
+            "## Figures",
+            "",
+            *_figures(config, summary),
+            "",
+            "## How it was made",
+            "",
+            *_making(config, record, summary, texts),
+            "",
+            "## Limits",
+            "",
+            "Text unlike the training text may lose more than the figures say. The first and the latest tokens of a",
+            "sequence may be kept whole, so short texts are hardly compressed.",
+            "",
+        ]
+    )
+
+
+def _usage(base: str, is_compressor: bool) -> list[str]:
+    if not is_compressor:
+        return [
+            "import dynakv  # lets from_pretrained load it",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY")',
+        ]
+    return [
+        "import lowrank_kv",
+        "from huggingface_hub import snapshot_download",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        'lowrank_kv.compress(model, snapshot_download("THIS_REPOSITORY"))',
+    ]
+
+
+def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
+    heldout = summary.get("heldout") or {}
+    if not heldout:
+        return ["The run measured no held-out text."]
+    kept = "bytes of a token kept" if config.compressor.has_plan else "coefficients kept"
+    return [
+        f"| held-out text | {kept} | perplexity | KL to the uncompressed model, nats |",
+        "|---|--:|--:|--:|",
+        *(
+            f"| {name} | {found['hard_rate']:.1%} | {found['perplexity']:.3f} | {found['kl']:.4f} |"
+            for name, found in heldout.items()
+        ),
+    ]
+
+
+def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], texts: list[str]) -> list[str]:
+    target = config.rate.target_retain_rate
+    facts = {
+        "texts": ", ".join(f"`{text}`" for text in texts),
+        "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps",
+        "target rate": "none" if target is None else f"{target:g}",
+        "ranks": f"`rank_policy: {config.compressor.rank_policy}`",
+        "precision of the model": config.dtype,
+        "run": f"`{record['run_id']}`",
+        "code": f"lowrank-kv {record['code']['version']}, commit `{record['code']['commit']}`",
+    }
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
