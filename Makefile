@@ -63,10 +63,9 @@ docs: $(INSTALLED) ## build the documentation site into build/site; a broken lin
 assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py
 
-first: assets ## the first compressed text: calibrate the demo model, which trains nothing, and generate
+first: assets ## the first compressed text: calibrate the demo model, which trains nothing, and run the lines of the README
 	test -d runs/demo-bases || $(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
-	$(BIN)/python scripts/generate.py --dtype bfloat16 --bases runs/demo-bases --rate 0.1 --prompt @LICENSE --max-new-tokens 24 \
-		--model "$${LOWRANK_KV_HOME:-$$HOME/.cache/lowrank-kv}/SmolLM2-135M-Instruct"
+	@$(BIN)/python -c "$$(sed -n '/^```python$$/,/^```$$/{//!p}' README.md)"
 
 # Warnings of other packages would hide what the demo says.
 demo first: export PYTHONWARNINGS = ignore
