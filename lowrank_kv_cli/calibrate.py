@@ -32,6 +32,9 @@ class CalibrateConfig(CalibrationText):
     read_gradients: bool = option(
         False, help="also take the gradients of what later tokens read of a compressed cache, for `cache_dtype: mixed`"
     )
+    self_check: bool = option(
+        True, help="first compare the model with a full-rank compressed cache to the model by itself"
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -40,7 +43,9 @@ def main(argv: list[str]) -> None:
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(config.model))
-    calibration = Calibration.from_text(model, blocks_NT, gradients=config.gradients, read=config.read_gradients)
+    calibration = Calibration.from_text(
+        model, blocks_NT, gradients=config.gradients, read=config.read_gradients, self_check=config.self_check
+    )
     digest = calibration.save(
         config.output,
         model=name_of(config.model),

@@ -5,7 +5,7 @@ from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.compile_decoding import compile_decoding
 from ojakv.basis_plan import make_plan
 from ojakv.byte_budget import plan_for_bytes
-from ojakv.cache import OjaKVCache
+from ojakv.cache import OjaKVCache, detach
 from ojakv.config import PRESETS, OjaKVConfig
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "OjaKVConfig",
     "Plan",
     "compile_decoding",
+    "detach",
     "make_plan",
     "plan_for_bytes",
 ]

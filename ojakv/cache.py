@@ -5,11 +5,15 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.attention import has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.prepare import restore
+from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
 from ojakv.config import OjaKVConfig
 from ojakv.online_store import OnlineStore, new_store
@@ -20,6 +24,18 @@ class OjaKVLayer(WindowedLayer):
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         return new_store(initial, self.config, head_dim=self.head_dim, dtype=self.dtype, name=name)
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model the stock one that it was before a cache or a calibration was made with it; its caches serve no longer.
+
+    Raises:
+        UserError: it has a DynaKV compressor, which `dynakv.detach` takes off.
+    """
+    if has_compressors(model):
+        raise UserError("the model has a DynaKV compressor; call dynakv.detach(model), which undoes everything")
+    restore(model)
+    return model
 
 
 class OjaKVCache(LowRankCache):
@@ -39,19 +55,30 @@ class OjaKVCache(LowRankCache):
 
     @classmethod
     def from_model(
-        cls, model: PreTrainedModel, config: OjaKVConfig, *, bases: str | Path | Calibration
+        cls,
+        model: PreTrainedModel,
+        config: OjaKVConfig,
+        *,
+        bases: str | Path | Calibration,
+        self_check: bool = True,
     ) -> "OjaKVCache":
         """An empty cache for `model`.
 
         Args:
             config: the settings; see :meth:`OjaKVConfig.preset`.
             bases: a calibration of this model, or the directory to which `lowrank-kv calibrate` wrote it.
+            self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
+                model; see :func:`lowrank_kv.hf.self_check.self_check`.
 
         Raises:
-            UserError: the calibration is missing or damaged, or its model has another shape.
+            UserError: the calibration is missing or damaged, or its model has another shape, or the model does not pass the
+                check.
         """
         calibration = bases if isinstance(bases, Calibration) else Calibration.load(bases)
-        return cls(model, make_plan(calibration.for_model(model), config))
+        plan = make_plan(calibration.for_model(model), config)
+        if self_check:
+            check_by_itself(model)
+        return cls(model, plan)
 
     @property
     def updates(self) -> int:

@@ -252,6 +252,10 @@ class TrainConfig:
     initial_checkpoint: str | None = option(
         None, help="compressor checkpoint of an earlier run to train on, in place of calibrating"
     )
+    self_check: bool = option(
+        True,
+        help="first compare the model with a full-rank compressed cache to the model by itself; not under DeepSpeed",
+    )
     trainable: str = option(
         "compressor",
         help="beside the compressor: nothing, LoRA adapters on the attention's projections, or the whole backbone (the "

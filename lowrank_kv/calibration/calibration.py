@@ -27,8 +27,9 @@ from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.calibration.token_gates import GateFit, fit_gates
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.stores.importance_gate import ImportanceGate
-from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.config import check_entries
 from lowrank_kv.utils.errors import UserError
 
@@ -97,17 +98,22 @@ class Calibration:
         gradients: bool = False,
         read: bool = False,
         progress: bool = True,
+        self_check: bool = True,
     ) -> "Calibration":
         """Run the uncompressed `model` over blocks of token ids.
 
         Args:
             gradients: also take the loss's gradients, from which training can start; costs a backward pass.
             read: also take what is read of a compressed cache, from which plans of bits are made; costs another.
+            self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
+                model; see :func:`lowrank_kv.hf.self_check.self_check`.
 
         See :func:`lowrank_kv.calibration.activation_moments.calibrate`,
         :func:`lowrank_kv.calibration.gradient_moments.gradient_moments` and
         :func:`lowrank_kv.calibration.read_moments.read_moments`.
         """
+        if self_check:
+            check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
         read_states = _read_states(read_moments(model, blocks_NT, progress=progress)) if read else None
@@ -172,6 +178,7 @@ class Calibration:
             UserError: the directory is no calibration, or a damaged one.
         """
         path, moments_path = Path(directory) / CONFIG, Path(directory) / MOMENTS
+        put_back(directory)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
             data = moments_path.read_bytes()

@@ -46,6 +46,11 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def is_prepared(model: PreTrainedModel) -> bool:
+    """Whether :func:`prepare` was called on the model."""
+    return any(PREPARED in module.__dict__ for module in attention_modules(model).values())
+
+
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared."""
     previous = None
