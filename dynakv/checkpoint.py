@@ -1,11 +1,14 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
 A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer) and `config.json`, which says what
-model shape it is for. A full checkpoint is an ordinary transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
+model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary
+transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses
+import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +23,29 @@ from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
-from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
+SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What `config.json` of a compressor checkpoint says."""
+    """What `config.json` of a compressor checkpoint says.
+
+    Attributes:
+        weights_sha256: of the tensors' file; None of a checkpoint that was written before there were hashes.
+    """
 
     method: str
     base_model: str
     geometry: KVGeometry
     compressor: DynaKVConfig
     summary: dict[str, Any]
+    weights_sha256: str | None = None
 
 
 def settings_of(model: PreTrainedModel) -> DynaKVConfig:
@@ -71,7 +81,21 @@ def write_compressor(
         summary=summary or {},
     )
     save_file(state, directory / WEIGHTS)
-    (directory / CONFIG).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    entries = to_dict(config)
+    del entries["weights_sha256"]
+    entries[SHA256] = {WEIGHTS: _hash_of_file(directory / WEIGHTS)}
+    entries[SHA256][CONFIG] = _hash_of_entries(entries)
+    text = json.dumps(entries, indent=2) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _hash_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_of_entries(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: dict[str, Any] | None = None) -> None:
@@ -90,6 +114,7 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
 def read_config(directory: str | Path) -> CheckpointConfig:
     """The configuration of a compressor checkpoint. Raises :class:`UserError` when it is not one."""
     path = Path(directory) / CONFIG
+    put_back(directory)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,22 +126,51 @@ def read_config(directory: str | Path) -> CheckpointConfig:
     if not isinstance(values, dict) or values.get("method") != METHOD:
         raise UserError(f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`")
     check_entries(values, {"base_model": str, "geometry": dict, "compressor": dict, "summary": dict}, path)
+    unknown = values.keys() - {field.name for field in dataclasses.fields(CheckpointConfig)} - {SHA256}
+    if unknown:
+        raise UserError(
+            f"{path} is damaged: it has an entry `{min(unknown)}`; restore the checkpoint or train it again"
+        )
     return CheckpointConfig(
         method=METHOD,
         base_model=values["base_model"],
         geometry=KVGeometry.from_json(values["geometry"], path),
         compressor=build(DynaKVConfig, values["compressor"], source=str(path)),
         summary=values["summary"],
+        weights_sha256=_checked_hash(values, path),
     )
 
 
-def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> PreTrainedModel:
+def _checked_hash(values: dict[str, Any], path: Path) -> str | None:
+    """The hash of the tensors' file that a configuration names, once its own is right."""
+    hashes = values.get(SHA256)
+    if hashes is None:
+        warnings.warn(
+            f"{path} has no `{SHA256}`: the checkpoint was written before there were hashes, and damage to it may not show; "
+            f"save it again with dynakv.save_compressor",
+            stacklevel=4,
+        )
+        return None
+    others = {name: value for name, value in hashes.items() if name != CONFIG} if isinstance(hashes, dict) else {}
+    if others.keys() != {WEIGHTS} or hashes.get(CONFIG) != _hash_of_entries({**values, SHA256: others}):
+        raise UserError(
+            f"{path} is damaged or was changed by hand: its SHA-256 is not the recorded one; restore it, and change "
+            f"settings where the checkpoint is attached, as in dynakv.attach(model, directory, threshold=0.2)"
+        )
+    return hashes[WEIGHTS]
+
+
+def attach(
+    model: PreTrainedModel, directory: str | Path, *, self_check: bool = True, **overrides: Any
+) -> PreTrainedModel:
     """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself, and `save_pretrained`
     writes a full checkpoint.
 
     Args:
         model: the stock model it was trained for.
         directory: of the checkpoint.
+        self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model;
+            see :func:`lowrank_kv.hf.self_check.self_check`.
         overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``cache_dtype="int8"`` or
             ``threshold=0.2``.
 
@@ -124,12 +178,14 @@ def attach(model: PreTrainedModel, directory: str | Path, **overrides: Any) -> P
 
     Raises:
         UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown, out of
-            range, or would change nothing. The model is then unchanged.
+            range, or would change nothing, or the model does not pass the check. The model is then unchanged.
     """
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
     _check_model(model, config, directory)
-    state = read_state(Path(directory) / WEIGHTS)
+    state = _checked_state(Path(directory), config)
+    if self_check:
+        check_by_itself(model)
     add_compressors(model, settings)
     try:
         load_state(model, state, str(directory))
@@ -159,13 +215,25 @@ def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) ->
                 f"`compressor.{key}` is {wanted!r}, and the checkpoint `{directory}` was trained with {trained!r}; set "
                 f"`compressor.{key}` to that, or start without `initial_checkpoint`"
             )
-    load_state(model, read_state(Path(directory) / WEIGHTS), str(directory))
+    load_state(model, _checked_state(Path(directory), config), str(directory))
 
 
 def _check_model(model: PreTrainedModel, config: CheckpointConfig, directory: str | Path) -> None:
     what = f"the checkpoint `{directory}`"
     geometry_of(model).check_equal(config.geometry, what)
     warn_of_another(model, config.base_model, what, "attach it to the model it was trained on, or train one for this")
+
+
+def _checked_state(directory: Path, config: CheckpointConfig) -> dict[str, Tensor]:
+    """The tensors of a checkpoint. Raises :class:`UserError` for a file that is damaged."""
+    path = directory / WEIGHTS
+    state = read_state(path)
+    if config.weights_sha256 is not None and _hash_of_file(path) != config.weights_sha256:
+        raise UserError(
+            f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
+            f"checkpoint"
+        )
+    return state
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

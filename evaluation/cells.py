@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv.utils.atomic_write import append_line
 from lowrank_kv.utils.errors import UserError
 
 from .scores import WindowScore
@@ -52,8 +53,7 @@ class Cells:
     def add(self, of: Mapping[str, Any], cell: Cell) -> None:
         """Write a cell to the end of the file."""
         line = {"of": dict(of), "score": dataclasses.asdict(cell.score), "run_id": cell.run_id, "commit": cell.commit}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        append_line(self._path, json.dumps(line, ensure_ascii=False, allow_nan=False))
         self._found[_key(of)] = cell
 
     def _read(self) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from dynakv.objective import RetainRates
-from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.atomic_write import append_line, write_text
 from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.disk_errors import writing
 from lowrank_kv.utils.peak_memory import peak_memory
 from lowrank_kv.utils.progress import progress_bar
 
@@ -61,20 +62,25 @@ class Reporter:
     """
 
     def __init__(self, directory: Path, *, steps: int, start: int, work: Workload, every: int, enabled: bool):
-        self.every, self.work, self.enabled = every, work, enabled
+        self.directory, self.every, self.work, self.enabled = directory, every, work, enabled
         self.started, self.first = time.monotonic(), start
         self.metrics, self.inspections = directory / "metrics.jsonl", directory / "inspections.jsonl"
         if enabled:
-            directory.mkdir(parents=True, exist_ok=True)
-            for path in (self.metrics, self.inspections):
-                _forget_rows_after(path, start)
+            with writing(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                for path in (self.metrics, self.inspections):
+                    _forget_rows_after(path, start)
+                self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
             self.bar = progress_bar(total=steps, initial=start, desc="training", unit="step")
-            self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
 
     def step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:
         """Report the end of step number `step`, counted from 1."""
         if not self.enabled:
             return
+        with writing(self.directory):
+            self._step(step, values, rates)
+
+    def _step(self, step: int, values: dict[str, float], rates: RetainRates) -> None:
         speed = (step - self.first) * self.work.tokens / (time.monotonic() - self.started)
         (soft_keys, soft_values), (hard_keys, hard_values) = (
             rate_L2.float().mean(dim=0).tolist() for rate_L2 in (rates.soft_L2, rates.hard_L2)
@@ -110,6 +116,10 @@ class Reporter:
         """
         if not self.enabled:
             return
+        with writing(self.directory):
+            self._inspection(step, found, tokens)
+
+    def _inspection(self, step: int, found: Inspection, tokens: list[str]) -> None:
         values = found.values()
         for name, value in values.items():
             self.writer.add_scalar(f"inspection/{name}", value, step)
@@ -131,14 +141,16 @@ class Reporter:
         if not self.enabled:
             return
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        for key, value in numbers.items():
-            self.writer.add_scalar(f"{name}/{key}", value, step)
+        with writing(self.directory):
+            for key, value in numbers.items():
+                self.writer.add_scalar(f"{name}/{key}", value, step)
         self.bar.write(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
 
     def close(self) -> None:
         if self.enabled:
             self.bar.close()
-            self.writer.close()
+            with writing(self.directory):
+                self.writer.close()
 
 
 def write_summary(output: Path, summary: dict[str, Any], config: TrainConfig) -> None:
@@ -148,8 +160,7 @@ def write_summary(output: Path, summary: dict[str, Any], config: TrainConfig) ->
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    append_line(path, json.dumps(row, ensure_ascii=False))
 
 
 def _forget_rows_after(path: Path, step: int) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
-from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.errors import UserError
 
 from .engine import MOMENTS, Engine
@@ -34,6 +34,8 @@ def saved_states(root: Path) -> list[Path]:
     """Every state under `root` that was written to its end, oldest first."""
     if not root.is_dir():
         return []
+    for aside in root.glob(".step-*-old-*"):
+        put_back(root / aside.name[1:].partition("-old-")[0])
     return sorted((path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
 
 
@@ -63,7 +65,7 @@ def save_state(root: Path, step: int, engine: Engine, progress: dict[str, Any], 
     with engine.gather_full(compressor):
         weights = compressor_state(engine.model) if engine.main else {}
     if engine.main:
-        for leftover in root.glob(".step-*"):
+        for leftover in root.glob(".step-*-partial-*"):
             shutil.rmtree(leftover)  # of a process that was killed while it wrote
         with new_directory(step_directory(root, step), PROGRESS) as partial:
             write_compressor(engine.model, partial, weights)

@@ -1,13 +1,18 @@
-"""Directories and files that appear whole or not at all."""
+"""Directories and files that appear whole or not at all, and only when their content is on the disk."""
 
 import contextlib
+import ctypes
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowrank_kv.utils.disk_errors import writing
 from lowrank_kv.utils.errors import UserError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def check_replaceable(target: str | Path, known_by: str) -> None:
@@ -39,31 +44,57 @@ def check_directory(path: str | Path) -> Path:
 def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
     """Yield an empty directory that takes the name `target` only if the block ends without an exception.
 
-    An existing `target` is moved aside until the new one has its name, and moved back if that fails; it is deleted last.
+    The new one and an existing `target` exchange names in one step where the file system can, so that there is one of them
+    under that name at any time; the old one is deleted last. Elsewhere the old one is moved aside first, and a process that
+    is killed between the two steps leaves it for :func:`put_back`.
 
     Raises:
-        UserError: see :func:`check_replaceable`; nothing is written.
+        UserError: see :func:`check_replaceable`, or the disk refuses; an earlier `target` is as it was.
     """
     target = Path(target)
     check_replaceable(target, known_by)
-    check_directory(target.parent).mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
-    _make_readable(partial, 0o777)
-    try:
-        yield partial
-        if target.exists():
-            aside = partial.with_name(partial.name.replace("-partial-", "-old-"))
-            os.replace(target, aside)
-            try:
+    with writing(target):
+        check_directory(target.parent).mkdir(parents=True, exist_ok=True)
+        put_back(target)
+        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
+        try:
+            _make_readable(partial, 0o777)
+            yield partial
+            _write_through(partial)
+            if not target.exists():
                 os.replace(partial, target)
-            except OSError:
-                os.replace(aside, target)
-                raise
-            shutil.rmtree(aside)
-        else:
-            os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            elif not _exchange(partial, target):
+                _replace_in_two_steps(partial, target)
+            _write_through_names(target.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_back(target: str | Path) -> None:
+    """Give a directory its name again, where a process was killed between moving it aside and naming its successor."""
+    target = Path(target)
+    aside = sorted(target.parent.glob(f".{target.name}-old-*"), key=os.path.getmtime)
+    if aside and not target.exists() and os.access(target.parent, os.W_OK):
+        os.replace(aside[-1], target)
+
+
+def _replace_in_two_steps(partial: Path, target: Path) -> None:
+    aside = partial.with_name(partial.name.replace("-partial-", "-old-"))
+    os.replace(target, aside)
+    try:
+        os.replace(partial, target)
+    except OSError:
+        os.replace(aside, target)
+        raise
+    shutil.rmtree(aside)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two directories exchange their names in one step; False where the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def write_text(target: str | Path, text: str) -> None:
@@ -72,20 +103,57 @@ def write_text(target: str | Path, text: str) -> None:
 
 
 def write_bytes(target: str | Path, content: bytes) -> None:
-    """Write a whole file under its final name in one step, and only when its content is on the disk."""
+    """Write a whole file under its final name in one step, and only when its content is on the disk.
+
+    Raises:
+        UserError: the disk refuses; an earlier file is as it was.
+    """
     target = Path(target)
-    check_directory(target.parent).mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-    partial = Path(name)
+    with writing(target):
+        check_directory(target.parent).mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+        partial = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            _make_readable(partial, 0o666)
+            os.replace(partial, target)
+            _write_through_names(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def append_line(target: str | Path, line: str) -> None:
+    """Add a line to the end of a text file, which a reader finds whole or, after a crash, without its end.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    with writing(target), open(target, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _write_through(directory: Path) -> None:
+    """Wait until the content of all files below is on the disk: a name must not get there before what it names."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            _write_through_names(path)
+    _write_through_names(directory)
+
+
+def _write_through_names(directory: Path) -> None:
+    if os.name == "nt":
+        return  # it has no handles of directories
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        _make_readable(partial, 0o666)
-        os.replace(partial, target)
+        os.fsync(handle)
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def _make_readable(path: Path, mode: int) -> None:

@@ -1,11 +1,15 @@
 """How every command of the project ends: a user's mistake is one paragraph and status 2, never a traceback."""
 
 import argparse
+import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from lowrank_kv.utils.atomic_write import check_directory
+from lowrank_kv.utils.disk_errors import explained
 from lowrank_kv.utils.errors import UserError
 
 
@@ -27,12 +31,41 @@ def output_file(text: str) -> Path:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Call ``main(argv)`` and turn a :class:`UserError` into a message on stderr and exit status 2."""
+    """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2."""
+    threading.excepthook = _without_disk_errors(threading.excepthook)
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(f"error: {error}", 2)
+    except OSError as error:
+        mended = explained(error, error.filename or "a file")
+        if mended is None:
+            raise
+        _end(f"error: {mended}", 2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        # Every process of a launch is interrupted, and one line says so.
+        _end("interrupted" if os.environ.get("RANK", "0") == "0" else None, 130)
+
+
+def _end(message: str | None, status: int) -> NoReturn:
+    close_bars()
+    if message is not None:
+        print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+def close_bars() -> None:
+    """End the lines of all progress bars, so that what is printed next begins a line of its own."""
+    tqdm = sys.modules.get("tqdm")  # whoever shows a bar has imported it
+    for bar in list(getattr(tqdm.tqdm, "_instances", ())) if tqdm is not None else ():
+        bar.close()
+
+
+def _without_disk_errors(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook of threads that is silent about what the main thread is told of, too: TensorBoard writes from a thread."""
+
+    def quiet(arguments: Any) -> None:
+        if explained(arguments.exc_value, "") is None:
+            hook(arguments)
+
+    return quiet

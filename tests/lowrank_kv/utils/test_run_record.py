@@ -129,7 +129,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", lambda handle: calls.append("fsync") or fsync(handle))
     monkeypatch.setattr(os, "replace", lambda *names: calls.append("replace") or replace(*names))
     run_record.write(record(), tmp_path)
-    assert calls == ["fsync", "replace"]
+    assert calls == ["fsync", "replace", "fsync"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Whatever a disk refuses, and whenever a process is killed: a whole earlier state, and one paragraph."""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+from safetensors.torch import save_file
+
+import dynakv
+from dynakv.checkpoint import CONFIG, WEIGHTS
+from lowrank_kv.utils import atomic_write
+from lowrank_kv.utils.atomic_write import append_line, new_directory, put_back, write_text
+from lowrank_kv.utils.disk_errors import writing
+from lowrank_kv.utils.errors import UserError
+from ojakv import Calibration
+
+ROOT = Path(__file__).parents[3]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """As on a disk that is full after so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def compressor(directory: Path, seed: int) -> None:
+    model = tiny_model(seed)
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, directory)
+
+
+def full(directory: Path, seed: int) -> None:
+    model = tiny_model(seed)
+    dynakv_model(model, 0.4)
+    dynakv.save_full(model, directory)
+
+
+def calibration(directory: Path, seed: int) -> None:
+    calibration_of(tiny_model(seed)).save(directory, model="tiny", text=["random"])
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("write", [compressor, full, calibration])
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_a_full_disk_leaves_the_earlier_directory(write, size, tmp_path):
+    write(tmp_path / "it", 0)
+    before = contents(tmp_path / "it")
+    assert max(map(len, before.values())) > 20_000, "the limit must be met"
+    with files_of_at_most(size), pytest.raises(UserError, match="`.*it` cannot be written: file too large; raise"):
+        write(tmp_path / "it", 1)
+    assert contents(tmp_path / "it") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+    write(tmp_path / "it", 1)
+    assert contents(tmp_path / "it") != before
+
+
+def test_a_full_disk_leaves_the_earlier_file(tmp_path):
+    write_text(tmp_path / "file", "before")
+    with files_of_at_most(100), pytest.raises(UserError, match="`.*file` cannot be written: file too large"):
+        write_text(tmp_path / "file", "x" * 200)
+    with files_of_at_most(4), pytest.raises(UserError, match="cannot be written: file too large"):
+        append_line(tmp_path / "file", "more")
+    assert contents(tmp_path) == {"file": b"before"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO])
+def test_what_a_disk_refuses_is_one_paragraph_and_other_errors_stay(number):
+    expected = rf"`there` cannot be written: {os.strerror(number).lower()}; \w+.*as it was$"
+    with pytest.raises(UserError, match=expected), writing("there"):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(FileNotFoundError), writing("there"):
+        raise FileNotFoundError(errno.ENOENT, "nothing there")
+
+
+def test_safetensors_says_it_in_other_words(tmp_path):
+    with files_of_at_most(100), pytest.raises(UserError, match="file too large"), writing(tmp_path):
+        save_file({"x": torch.zeros(1000)}, tmp_path / "x.safetensors")
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")) or fsync(handle)
+    )
+    compressor(tmp_path / "it", 0)
+    *inside, parent = [Path(each) for each in synced]
+    assert {path.name for path in inside if path.parent != tmp_path} == {WEIGHTS, CONFIG}
+    assert all("-partial-" in str(path) for path in inside)
+    assert parent == tmp_path
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lowrank_kv.utils import atomic_write
+atomic_write._exchange = lambda *_: False  # as on a file system that cannot
+replace = os.replace
+def dying(source, target):
+    if "-partial-" in str(source):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = dying
+with atomic_write.new_directory(sys.argv[1], "known") as partial:
+    (partial / "known").write_text("later")
+"""
+
+
+def test_a_kill_between_two_renames_leaves_what_is_found_again(tmp_path):
+    calibration(tmp_path / "it", 0)
+    (tmp_path / "it/known").touch()
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "it")], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "it").exists()
+    Calibration.load(tmp_path / "it")
+    (tmp_path / "it").rename(tmp_path / ".it-old-x")
+    with new_directory(tmp_path / "it", "known") as partial:
+        assert (tmp_path / "it").is_dir()
+        (partial / "known").write_text("later")
+    assert contents(tmp_path / "it") == {"known": b"later"}
+
+
+def test_a_name_that_is_taken_is_not_put_back(tmp_path):
+    for name, text in (("it", "now"), (".it-old-x", "then")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "known").write_text(text)
+    put_back(tmp_path / "it")
+    assert contents(tmp_path / "it") == {"known": b"now"}
+
+
+def test_a_replaced_directory_always_has_its_name(tmp_path, monkeypatch):
+    """Two names are exchanged in one step: no call of the system leaves the name free."""
+    seen = []
+    exchange = atomic_write._exchange
+
+    def watched(one, other):
+        seen.append(other.exists())
+        done = exchange(one, other)
+        seen.append(other.exists())
+        return done
+
+    monkeypatch.setattr(atomic_write, "_exchange", watched)
+    for text in ("first", "second"):
+        with new_directory(tmp_path / "it", "known") as partial:
+            (partial / "known").write_text(text)
+    assert seen == [True, True]
+    assert contents(tmp_path / "it") == {"known": b"second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
