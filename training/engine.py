@@ -17,11 +17,17 @@ from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor
 from lowrank_kv.hf.loading import shard_while_loading
+from lowrank_kv.utils.build_locks import await_builds, torch_folders
 from lowrank_kv.utils.errors import UserError
 
 from .config import FULL, TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of a launch, which is known before the processes have found each other."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 class Engine:
@@ -45,6 +51,8 @@ class Engine:
         if self.deepspeed and not torch.cuda.is_available():
             process_group["backend"] = "gloo"
             _never_build_shared_memory()
+        if self.deepspeed:
+            await_builds(torch_folders())
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
             kwargs_handlers=[InitProcessGroupKwargs(**process_group)],

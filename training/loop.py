@@ -1,5 +1,6 @@
 """Continued pre-training of a DynaKV compressor: the one training loop."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import dynakv
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
+from lowrank_kv.hf.self_check import self_check
 from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.flops import matmul_flops
+from lowrank_kv.utils.run_lock import run_lock
 
 from .config import TrainConfig
 from .data import Batch, TrainingBlocks
 from .data_sources import heldout_blocks, training_stream
 from .divergence_guard import DivergenceGuard, GradientNorms
-from .engine import Engine
+from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
 from .initialization import given_price
 from .inspection import SENTENCE, inspect, inspection_due
@@ -44,7 +47,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> Path:
     Args:
         config: of the run.
         resume: continue from the newest undamaged state under ``config.output`` instead of calibrating.
+
+    Raises:
+        UserError: another run writes into ``config.output``, or that holds a run that is not to be continued.
     """
+    # The processes of a launch share one lock, which the first of them holds.
+    with run_lock(config.output) if is_first_process() else contextlib.nullcontext():
+        return _train(config, resume)
+
+
+def _train(config: TrainConfig, resume: bool) -> Path:
     states, steps = check_directory(config.output) / STATES, config.optimizer.steps
     if not resume:
         _check_unused(Path(config.output))
@@ -105,6 +117,8 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
             f"a compressor checkpoint to train on from as `initial_checkpoint`"
         )
     _check_target(config, geometry_of(model).width)
+    if config.self_check and not engine.deepspeed:
+        self_check(model)
     return model
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
+from lowrank_kv.utils.build_locks import await_builds, quanto_folders
 from lowrank_kv.utils.errors import UserError
 
 # name → (backend, bits, axis of the groups, package)
@@ -27,6 +28,8 @@ def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     backend, bits, axis, package = QUANTISED[name]
     if importlib.util.find_spec(_MODULES[package]) is None:
         raise UserError(f"the baseline `{name}` needs {package}; pip install -c constraints.txt {package}")
+    if backend == "quanto":
+        await_builds(quanto_folders())
     return lambda: QuantizedCache(backend=backend, config=model.config, nbits=bits, axis_key=axis, axis_value=axis)
 
 

@@ -6,6 +6,7 @@ it was made.
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -49,8 +50,8 @@ def library() -> ctypes.CDLL | None:
     made_of = "\n".join([shlex.join(command), macros.stdout, *(path.read_text(encoding="utf-8") for path in _SOURCES)])
     target = home() / "native" / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     try:
+        _make_private(target.parent)
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent) as directory:
                 built = Path(directory) / target.name
                 files = [str(path) for path in _SOURCES if path.suffix == ".c"]
@@ -71,6 +72,15 @@ def library() -> ctypes.CDLL | None:
     kernels.read_pages.argtypes = [address, number, address, number, address]
     kernels.attend_pages.argtypes = [address, address]
     return kernels
+
+
+def _make_private(directory: Path) -> None:
+    """A directory in which nobody else can put code for this user to run. Raises OSError where it is another's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if directory.stat().st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
+    if directory.stat().st_mode & 0o022:
+        directory.chmod(directory.stat().st_mode & ~0o022)
 
 
 @functools.cache

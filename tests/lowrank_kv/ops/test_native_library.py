@@ -1,5 +1,6 @@
 """Building the compiled kernels, and doing without them."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -80,3 +81,18 @@ def test_shares_the_thread_pool_of_torch(fresh):
     if not result.stdout:
         pytest.skip("there is no C compiler")
     assert result.stdout.strip() == "1"
+
+
+def test_nobody_else_may_put_code_where_it_is_kept(fresh, monkeypatch):
+    folder = fresh / "native"
+    folder.mkdir()
+    folder.chmod(0o777)
+    native.library()
+    assert folder.stat().st_mode & 0o022 == 0
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    native.library.cache_clear()
+    with pytest.warns(UserWarning, match="belongs to another user.*LOWRANK_KV_HOME"):
+        assert native.library() is None

@@ -1,0 +1,110 @@
+"""A build that a killed process began is never waited for."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from lowrank_kv.utils import build_locks
+from lowrank_kv.utils.build_locks import LOCK, await_builds, quanto_folders, torch_folders
+from lowrank_kv.utils.errors import UserError
+
+BUILDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+assert baton.try_acquire()
+print("building", flush=True)
+time.sleep(float(sys.argv[2]))
+baton.release()
+"""
+
+
+def builder(lock, seconds: float) -> subprocess.Popen:
+    """Another process that builds, as torch does."""
+    process = subprocess.Popen([sys.executable, "-c", BUILDER, str(lock), str(seconds)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"building\n"
+    return process
+
+
+def test_the_lock_of_a_killed_builder_is_removed_and_named(tmp_path, caplog):
+    process = builder(tmp_path / LOCK, 60)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / LOCK).exists()
+    with caplog.at_level(logging.WARNING, "lowrank_kv"):
+        await_builds([tmp_path])
+    assert not (tmp_path / LOCK).exists()
+    assert str(tmp_path / LOCK) in caplog.text
+    assert FileBaton(str(tmp_path / LOCK)).try_acquire()
+
+
+def test_a_builder_that_lives_is_waited_for(tmp_path):
+    process = builder(tmp_path / LOCK, 2)
+    began = time.monotonic()
+    await_builds([tmp_path])
+    assert time.monotonic() - began > 0.5
+    assert not (tmp_path / LOCK).exists()
+    assert process.wait() == 0
+
+
+def test_a_build_without_end_is_given_up_with_its_file_and_owner(tmp_path):
+    process = builder(tmp_path / LOCK, 60)
+    try:
+        with pytest.raises(
+            UserError, match=rf"process {process.pid} builds .*held `{tmp_path / LOCK}` for more than 1 s"
+        ):
+            await_builds([tmp_path], patience=1)
+        assert (tmp_path / LOCK).exists(), "the lock of a builder that lives stays"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_without_a_lock_costs_nothing(tmp_path):
+    await_builds([tmp_path, tmp_path / "missing"])
+
+
+def test_where_torch_and_quanto_build(tmp_path, monkeypatch):
+    """The folders that have a lock, where torch and quanto look for them."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "py311_cpu/two").mkdir(parents=True)
+    assert torch_folders() == []
+    for folder in ("one", "py311_cpu/two"):
+        (tmp_path / folder / LOCK).touch()
+    assert sorted(torch_folders()) == [tmp_path / "one", tmp_path / "py311_cpu/two"]
+    package = tmp_path / "optimum"
+    (package / "quanto/library/extensions/cpp/build").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "quanto/library/extensions/cpp/build" / LOCK).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "optimum"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert quanto_folders() == [package / "quanto/library/extensions/cpp/build"]
+
+
+def test_quanto_is_built_though_a_killed_process_has_left_its_lock(tmp_path, monkeypatch):
+    """What a peer's cache does first."""
+    from evaluation.peers import quantized_cache
+
+    (tmp_path / LOCK).touch()
+    monkeypatch.setattr(quantized_cache, "quanto_folders", lambda: [tmp_path])
+    monkeypatch.setattr(quantized_cache, "_MODULES", {"optimum-quanto": "torch"})  # any that is installed
+    quantized_cache.quantized_maker(object(), "quanto-int4")
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_lock_of_another_user_is_left_to_torch(tmp_path, monkeypatch):
+    (tmp_path / LOCK).touch()
+    os.chown(tmp_path / LOCK, 12345, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert build_locks._owners(tmp_path / LOCK) is None
+    await_builds([tmp_path])
+    assert (tmp_path / LOCK).exists()
