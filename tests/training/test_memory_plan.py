@@ -1,0 +1,165 @@
+"""What a plan says a run needs is what a run holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+import dynakv
+from lowrank_kv.hf.loading import recompute_activations
+from lowrank_kv.utils.config import build, read_yaml
+from lowrank_kv.utils.errors import UserError
+from training.config import TrainConfig
+from training.memory_plan import GB, advised, plans, report, size_of_run, table
+from training.optimizer import build_optimizer
+
+ROOT = Path(__file__).parents[2]
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+QWEN = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+RECIPES = {"llama3-8b-redpajama-zero3": LLAMA, "qwen3-8b-redpajama-zero3": QWEN}
+
+
+def shape_of(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def values(**changes):
+    base = {"model": "none", "dataset": {"name": "none", "sequence_length": 64}, "compressor": {"rank_policy": "gate"}}
+    return build(TrainConfig, {**base, **changes})
+
+
+def small(layers=3) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=128,
+        tie_word_embeddings=False,
+    )
+
+
+def saved_bytes(shape: LlamaConfig, config: TrainConfig) -> int:
+    """What autograd keeps of one pass, parameters aside."""
+    model = LlamaForCausalLM(shape).to(getattr(torch, config.dtype)).train()
+    dynakv.add_compressors(model, config.compressor)
+    for compressor in dynakv.token_compressors(model):
+        torch.nn.init.orthogonal_(compressor.projection.weight)
+    if config.trainable == "full":
+        model.requires_grad_(True)
+    build_optimizer(model, config, 0.0)
+    dynakv.use_ragged_cache(model)
+    if config.gradient_checkpointing:
+        recompute_activations(model)
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    found, kept = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # or its address might be another's later
+        return tensor
+
+    ids = torch.randint(1, 100, (1, config.dataset.sequence_length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainable", ["compressor", "full"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_those_that_autograd_keeps(dtype, trainable, recompute):
+    """Of one layer more, so that what does not grow with the layers cancels."""
+    if trainable == "full" and dtype == "bfloat16":
+        pytest.skip("computes under autocast, whose copies come and go")
+    config = values(dtype=dtype, trainable=trainable, gradient_checkpointing=recompute)
+    lengths = {"dataset": {"name": "none", "sequence_length": 128}}
+    longer = values(dtype=dtype, trainable=trainable, gradient_checkpointing=recompute, **lengths)
+    found = [saved_bytes(small(layers), longer) - saved_bytes(small(layers), config) for layers in (2, 3)]
+    planned = [size_of_run(config, shape_of(small(layers))).activations for layers in (2, 3)]
+    assert planned[1] - planned[0] == pytest.approx(found[1] - found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("trainable", ["compressor", "full"])
+def test_trained_numbers_are_those_of_the_optimizer(trainable):
+    config = values(trainable=trainable)
+    size = size_of_run(config, shape_of(small()))
+    model = LlamaForCausalLM(small())
+    dynakv.add_compressors(model, config.compressor)
+    optimizer = build_optimizer(model, config, 0.0)
+    assert size.trained == sum(each.numel() for group in optimizer.param_groups for each in group["params"])
+    everything = sum(each.numel() for each in model.parameters())
+    assert size.frozen == 4 * (everything - size.trained)
+
+
+def test_an_8b_model_with_a_frozen_backbone_belongs_on_ddp_and_a_trained_one_does_not():
+    recipe = read_yaml(ROOT / "configs/llama3-8b-redpajama-zero3.yaml")
+    for trainable, expected in (("compressor", "ddp"), ("full", "zero2")):
+        size = size_of_run(build(TrainConfig, {**recipe, "trainable": trainable}), shape_of(LLAMA))
+        found = plans(size, 8)
+        assert advised(found, 80 * GB).name == expected
+        by_name = {each.name: each for each in found}
+        assert by_name["zero3"].gpu < by_name["zero2"].gpu <= by_name["zero1"].gpu
+        assert by_name["zero3"].sent > 5 * by_name["ddp"].sent, "what is gathered at every pass"
+        assert by_name["zero3-offload"].gpu == min(each.gpu for each in found)
+    assert 130e6 < size_of_run(build(TrainConfig, recipe), shape_of(LLAMA)).trained < 140e6
+
+
+def test_more_gpus_and_shorter_texts_never_need_more():
+    config = values()
+    size = size_of_run(config, shape_of(small()))
+    for few, many in zip(plans(size, 2), plans(size, 16), strict=True):
+        assert many.gpu <= few.gpu
+    longer = size_of_run(values(dataset={"name": "none", "sequence_length": 128}), shape_of(small()))
+    assert longer.of_text == 2 * size.of_text
+    [single] = plans(size, 1)
+    assert (single.name, single.sent) == ("single", 0)
+
+
+def test_nothing_that_fits_says_what_to_do():
+    found = report(values(), gpus=8, gpu_memory=0.5, model=shape_of(small()))
+    assert "none fits 0.5 GB: shorten `dataset.sequence_length`" in found
+    with pytest.raises(UserError, match="--gpus"):
+        report(values(), gpus=0, gpu_memory=80.0, model=shape_of(small()))
+
+
+def test_the_command_plans_and_trains_nothing(tiny_dir, text_file, tmp_path, here):
+    config = tmp_path / "train.yaml"
+    settings = {"model": str(tiny_dir), "output": str(tmp_path / "run"), "dataset": {"name": str(text_file)}}
+    config.write_text(yaml.safe_dump(settings))
+    found = here("train_dynakv.py", "--config", config, "--plan", "--gpus", 4)
+    assert "| **ddp** |" in found
+    assert "use configs/accelerate/ddp.yaml" in found
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("trainable", ["compressor", "full"])
+def test_the_guides_tables_are_these(recipe, trainable):
+    config = build(TrainConfig, {**read_yaml(ROOT / f"configs/{recipe}.yaml"), "trainable": trainable})
+    found = plans(size_of_run(config, shape_of(RECIPES[recipe])), 8)
+    expected = "\n".join(table(found, advised(found, 80 * GB)))
+    assert expected in (ROOT / "docs/training.md").read_text(encoding="utf-8"), expected

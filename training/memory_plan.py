@@ -1,0 +1,203 @@
+"""What a training needs of each GPU, on every engine, worked out from the model's configuration alone: `train --plan`.
+
+Shapes: E hidden size, I width of the feed-forward layer, Q = heads · dims of the queries, C joint width of keys or values,
+V vocabulary, L layers; N GPUs.
+"""
+
+import dataclasses
+
+import torch
+from transformers import PreTrainedModel
+
+import dynakv
+from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.loading import load_shape
+from lowrank_kv.utils.config import require
+
+from .config import COMPRESSOR, FULL, TrainConfig
+from .optimizer import build_optimizer
+
+GB = 1e9
+FP32 = 4
+# DeepSpeed's defaults, which configs/accelerate/ leaves as they are: numbers in a bucket of gradients, and of parameters
+# that ZeRO-3 keeps gathered.
+_BUCKET, _LIVE = 5e8, 1e9
+# What the CUDA context and the allocator's gaps take, in bytes and as a share of all else.
+_CONTEXT, _GAPS = 1.2 * GB, 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a run holds, in bytes of one process on one GPU before anything is spread.
+
+    Attributes:
+        frozen: weights that are not trained.
+        trained: numbers that are trained, each held in fp32.
+        activations: kept for the backward pass of one forward pass.
+        logits: of the pass, with their gradient.
+        layer: what one layer keeps while it is recomputed; 0 without recomputation.
+        passes: forward and backward passes of an optimizer step.
+        forwards: of weights in each pass, that of recomputation and of an uncompressed teacher included.
+    """
+
+    frozen: float
+    trained: float
+    activations: float
+    logits: float
+    layer: float
+    passes: int
+    forwards: int
+
+    @property
+    def of_text(self) -> float:
+        """All that grows with the tokens of a pass."""
+        return self.activations + self.logits + self.layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """One engine's share.
+
+    Attributes:
+        name: of the file in configs/accelerate/.
+        gpu: bytes of each GPU at the peak of a step.
+        host: bytes of the machine's memory that N processes take beside loading.
+        sent: bytes that each GPU sends in an optimizer step.
+    """
+
+    name: str
+    gpu: float
+    host: float
+    sent: float
+
+
+def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Size:
+    """What a run holds.
+
+    Args:
+        config: of the run; its model is made without numbers.
+        model: such a model, where it is known already.
+    """
+    model = load_shape(config.model) if model is None else model
+    dynakv.add_compressors(model, config.compressor)
+    build_optimizer(model, config, 0.0)
+    itemsize = getattr(torch, config.dtype).itemsize
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+    tokens = config.optimizer.batch_size * config.dataset.sequence_length
+    layer, layers, width = _layer_bytes(model, config, itemsize), *_depth_and_width(model)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    teacher = bool(config.loss.distillation)
+    return Size(
+        frozen=float(frozen * itemsize),
+        trained=float(trained),
+        activations=float(tokens * layers * (itemsize * width if config.gradient_checkpointing else layer)),
+        # In the model's dtype, in fp32, their softmax and its gradient; a teacher's stand beside them.
+        logits=float(tokens * vocabulary * (itemsize + 3 * FP32 + (itemsize if teacher else 0))),
+        layer=float(tokens * layer) if config.gradient_checkpointing else 0.0,
+        passes=config.optimizer.gradient_accumulation_steps,
+        forwards=2 + config.gradient_checkpointing + teacher,
+    )
+
+
+def _depth_and_width(model: PreTrainedModel) -> tuple[int, int]:
+    config = model.config.get_text_config(decoder=True)
+    return config.num_hidden_layers, config.hidden_size
+
+
+def _layer_bytes(model: PreTrainedModel, config: TrainConfig, itemsize: int) -> float:
+    """Bytes that one layer keeps of each token for the backward pass.
+
+    They are those that autograd saves, as counted on a small model (tests/training/test_memory_plan.py): the two norms in
+    fp32, three numbers of the feed-forward layer, queries and outputs of attention, eight numbers of each compressed key and
+    value; the inputs of projections, too, where these are trained.
+    """
+    text, geometry = model.config.get_text_config(decoder=True), geometry_of(model)
+    width = text.hidden_size
+    inner = _active_width(text)
+    queries = text.num_attention_heads * geometry.head_dim
+    kept = 2 * FP32 * width + itemsize * (3 * inner + 2 * queries + 8 * geometry.width)
+    if config.trainable != COMPRESSOR:
+        kept += itemsize * (4 * width + (inner if config.trainable == FULL else 0))
+    return kept
+
+
+def _active_width(text: object) -> int:
+    """I, of all experts that a token goes through."""
+    experts = getattr(text, "num_experts_per_tok", None)
+    width = getattr(text, "moe_intermediate_size", None) if experts else None
+    inner = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return inner * (experts or 1)
+
+
+def plans(size: Size, gpus: int) -> list[EnginePlan]:
+    """Every engine's share, in the order in which they are to be preferred: those that send less first."""
+    weights, trained = size.frozen + FP32 * size.trained, size.trained
+    gradients, moments, bucket = FP32 * trained, 2 * FP32 * trained, FP32 * _BUCKET
+    master = FP32 * trained  # DeepSpeed's optimizers work on a copy of their own
+    share = 1 / gpus
+    reduced = 2 * gradients * (1 - share)
+    live = weights * min(1.0, _LIVE / (size.frozen / 2 + trained))
+    gathered = size.passes * (size.forwards * weights + gradients) * (1 - share)
+
+    def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
+        gpu = (held + size.of_text) * (1 + _GAPS) + _CONTEXT
+        return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS), sent=sent)
+
+    if gpus == 1:
+        return [plan("single", weights + gradients + moments, 0.0)]
+    # DDP copies gradients into its buckets.
+    return [
+        plan("ddp", weights + 2 * gradients + moments, reduced),
+        plan("zero1", weights + gradients + bucket + (master + moments) * share, reduced),
+        plan("zero2", weights + bucket + (gradients + master + moments) * share, reduced),
+        plan("zero2-offload", weights + bucket, reduced, gradients + master + moments),
+        plan("zero3", live + bucket + (weights + gradients + master + moments) * share, gathered),
+        plan("zero3-offload", live + bucket, gathered, weights + gradients + master + moments),
+    ]
+
+
+def advised(found: list[EnginePlan], gpu_memory: float) -> EnginePlan | None:
+    """The first engine that fits `gpu_memory` bytes; None where none does."""
+    return next((each for each in found if each.gpu <= gpu_memory), None)
+
+
+def report(config: TrainConfig, *, gpus: int, gpu_memory: float, model: PreTrainedModel | None = None) -> str:
+    """A table of all engines and the one to use.
+
+    Args:
+        gpus: N. gpu_memory: of each, in GB.
+
+    Raises:
+        UserError: there is no such model, or no GPU.
+    """
+    require(gpus >= 1, "--gpus", gpus, "at least 1")
+    require(gpu_memory > 0, "--gpu_memory", gpu_memory, "positive")
+    size = size_of_run(config, model)
+    found = plans(size, gpus)
+    best = advised(found, gpu_memory * GB)
+    lines = [
+        f"{size.trained / 1e6:,.0f} M numbers are trained beside {size.frozen / GB:,.1f} GB of frozen weights; a pass of "
+        f"{config.optimizer.batch_size} × {config.dataset.sequence_length:,} tokens keeps {size.of_text / GB:,.1f} GB",
+        "",
+        *table(found, best),
+        "",
+    ]
+    if best is None:
+        lines.append(
+            f"none fits {gpu_memory:g} GB: shorten `dataset.sequence_length`, set `gradient_checkpointing: true`, or use "
+            f"more GPUs"
+        )
+    else:
+        lines.append(f"use configs/accelerate/{best.name}.yaml: of those that fit {gpu_memory:g} GB it sends the least")
+    return "\n".join(lines)
+
+
+def table(found: list[EnginePlan], best: EnginePlan | None) -> list[str]:
+    """Lines of Markdown, in whole GB."""
+    head = ["| engine | each GPU, GB | machine's memory, GB | sent by each GPU in a step, GB |", "|---|--:|--:|--:|"]
+    rows = []
+    for each in found:
+        name = f"**{each.name}**" if best is not None and each.name == best.name else each.name
+        rows.append(f"| {name} | {each.gpu / GB:,.0f} | {each.host / GB:,.0f} | {each.sent / GB:,.0f} |")
+    return head + rows
