@@ -11,6 +11,7 @@ from lowrank_kv.calibration import calibration
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import prepare, restore
+from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.config import nearest
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
@@ -25,6 +26,7 @@ def compress(
     *,
     rate: float | None = None,
     bases: str | Path | Calibration | None = None,
+    self_check: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
     """Compress the key-value cache of `model` from now on: `generate()` and plain calls fill a compressed cache.
@@ -43,6 +45,8 @@ def compress(
             - a directory of a trained compressor, which knows its own rate.
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
         bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
+        self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model
+            (:func:`lowrank_kv.hf.self_check.self_check`).
         settings: keys of :class:`ojakv.OjaKVConfig`, or of :class:`dynakv.DynaKVConfig` for a compressor, that differ from
             what the source says, such as ``eviction={"keep_ratio": 0.3}``.
 
@@ -51,23 +55,24 @@ def compress(
 
     Raises:
         UserError: nothing of this name, an argument that does not fit the source, a calibration or a compressor that is
-            damaged or of another model shape. A model that was compressed before may then be stock.
+            damaged or of another model shape, or the model does not pass the check. A model that was compressed
+            before may then be stock.
     """
     if str(source) in PRESETS:
-        return _with_preset(model, str(source), rate, bases, settings)
+        return _with_preset(model, str(source), rate, bases, settings, self_check)
     directory = Path(source).expanduser()
     if (directory / calibration.MOMENTS).is_file():
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
         found = Calibration.load(directory)
         preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
-        return _with_preset(model, preset, rate, found, settings)
+        return _with_preset(model, preset, rate, found, settings, self_check)
     if (directory / checkpoint.WEIGHTS).is_file():
         _refuse(
             "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
         )
         _refuse("bases", bases, f"the compressor `{source}` holds its own")
         uncompress(model)
-        return dynakv.attach(model, directory, **settings)
+        return dynakv.attach(model, directory, self_check=self_check, **settings)
     raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(str(source), directory)}")
 
 
@@ -87,6 +92,7 @@ def _with_preset(
     rate: float | None,
     bases: str | Path | Calibration | None,
     settings: dict[str, Any],
+    self_check: bool,
 ) -> PreTrainedModel:
     if bases is None:
         name = model.config._name_or_path or "MODEL"
@@ -98,6 +104,8 @@ def _with_preset(
     found = bases if isinstance(bases, Calibration) else Calibration.load(Path(bases).expanduser())
     plan = make_plan(found.for_model(model), config)
     uncompress(model)
+    if self_check:
+        check_by_itself(model)
     return set_default_cache(prepare(model), OjaKVCache, lambda served: OjaKVCache(served, plan))
 
 
