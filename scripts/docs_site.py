@@ -17,14 +17,22 @@ _LOG = "log/"
 
 
 def on_config(config: Any) -> Any:
-    """The log's pages, each a topic, are listed from the folder."""
+    """The log's pages, each a topic, are listed from the folder; pages that mkdocs.yml does not place stand under More."""
     pages = sorted(path.name for path in (ROOT / "docs" / _LOG).glob("*.md") if path.name != "README.md")
-    topics = [f"{_LOG}README.md", *(f"{_LOG}{name}" for name in pages)]
-    for part in config["nav"]:
-        for entry in next(iter(part.values())) if isinstance(next(iter(part.values())), list) else []:
-            if entry.get("Log") == "LOG":
-                entry["Log"] = topics
+    entries = [entry for part in config["nav"] for entry in _entries(part)]
+    for entry in entries:
+        if entry.get("Log") == "LOG":
+            entry["Log"] = [f"{_LOG}README.md", *(f"{_LOG}{name}" for name in pages)]
+    placed = {place for entry in entries for place in entry.values() if isinstance(place, str)}
+    if rest := sorted({path.name for path in (ROOT / "docs").glob("*.md")} - placed):
+        config["nav"].append({"More": rest})
     return config
+
+
+def _entries(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pages of a part of the navigation, or the page that it is."""
+    [content] = part.values()
+    return content if isinstance(content, list) else [part]
 
 
 def on_files(files: Any, *, config: Any) -> Any:

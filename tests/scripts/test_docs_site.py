@@ -1,5 +1,6 @@
 """The documentation site: it builds strictly, every link in it leads somewhere, and every command in it is one there is."""
 
+import ast
 import html
 import re
 import subprocess
@@ -94,6 +95,34 @@ def test_every_command_in_the_pages_is_one_there_is():
             assert name in targets, f"{page.name}: there is no `make {name}`"
         for name in re.findall(r"\b(configs/[\w./-]+\.yaml|scripts/\w+\.py)\b", text):
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
+
+
+def said_by_the_code() -> str:
+    """All text of the packages, with a mark where a value is put in."""
+    found = []
+    for package in ("lowrank_kv", "lowrank_kv_auto", "lowrank_kv_cli", "dynakv", "ojakv", "training"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = node.values
+                    found.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_errors_that_are_explained_are_those_of_the_code():
+    said, checked = said_by_the_code(), 0
+    for line in (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").splitlines():
+        shown = re.match(r"\| (`+)(.+?)\1", line)
+        if shown is None:
+            continue
+        # A word in backticks, a number and … stand for values.
+        for piece in re.split(r"`[^`]*`|\d+|…", shown[2]):
+            if len(piece.strip()) >= 8:
+                checked += 1
+                assert piece.strip(" ;?") in said, f"nothing says {piece!r}"
+    assert checked >= 18
 
 
 def test_the_readme_is_short_and_its_sentences_are_too():
