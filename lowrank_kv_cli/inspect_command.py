@@ -4,10 +4,12 @@
     lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --batch 4
     lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --checkpoint runs/llama/checkpoint
     lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --preset ojakv-pf --rate 0.4
+    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --memory "24 GiB" --preset tokenwise-mixed --rate 0.1 --bases DIR
 
 PATH is a compressor checkpoint, a full checkpoint or a calibration: prints its model, shape, rates for each layer, bytes,
 and how it was made. With `--model` it reads the model's configuration, no weights, and prints the bytes of an uncompressed
-cache and of the compressed cache that `--checkpoint` or `--preset` names, each sequence being one prompt.
+cache and of the compressed cache that `--checkpoint` or `--preset` names, each sequence being one prompt; with `--memory`
+also how long each sequence may be.
 """
 
 import argparse
@@ -21,10 +23,18 @@ from dynakv.checkpoint import read_config
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
+from lowrank_kv.utils.budget import Budget, parse_size
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_cli.planned_cache import dynakv_nbytes, preset_nbytes, sliding_window_nbytes
+from lowrank_kv_cli.planned_cache import (
+    dynakv_nbytes,
+    preset_nbytes,
+    preset_plan,
+    sliding_window_nbytes,
+    tokens_within,
+)
 from lowrank_kv_cli.saved import describe, measured_rates
+from ojakv import Plan, break_even_tokens
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
@@ -42,7 +52,12 @@ def main(argv: list[str]) -> None:
     method = group.add_mutually_exclusive_group()
     method.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it")
     method.add_argument("--preset", metavar="NAME", help="OjaKV preset")
-    group.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
+    rate.add_argument(
+        "--budget", metavar="SIZE", help="in its place, such as '4096 B/token' or '2 GiB/131072 tokens' of one sequence"
+    )
+    group.add_argument("--memory", metavar="SIZE", help="for all sequences, such as '24 GiB': how long may each be?")
     group.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`, for presets that need it")
     arguments = parser.parse_args(argv)
 
@@ -64,14 +79,14 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     require(arguments.tokens >= 1, "--tokens", arguments.tokens, "at least 1")
     require(arguments.batch >= 1, "--batch", arguments.batch, "at least 1")
-    for name in ("rate", "bases"):
+    for name in ("rate", "budget", "bases"):
         if getattr(arguments, name) is not None and arguments.preset is None:
             raise UserError(f"`--{name}` is of a preset: give `--preset`, too")
     model = load_shape(arguments.model)
     geometry = geometry_of(model)
     size = {"tokens": arguments.tokens, "itemsize": getattr(torch, arguments.dtype).itemsize}
-    full, windows = geometry.full_nbytes(**size), sliding_window_nbytes(model, geometry, **size)
-    caches = [{"cache": "uncompressed", "bytes": full * arguments.batch}]
+    itemsize, windows = size["itemsize"], sliding_window_nbytes(model, geometry, **size)
+    caches = {"uncompressed": lambda tokens: geometry.full_nbytes(tokens, itemsize)}  # bytes of so many tokens
     notes = []
     if arguments.checkpoint is not None:
         config = read_config(arguments.checkpoint)
@@ -82,8 +97,9 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"nobody measured what the checkpoint `{arguments.checkpoint}` keeps; train with `dataset.heldout` or "
                 f"`rate.target_retain_rate`, which does, or see what `lowrank-kv generate` reports"
             )
-        held = dynakv_nbytes(config, rates, **size)
-        caches.append({"cache": f"DynaKV, {Path(arguments.checkpoint)}", "bytes": held * arguments.batch})
+        caches[f"DynaKV, {Path(arguments.checkpoint)}"] = lambda tokens: dynakv_nbytes(
+            config, rates, tokens=tokens, itemsize=itemsize
+        )
         if rates.of_bytes:
             notes.append(f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}")
         else:
@@ -92,13 +108,29 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
             )
     if arguments.preset is not None:
         calibration = None if arguments.bases is None else Calibration.load(arguments.bases)
-        held = preset_nbytes(
-            geometry, arguments.preset, rate=arguments.rate, calibration=calibration, model=arguments.model, **size
+        preset = preset_plan(
+            geometry,
+            arguments.preset,
+            rate=arguments.rate,
+            budget=None if arguments.budget is None else Budget.parse(arguments.budget),
+            calibration=calibration,
+            model=arguments.model,
+            itemsize=itemsize,
         )
-        caches.append({"cache": f"OjaKV, {arguments.preset}", "bytes": held * arguments.batch})
-    for cache in caches:
-        cache["share"] = cache["bytes"] / caches[0]["bytes"]
-        cache["bytes_per_token"] = cache["bytes"] / (arguments.batch * arguments.tokens)
+        caches[f"OjaKV, {arguments.preset}"] = lambda tokens: preset_nbytes(preset, tokens=tokens, itemsize=itemsize)
+        notes += _notes_of(preset, arguments, itemsize)
+    rows = []
+    for name, nbytes in caches.items():
+        held = nbytes(arguments.tokens) * arguments.batch
+        row = {
+            "cache": name,
+            "bytes": held,
+            "share": held / (caches["uncompressed"](arguments.tokens) * arguments.batch),
+        }
+        row["bytes_per_token"] = held / (arguments.batch * arguments.tokens)
+        if arguments.memory is not None:
+            row["tokens_within"] = tokens_within(nbytes, parse_size(arguments.memory, "--memory") // arguments.batch)
+        rows.append(row)
     if windows is None:
         notes.append("the model has layers without attention, too, whose state is not compressed and not counted here")
     elif windows:
@@ -110,10 +142,23 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": arguments.tokens,
         "batch": arguments.batch,
         "dtype": arguments.dtype,
-        "caches": caches,
+        "memory": arguments.memory,
+        "caches": rows,
         "sliding_window_bytes": None if windows is None else windows * arguments.batch,
         "notes": notes,
     }
+
+
+def _notes_of(preset: Plan, arguments: argparse.Namespace, itemsize: int) -> list[str]:
+    """What else to say of a preset's plan: the rate that a budget gave, and from which length on it pays."""
+    notes = []
+    if arguments.budget is not None:
+        notes.append(f"`--budget {arguments.budget}` is a rate of {preset.config.rate:.4f}")
+    if preset.config.follows_text:
+        pays = break_even_tokens(preset, itemsize)
+        length = "at no length" if pays is None else f"from {pays:,} tokens on"
+        notes.append(f"each sequence has bases of its own: it takes fewer bytes than uncompressed {length}")
+    return notes
 
 
 def plan_text(planned: dict[str, Any]) -> str:
@@ -123,10 +168,12 @@ def plan_text(planned: dict[str, Any]) -> str:
         f"{planned['model']}: {planned['shape']}",
         f"{planned['batch']:,} × {planned['tokens']:,} tokens in {planned['dtype']}",
         "",
-        f"{'cache':<{width}} {'bytes':>18} {'share':>7} {'bytes per token':>16}",
+        f"{'cache':<{width}} {'bytes':>18} {'share':>7} {'bytes per token':>16}"
+        + ("" if planned["memory"] is None else f" {'tokens within ' + planned['memory']:>24}"),
     ]
     lines += [
         f"{cache['cache']:<{width}} {cache['bytes']:>18,} {cache['share']:>7.3f} {cache['bytes_per_token']:>16,.0f}"
+        + (f" {cache['tokens_within']:>24,}" if "tokens_within" in cache else "")
         for cache in planned["caches"]
     ]
     return "\n".join([*lines, *(f"\n{note}" for note in planned["notes"])])

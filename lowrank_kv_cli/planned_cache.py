@@ -3,6 +3,8 @@
 Shapes: P parts, W width of a part, R rank.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -11,10 +13,11 @@ from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.saved import Rates
-from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan
+from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
 from ojakv.byte_budget import PlannedSequence, planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max
@@ -61,41 +64,62 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
     return round(sequence.low_rank_capacity * row + sequence.full_rank_capacity * full + positions)
 
 
-def preset_nbytes(
+def preset_plan(
     geometry: KVGeometry,
     preset: str,
     *,
     rate: float | None,
+    budget: Budget | None,
     calibration: Calibration | None,
     model: str,
-    tokens: int,
     itemsize: int,
-) -> int:
-    """Bytes that an OjaKV cache of a named preset holds of one sequence.
+) -> Plan:
+    """The plan of a named preset, of which only the shapes count.
 
     Args:
         rate: of the preset; None leaves it as the preset has it.
-        calibration: of the model; needed where the preset's ranks follow from one.
+        budget: in place of a rate.
+        calibration: of the model; needed where the preset's ranks follow from one, or from a budget.
         model: the model's name, for errors.
+        itemsize: bytes of an uncompressed number.
 
     Raises:
-        UserError: unknown preset, a rate out of range, or a preset that needs a calibration and has none.
+        UserError: unknown preset, a rate out of range, a budget that no rate keeps, or a preset that needs a calibration and
+            has none.
     """
     config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}))
+    calibrate = f"make one with `lowrank-kv calibrate --model {model} --output DIR` and give `--bases DIR`"
     if calibration is not None:
         geometry.check_equal(calibration.geometry, calibration.origin)
-        plan = make_plan(calibration, config)
-    elif config.ranks == "fraction":
-        plan = _shapes_of(geometry, config)
-    else:
-        free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
-        raise UserError(
-            f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): make one with "
-            f"`lowrank-kv calibrate --model {model} --output DIR` and give `--bases DIR`, or take a preset that needs "
-            f"none: {', '.join(free)}"
-        )
+        if budget is not None:
+            return plan_for_budget(calibration, config, budget, itemsize=itemsize)
+        return make_plan(calibration, config)
+    if budget is not None:
+        raise UserError(f"`--budget` finds a rate with a calibration's help: {calibrate}, or give `--rate`")
+    if config.ranks == "fraction":
+        return _shapes_of(geometry, config)
+    free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
+    raise UserError(
+        f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): {calibrate}, or take a "
+        f"preset that needs none: {', '.join(free)}"
+    )
+
+
+def preset_nbytes(plan: Plan, *, tokens: int, itemsize: int) -> int:
+    """Bytes that an OjaKV cache of a plan holds of one sequence."""
     taken = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
-    return round(taken * geometry.full_nbytes(tokens, itemsize))
+    return round(taken * plan.geometry.full_nbytes(tokens, itemsize))
+
+
+def tokens_within(nbytes: Callable[[int], int], memory: int) -> int:
+    """The most tokens whose cache, of `nbytes(tokens)`, takes at most so many bytes."""
+    low, high = 0, 1
+    while nbytes(high) <= memory:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if nbytes(middle) <= memory else (low, middle)
+    return low
 
 
 def _shapes_of(geometry: KVGeometry, config: OjaKVConfig) -> Plan:

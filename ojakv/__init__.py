@@ -4,7 +4,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.compile_decoding import compile_decoding
 from ojakv.basis_plan import make_plan
-from ojakv.byte_budget import plan_for_bytes
+from ojakv.byte_budget import break_even_tokens, plan_for_budget, plan_for_bytes
 from ojakv.cache import OjaKVCache, detach
 from ojakv.config import PRESETS, OjaKVConfig
 
@@ -14,8 +14,10 @@ __all__ = [
     "OjaKVCache",
     "OjaKVConfig",
     "Plan",
+    "break_even_tokens",
     "compile_decoding",
     "detach",
     "make_plan",
+    "plan_for_budget",
     "plan_for_bytes",
 ]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.stores.growable_tensor import grown
+from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
@@ -129,8 +131,8 @@ def _rate(plan: Plan, sequence: PlannedSequence, itemsize: int) -> float:
 def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
     config = sequence.config
     parts, part_width, rank = initial.vectors_PWR.shape
-    row_bytes = rank * itemsize if initial.quantization is None else initial.quantization.nbytes(rank)
-    num_bytes = sequence.low_rank_capacity * parts * row_bytes + sequence.full_rank_capacity * width * itemsize
+    rows = sequence.low_rank_capacity * parts
+    num_bytes = rows * _row_nbytes(initial, itemsize) + sequence.full_rank_capacity * width * itemsize
     if initial.is_compressed and config.tracker != "fixed":
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
         if config.tracker == "frequent_directions":
@@ -140,6 +142,12 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
         num_bases += sequence.has_started
         num_bytes += num_bases * parts * part_width * rank * 4
     return num_bytes
+
+
+def _row_nbytes(initial: InitialBasis, itemsize: int) -> float:
+    """Bytes of one part's row."""
+    rank = initial.vectors_PWR.shape[2]
+    return rank * itemsize if initial.quantization is None else initial.quantization.nbytes(rank)
 
 
 def plan_for_bytes(
@@ -165,28 +173,80 @@ def plan_for_bytes(
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
-    config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
     sequence = PlannedSequence.after(config, prompt=prompt, tokens=tokens)  # its counts do not depend on the rate
+    plan = _largest_plan(calibration, config, lambda plan: _rate(plan, sequence, itemsize), share)
+    if plan is None:
+        raise UserError(
+            f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
+            f"full rank, or compare at a longer context"
+        )
+    return plan
 
-    def planned(rate: float) -> tuple[Plan, float]:
-        plan = make_plan(calibration, dataclasses.replace(config, rate=rate))
-        return plan, _rate(plan, sequence, itemsize)
 
+def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budget, *, itemsize: int) -> Plan:
+    """`config` at the highest rate whose cache keeps within a budget: with everything that one sequence of the budget's
+    tokens holds, read as one prompt, or, where the budget is of each token, what a compressed token takes.
+
+    Args:
+        calibration, config, itemsize: as for :func:`plan_for_bytes`.
+
+    Raises:
+        UserError: no rate keeps within it.
+    """
+    if budget.tokens is not None:
+        share = budget.nbytes / calibration.geometry.full_nbytes(budget.tokens, itemsize)
+        return plan_for_bytes(calibration, config, share, prompt=budget.tokens, tokens=budget.tokens, itemsize=itemsize)
+    plan = _largest_plan(calibration, config, lambda plan: token_nbytes(plan, itemsize), budget.nbytes)
+    if plan is None:
+        raise UserError(
+            f"no rate brings a token to {budget.nbytes:,.0f} bytes; one coefficient of each layer takes more"
+        )
+    return plan
+
+
+def token_nbytes(plan: Plan, itemsize: int) -> float:
+    """Bytes that a compressed token takes in all layers; on average where tokens have classes."""
+    return sum(initial.parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
+
+
+def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
+    """From how many tokens on one sequence, read as a prompt, takes fewer bytes than an uncompressed cache.
+
+    It takes more before where the sequence has bases of its own. None where it always does.
+    """
+    saved = plan.geometry.full_nbytes(1, itemsize) - token_nbytes(plan, itemsize)
+    if saved <= (_POSITION_BYTES if plan.config.rotates else 0):
+        return None
+
+    def is_smaller(tokens: int) -> bool:
+        return planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize) < 1
+
+    low, high = 0, 1
+    while not is_smaller(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_smaller(middle) else (middle, high)
+    return high
+
+
+def _largest_plan(
+    calibration: Calibration, config: OjaKVConfig, measure: Callable[[Plan], float], limit: float
+) -> Plan | None:
+    """The plan of the highest rate whose measure is at most the limit; None where the lowest rate's is above it."""
+    config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
     geometry = calibration.geometry
     narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width
     # One coefficient of each row; where tokens have classes, what says where a row is takes less than another.
     least = config.rank_multiple / narrowest * (2 if config.token_classes > 1 else 1)
     low, high = min(1.0, least), 1.0
-    best, taken = planned(low)
-    if taken > share:
-        raise UserError(
-            f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "
-            f"full rank, or compare at a longer context"
-        )
+    best = make_plan(calibration, dataclasses.replace(config, rate=low))
+    if measure(best) > limit:
+        return None
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        plan, taken = planned(middle)
-        if taken <= share:
+        plan = make_plan(calibration, dataclasses.replace(config, rate=middle))
+        if measure(plan) <= limit:
             best, low = plan, middle
         else:
             high = middle

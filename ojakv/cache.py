@@ -1,5 +1,6 @@
 """The OjaKV cache that stock `generate()` drives."""
 
+import warnings
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,8 +14,11 @@ from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.prepare import restore
 from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.utils.budget import Budget
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
+from ojakv.byte_budget import break_even_tokens, plan_for_budget, planned_rate
 from ojakv.config import OjaKVConfig
 from ojakv.online_store import OnlineStore, new_store
 
@@ -61,6 +65,8 @@ class OjaKVCache(LowRankCache):
         *,
         bases: str | Path | Calibration,
         self_check: bool = True,
+        budget: str | Budget | None = None,
+        expected_tokens: int = 1024,
     ) -> "OjaKVCache":
         """An empty cache for `model`.
 
@@ -69,13 +75,24 @@ class OjaKVCache(LowRankCache):
             bases: a calibration of this model, or the directory to which `lowrank-kv calibrate` wrote it.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
                 model; see :func:`lowrank_kv.hf.self_check.self_check`.
+            budget: the bytes that the cache may take, such as ``2 GiB/131072 tokens`` or ``4096 B/token``, in place of the
+                settings' rate (:meth:`lowrank_kv.utils.budget.Budget.parse`).
+            expected_tokens: how long sequences are at least. Where a sequence's own bases take more bytes than they save at
+                that length, a warning says from which length on they pay.
 
         Raises:
-            UserError: the calibration is missing or damaged, or its model has another shape, or the model does not pass the
-                check.
+            UserError: the calibration is missing or damaged, its model has another shape, no rate keeps within the budget, or
+                the model does not pass the check.
         """
-        calibration = bases if isinstance(bases, Calibration) else Calibration.load(bases)
-        plan = make_plan(calibration.for_model(model), config)
+        require(expected_tokens >= 1, "expected_tokens", expected_tokens, "at least 1")
+        calibration = (bases if isinstance(bases, Calibration) else Calibration.load(bases)).for_model(model)
+        if budget is None:
+            plan = make_plan(calibration, config)
+        else:
+            budget = Budget.parse(budget) if isinstance(budget, str) else budget
+            plan = plan_for_budget(calibration, config, budget, itemsize=model.dtype.itemsize)
+        if config.follows_text:
+            _warn_of_bases(plan, model.dtype.itemsize, expected_tokens)
         if self_check:
             check_by_itself(model)
         return cls(model, plan)
@@ -115,3 +132,18 @@ class OjaKVCache(LowRankCache):
             for store in (sequence.key, sequence.value)
             if isinstance(store, OnlineStore)
         ]
+
+
+def _warn_of_bases(plan: Plan, itemsize: int, tokens: int) -> None:
+    """Say where a sequence's own bases weigh more than what they save."""
+    share = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
+    if share < 1:
+        return
+    pays = break_even_tokens(plan, itemsize)
+    pays_from = "at no length" if pays is None else f"from {pays:,} tokens on"
+    warnings.warn(
+        f"each sequence has bases of its own: at {tokens:,} tokens this cache takes {share:.2f} times the bytes of an "
+        f"uncompressed one, and fewer {pays_from}; take a preset whose bases are shared, such as `tokenwise-mixed`, or say "
+        f"by `expected_tokens` that sequences are longer",
+        stacklevel=3,
+    )

@@ -167,7 +167,6 @@ METHODS = [
     _preset("ojakv-joint", prefill="reconstructed"),
     _preset("ojakv-pf", full_rank_ratio=0.1, num_sink_tokens=2, recent_window=3),
     _preset("ojakv-pf", attention="reconstructed"),
-    _preset("ojakv", preconditioned=False, learning_rate=0.1, decode_learning_rate=0.1, pool=4),  # the paper's own rule
     Method("dynakv", dynakv_model),
     Method("dynakv-rounded", lambda model, rate: dynakv_model(model, rate, granularity=8)),
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, mask="soft_prefix")),

@@ -162,6 +162,42 @@ def test_an_ojakv_cache_takes_the_bytes_that_were_predicted(inspect, tiny_dir, b
         assert found["caches"][1]["bytes"] == pytest.approx(cache.nbytes, rel=0.02)
 
 
+def test_memory_holds_as_many_tokens_as_are_said(inspect, tiny_dir, bases):
+    model, calibration = load_model(str(tiny_dir)), Calibration.load(bases)
+    common = ("--model", tiny_dir, "--tokens", 300, "--dtype", "float32", "--memory", "300 KB")
+    preset = ("--preset", "static-joint-pf", "--rate", 0.3, "--bases", bases)
+    found, text = inspect(*common, *preset)
+    uncompressed, compressed = (cache["tokens_within"] for cache in found["caches"])
+    assert f"{compressed:,}" in text
+    full = geometry_of(model).full_nbytes
+    assert full(uncompressed, 4) <= 300_000 < full(uncompressed + 1, 4)
+    plan = make_plan(calibration, OjaKVConfig.preset("static-joint-pf", rate=0.3))
+    held = []
+    for tokens in (compressed, compressed + 1):
+        cache = OjaKVCache(model, plan)
+        with torch.no_grad():
+            model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+        held.append(cache.nbytes)
+    assert held[0] <= 300_000 < held[1]
+    two, _ = inspect(*common[:-1], "600 KB", "--batch", 2, *preset)
+    assert [cache["tokens_within"] for cache in two["caches"]] == [uncompressed, compressed]
+
+
+def test_a_budget_is_a_rate(inspect, tiny_dir, bases):
+    common = ("--model", tiny_dir, "--tokens", 300, "--dtype", "float32", "--preset", "ojakv-joint", "--bases", bases)
+    found, text = inspect(*common, "--budget", "100 KB/300 tokens")
+    assert 0.95 * 100_000 < found["caches"][1]["bytes"] <= 100_000
+    rate = (
+        OjaKVCache.from_model(
+            load_model(str(tiny_dir)), OjaKVConfig.preset("ojakv-joint"), bases=bases, budget="100 KB/300 tokens"
+        )
+        .compressed_layers()[0]
+        .plan.config.rate
+    )
+    assert f"`--budget 100 KB/300 tokens` is a rate of {rate:.4f}" in text
+    assert "it takes fewer bytes than uncompressed from" in text
+
+
 def test_fractions_of_shapes_are_those_of_bases(tiny_dir, bases):
     geometry, calibration = geometry_of(load_shape(str(tiny_dir))), Calibration.load(bases)
     fractions = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
@@ -182,10 +218,19 @@ def test_fractions_of_shapes_are_those_of_bases(tiny_dir, bases):
     ("arguments", "message"),
     [
         (("--tokens", "0"), "`--tokens` must be at least 1; got 0"),
-        (("--preset", "ojakv-joint"), "follow from a calibration .*`--bases DIR`, or take .* eigen, ojakv, ojakv-pf"),
+        (
+            ("--preset", "ojakv-joint"),
+            "follow from a calibration .*`--bases DIR`, or take .* eigen, ojakv, ojakv-paper",
+        ),
         (("--preset", "ojakv-jiont"), "did you mean `ojakv-joint`"),
         (("--preset", "ojakv-pf", "--rate", "2"), "`rate` must be in"),
         (("--rate", "0.5"), "`--rate` is of a preset: give `--preset`, too"),
+        (("--budget", "1 KB/token"), "`--budget` is of a preset: give `--preset`, too"),
+        (
+            ("--preset", "ojakv-pf", "--budget", "1 KB/token"),
+            "`--budget` finds a rate with a calibration's help: .*`--bases",
+        ),
+        (("--memory", "24"), "`--memory` must be a number of bytes with its unit"),
         (("--checkpoint", "CHECKPOINT"), "nobody measured what the checkpoint"),
     ],
 )

@@ -1,0 +1,84 @@
+"""Caches within a budget of bytes, and lengths from which bases of a sequence's own pay."""
+
+import warnings
+
+import pytest
+import torch
+from methods import calibration_of, tiny_model
+
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, break_even_tokens, make_plan
+from ojakv.byte_budget import planned_rate, token_nbytes
+
+LENGTH = 200
+
+
+def held(model, cache, tokens: int = LENGTH) -> int:
+    ids = torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache.nbytes
+
+
+@pytest.mark.parametrize("preset", ["ojakv-joint", "static-joint-pf", "ojakv-pf", "tokenwise-mixed"])
+def test_a_prompt_takes_the_budget_and_no_more(model, calibration, preset):
+    config = OjaKVConfig.preset(preset)
+    cache = OjaKVCache.from_model(
+        model, config, bases=calibration, budget=f"60 KB/{LENGTH} tokens", expected_tokens=LENGTH
+    )
+    # Where tokens have classes, this text's may be divided a little otherwise than the calibration's.
+    allowed = 1.0 if config.token_classes == 1 else 1.05
+    assert 0.9 * 60_000 < held(model, cache) <= allowed * 60_000
+
+
+@pytest.mark.parametrize("preset", ["static-joint-pf", "static-mixed"])
+def test_a_token_takes_the_budget_and_no_more(model, calibration, preset):
+    cache = OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget="150 B/token")
+    first = held(model, cache)
+    assert 0.85 * 150 < token_nbytes(cache.compressed_layers()[0].plan, 4) <= 150
+    longer = OjaKVCache(model, cache.compressed_layers()[0].plan)
+    # Between two prompts, both longer than what is kept whole, only compressed tokens and their positions are added.
+    assert (held(model, longer, LENGTH + 32) - first) / 32 - 4 == token_nbytes(longer.compressed_layers()[0].plan, 4)
+
+
+def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
+    for preset, budget, message in (
+        ("static-joint-pf", "1 B/token", "no rate brings a token to 1 bytes"),
+        ("ojakv-joint", f"1 KB/{LENGTH} tokens", "no rate brings this cache to"),
+    ):
+        with pytest.raises(UserError, match=message):
+            OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget=budget)
+
+
+@pytest.mark.parametrize("preset", ["ojakv-joint", "ojakv-pf", "subspace-a", "static-joint-pf"])
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_bases_pay_from_the_length_that_is_said(model, calibration, preset, rate):
+    plan = make_plan(calibration, OjaKVConfig.preset(preset, rate=rate))
+    tokens = break_even_tokens(plan, 4)
+    uncompressed = plan.geometry.full_nbytes(1, 4)
+    assert held(model, OjaKVCache(model, plan), tokens) < tokens * uncompressed
+    assert held(model, OjaKVCache(model, plan), tokens - 1) >= (tokens - 1) * uncompressed
+
+
+def test_a_cache_that_never_pays_has_no_such_length(calibration):
+    plan = make_plan(calibration, OjaKVConfig.preset("ojakv-joint", rate=1.0))
+    assert break_even_tokens(plan, 4) is None
+
+
+def test_bases_that_outweigh_what_they_save_are_told():
+    wide = tiny_model(hidden_size=256, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=1)
+    calibration = calibration_of(wide, blocks=20)
+    config = OjaKVConfig.preset("ojakv-joint", rate=0.8)
+    plan = make_plan(calibration, config)
+    pays = break_even_tokens(plan, 4)
+    taken = planned_rate(plan, prompt=100, tokens=100, itemsize=4)
+    with pytest.warns(
+        UserWarning, match=f"at 100 tokens this cache takes {taken:.2f} times .* fewer from {pays:,} tokens on"
+    ):
+        OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=pays)
+        OjaKVCache.from_model(wide, OjaKVConfig.preset("static-joint-pf"), bases=calibration, expected_tokens=1)
+    with pytest.raises(UserError, match="`expected_tokens` must be at least 1; got 0"):
+        OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=0)
