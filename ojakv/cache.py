@@ -81,8 +81,8 @@ class OjaKVCache(LowRankCache):
                 that length, a warning says from which length on they pay.
 
         Raises:
-            UserError: the calibration is missing or damaged, its model has another shape, no rate keeps within the budget, or
-                the model does not pass the check.
+            UserError: the calibration is missing or damaged, its model has another shape, no rate keeps within the
+                budget, or the model does not pass the check.
         """
         require(expected_tokens >= 1, "expected_tokens", expected_tokens, "at least 1")
         calibration = (bases if isinstance(bases, Calibration) else Calibration.load(bases)).for_model(model)
