@@ -7,10 +7,9 @@ Shapes: N windows, T tokens of a window.
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +21,16 @@ from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model,
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input, token_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
+from .anatomy.measure import anatomy
 from .cells import Cell, Cells
-from .methods import Method, MethodConfig, methods_of
+from .measure import Reading, measured
+from .methods import MethodConfig, methods_of, there
 from .peers.peer import CALIBRATION, READ
-from .reading import read_uncompressed
-from .scores import WindowScore, held_share, score_window, summary
+from .scores import WindowScore, summary
 from .texts import TextConfig, check_texts, read_texts
 
 
@@ -58,6 +57,9 @@ class CompareConfig:
     )
     fraction: float = option(1.0, help="share of the windows to measure, for a first look")
     step: int = option(MAX_DECODE_QUERIES, help="tokens read at a time after the prompt", unit="tokens")
+    anatomy: bool = option(
+        True, help="also tell where methods put their bytes: tokens, layers, spectra, residuals while decoding"
+    )
     bases: str | None = option(
         None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run where it is needed"
     )
@@ -91,24 +93,27 @@ class CompareConfig:
 
 
 def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
-    """Yield, after each window, the record of this run with a row for each text and method measured so far.
+    """Yield, after each window, the record of this run with a row for each text and method measured so far; the last one
+    also says where the methods put their bytes (:func:`evaluation.anatomy.measure.anatomy`).
 
     Args:
         config: what to compare.
         output: holds the cells of this and earlier runs.
     """
+    config = dataclasses.replace(config, methods=there(config.methods))
     name = config.model or read_config(next(m.checkpoint for m in config.methods if m.checkpoint)).base_model
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     check_length(model, config.length, "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = _calibrated(config, model, tokenizer)
+    read = any(READ in method.needs for method in config.methods)
+    calibration, inputs = calibrated(model, tokenizer, config.bases, config.calibration, read=read)
     methods = methods_of(
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
     )
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
-    cells, found = Cells(output), collections.defaultdict(list)
+    cells = Cells(output)
     if len(cells):
         print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
     setting = {
@@ -118,18 +123,14 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
         "step": config.step,
     }
     setting |= {"bases": [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]}
-    count = len(methods) * sum(map(len, texts.values()))
-    with progress_bar(total=count, unit="cell", desc="comparing") as bar:
-        for methods_now, (label, window_T) in itertools.product(_rounds(methods), _by_turns(texts)):
-            window = {"window": token_input("text", "window", window_T[None])["sha256"]}
-            wanted = [_Wanted.of_method(each, label, found, setting | window) for each in methods_now]
-            missing = [each for each in wanted if cells.get(each.of) is None]
-            if missing:
-                _measure(model, window_T.to(model.device), missing, cells, record, config)
-            for each in wanted:
-                found[label, each.method.label].append(cells.get(each.of))
-            bar.update(len(wanted))
-            yield record | _rows(found)
+    reading = Reading(prefix=config.prefix, step=config.step)
+    for found in measured(model, methods, texts, cells, reading, setting=setting, record=record):
+        yield record | _rows(found)
+    if config.anatomy:
+        window_T = next(iter(texts.values()))[0]
+        told = anatomy(model, tokenizer, methods, calibration, window_T, prefix=config.prefix, step=config.step)
+        done = _rows(found)
+        yield record | done | {"summary": done["summary"] | {"anatomy": told}}
 
 
 def new_comparison(
@@ -183,67 +184,27 @@ def _with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
     return f"{row[key]:{form}} ({row[f'{key}_low']:{form}}–{row[f'{key}_high']:{form}})"
 
 
-def _calibrated(
-    config: CompareConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Calibration | None, list[dict[str, Any]]]:
-    """The model's calibration, where a method needs one, and what it was made of."""
-    if config.bases is not None:
-        return Calibration.load(config.bases).for_model(model), [path_input("bases", config.bases)]
-    if config.calibration is None:
-        return None, []
-    ids = config.calibration.blocks(tokenizer)
-    calibration = Calibration.from_text(model, ids, read=any(READ in method.needs for method in config.methods))
-    return calibration, [token_input("calibration", ",".join(config.calibration.name), ids)]
-
-
-def _by_turns(texts: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """(text, window): the first window of each text, then the second, so that a run that is stopped has some of all."""
-    turns = itertools.zip_longest(*([(label, window_T) for window_T in each_NT] for label, each_NT in texts.items()))
-    return [each for turn in turns for each in turn if each is not None]
-
-
-def _rounds(methods: list[Method]) -> list[list[Method]]:
-    """First the methods whose budgets are known, then those that take the bytes of one of them."""
-    known = [method for method in methods if method.bytes_of is None]
-    following = [method for method in methods if method.bytes_of is not None]
-    return [each for each in (known, following) if each]
-
-
-class _Wanted(NamedTuple):
-    """One cell of a comparison.
-
-    Attributes:
-        share: of the bytes, where the method takes another's on this text; else None.
-        of: all that distinguishes the cell.
-    """
-
-    method: Method
-    share: float | None
-    of: dict[str, Any]
-
-    @classmethod
-    def of_method(
-        cls, method: Method, text: str, found: Mapping[tuple[str, str], list[Cell]], setting: dict[str, Any]
-    ) -> "_Wanted":
-        if method.bytes_of is None:
-            return cls(method, None, setting | method.of)
-        share = held_share([cell.score for cell in found[text, method.bytes_of]])
-        return cls(method, share, setting | method.of | {"bytes": share})
-
-
-def _measure(
+def calibrated(
     model: PreTrainedModel,
-    window_T: Tensor,
-    missing: list[_Wanted],
-    cells: Cells,
-    record: Mapping[str, Any],
-    config: CompareConfig,
-) -> None:
-    """Measure the missing cells of a window."""
-    full_SV = read_uncompressed(model, window_T, prefix=config.prefix)
-    for method, share, of in missing:
-        score = score_window(model, window_T, full_SV, method.make(share), prefix=config.prefix, step=config.step)
-        cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))
+    tokenizer: PreTrainedTokenizerBase,
+    bases: str | None,
+    text: CalibrationText | None,
+    *,
+    read: bool,
+) -> tuple[Calibration | None, list[dict[str, Any]]]:
+    """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither.
+
+    Args:
+        bases: directory of one.
+        text: to make one where there is none.
+        read: whether it is to say what is read of a compressed cache.
+    """
+    if bases is not None:
+        return Calibration.load(bases).for_model(model), [path_input("bases", bases)]
+    if text is None:
+        return None, []
+    ids = text.blocks(tokenizer)
+    return Calibration.from_text(model, ids, read=read), [token_input("calibration", ",".join(text.name), ids)]
 
 
 def _rows(found: Mapping[tuple[str, str], list[Cell]]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. A
 second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output
-directory, anew after every window, and prints the table. Records of earlier runs stay beside it.
+directory, anew after every window, and prints the table. Records of earlier runs stay beside it. At the end it writes
+`report.html`, the run's page.
 """
 
 from lowrank_kv.utils import cli, run_record
@@ -12,6 +13,9 @@ from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import CompareConfig, compare, markdown
+from .page.command import write_page
+
+REPORT = "report.html"
 
 
 def main(argv: list[str]) -> None:
@@ -27,4 +31,5 @@ def main(argv: list[str]) -> None:
         for record in compare(config, arguments.output):
             path = run_record.write(record, arguments.output)
     print(markdown(record))
-    print(f"record: {path}")
+    write_page([record], arguments.output / REPORT)
+    print(f"record: {path}\npage: {arguments.output / REPORT}")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import Cache, PreTrainedModel
@@ -40,6 +41,7 @@ class MethodConfig:
     bytes_of: str | None = option(
         None, help="of a preset or peer: a row at the bytes that the method of this label takes on the same text"
     )
+    optional: bool = option(False, help="leave the method out, with a notice, where its checkpoint does not exist")
     settings: dict = option(
         {}, help="what to change, e.g. {cache_dtype: int4, prefill: exact}: keys of OjaKVConfig, or of dynakv.attach"
     )
@@ -59,6 +61,7 @@ class MethodConfig:
         require(
             bool(self.rates or budget) or not self.has_budget, "rates", self.rates, "given, or `bytes`, or `bytes_of`"
         )
+        require(not self.optional or self.checkpoint is not None, "optional", True, "left out without a `checkpoint`")
         require(not self.settings or self.peer is None, "settings", self.settings, "left out of a peer")
         if self.preset is not None:
             with within("settings."):
@@ -98,6 +101,23 @@ class MethodConfig:
         if self.checkpoint is not None:
             return self.settings.get("prefill", read_config(self.checkpoint).compressor.prefill) == "exact"
         return True
+
+
+def there(configs: list[MethodConfig]) -> list[MethodConfig]:
+    """Those without the optional checkpoints that do not exist.
+
+    Raises:
+        UserError: none is left.
+    """
+    found = []
+    for config in configs:
+        if config.optional and not Path(config.checkpoint).exists():
+            print(f"leaving out `{config.name}`: {config.checkpoint} is not there")
+        else:
+            found.append(config)
+    if not found:
+        raise UserError(f"none of the checkpoints is there: {', '.join(each.checkpoint for each in configs)}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

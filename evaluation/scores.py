@@ -131,3 +131,18 @@ def interval(value_N: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     drawn_KN = torch.randint(len(value_N), (_RESAMPLES, len(value_N)), generator=generator)
     low, high = torch.quantile(value_N[drawn_KN].mean(dim=1), torch.tensor([0.025, 0.975], dtype=value_N.dtype))
     return low, high
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: 1 where both order alike, −1 where oppositely; 0 where one of them does not vary."""
+    centred = [_places(each) - (len(each) - 1) / 2 for each in (first, second)]
+    norms = [float(torch.linalg.vector_norm(each)) for each in centred]
+    return float(centred[0] @ centred[1]) / (norms[0] * norms[1]) if min(norms) > 0 else 0.0
+
+
+def _places(values: Sequence[float]) -> Tensor:
+    """Each value's place in their order, equal ones at the mean of theirs."""
+    value_N = torch.tensor(list(values), dtype=torch.float64)
+    below_N = (value_N[None] < value_N[:, None]).sum(1)
+    equal_N = (value_N[None] == value_N[:, None]).sum(1)
+    return below_N + (equal_N - 1) / 2

@@ -20,6 +20,11 @@ COMMANDS = {
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
+    "hypothesis": (
+        "lowrank_kv_cli.evaluation.hypothesis.command",
+        "test whether what each head caches is of low rank, and judge it",
+    ),
+    "report": ("lowrank_kv_cli.evaluation.page.command", "show records of comparisons as one HTML page"),
     "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }

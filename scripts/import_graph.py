@@ -47,8 +47,10 @@ def imported_names(name: str, path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level <= 1, f"{path}: a relative import beyond the package"
-            base = ".".join(filter(None, [package if node.level else "", node.module]))
+            parts = package.split(".")
+            assert node.level <= len(parts), f"{path}: a relative import beyond the package"
+            above = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, [above, node.module]))
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
 

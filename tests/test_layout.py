@@ -125,6 +125,19 @@ def test_the_graph_sees_every_form_of_import(tmp_path, broken):
     assert circles(part_graph(tmp_path)) == [["dynakv", "ojakv"]]
 
 
+def test_the_graph_follows_relative_imports_to_packages_above(tmp_path):
+    for name, text in (
+        ("a/b/c.py", "from ...d import e\nfrom ..f import g\nfrom . import h"),
+        ("d.py", ""),
+        ("a/f.py", ""),
+    ):
+        path = tmp_path / "ojakv" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "ojakv/a/b/h.py").write_text("")
+    assert module_graph(tmp_path)["ojakv.a.b.c"] == {"ojakv.d", "ojakv.a.f", "ojakv.a.b.h"}
+
+
 def test_importing_patches_nothing():
     # Every attribute of transformers' attention, cache and generation modules is the same object before and after.
     code = """

@@ -16,7 +16,7 @@ from .eigen_attention import eigen_maker
 from .kq_svd import kq_svd_maker
 from .kvtc import kvtc_maker
 from .palu import GROUPED_HEADS, palu_maker
-from .peer import CALIBRATION, READ, WEIGHTS, MakeCache, Peer, TextLength
+from .peer import CALIBRATION, EVICTION, LOW_RANK, QUANTIZATION, READ, WEIGHTS, MakeCache, Peer, TextLength
 from .puzzle_kv import puzzle_maker
 from .quantized_cache import QUANTISED, quantized_maker
 from .rotated import ROTATED, rotated_maker
@@ -39,6 +39,7 @@ def _rotated(name: str) -> Peer:
         what=f"each head rotated at random, {bits} bits for each number",
         source="TurboQuant, arXiv 2504.19874, section 3",
         simplified="its scale has 8 bits for each head; no sketch of what rounding leaves of keys",
+        family=QUANTIZATION,
         build=build,
         shares=(bits / 16, bits / 16),
     )
@@ -56,6 +57,7 @@ def _quantized(name: str) -> Peer:
         what=f"transformers' QuantizedCache with {backend}, {bits} bits in groups of 64",
         source=f"{package}; stands for KIVI, arXiv 2402.02750",
         simplified="the axis of the groups is the backend's for keys and for values",
+        family=QUANTIZATION,
         build=build,
         shares=(bits / 16, bits / 16),
     )
@@ -66,6 +68,7 @@ def _palu(what: str, simplified: str, **settings: int | None) -> Peer:
         what=what,
         source="Palu, arXiv 2407.21118, section 3",
         simplified=f"{simplified}ranks in multiples of 4 for each group, by an estimate of the Fisher information",
+        family=LOW_RANK,
         build=functools.partial(palu_maker, **settings),
         needs=frozenset({CALIBRATION, READ, WEIGHTS}),
     )
@@ -79,6 +82,7 @@ PEERS: dict[str, Peer] = {
         what="principal components of un-rotated keys and of values, bits by their energy",
         source="KVTC, arXiv 2511.01815, section 3",
         simplified="components of one layer, energies over their sum; the latest 16 tokens whole instead of 128; no DEFLATE",
+        family=LOW_RANK,
         build=kvtc_maker,
         needs=frozenset({READ}),
     ),
@@ -86,6 +90,7 @@ PEERS: dict[str, Peer] = {
         what="the same with the paper's window",
         source="KVTC, arXiv 2511.01815, section 3",
         simplified="components of one layer, energies over their sum; no DEFLATE",
+        family=LOW_RANK,
         build=functools.partial(kvtc_maker, recent_window=128),
         needs=frozenset({READ}),
     ),
@@ -93,6 +98,7 @@ PEERS: dict[str, Peer] = {
         what="bases of each head's rotated keys for the least error of scores, of values for that of outputs",
         source="KQ-SVD, arXiv 2512.05916",
         simplified="ranks by water-filling; first 4 and latest 16 tokens whole",
+        family=LOW_RANK,
         build=kq_svd_maker,
         needs=frozenset({CALIBRATION, WEIGHTS}),
     ),
@@ -100,6 +106,7 @@ PEERS: dict[str, Peer] = {
         what="a basis of each head's rotated keys and queries, in which attention is computed",
         source="EigenAttention, arXiv 2408.05646",
         simplified="one share of the dims for all layers instead of a threshold for each",
+        family=LOW_RANK,
         build=eigen_maker,
         needs=frozenset({CALIBRATION}),
     ),
@@ -115,12 +122,14 @@ PEERS: dict[str, Peer] = {
         what="a singular value decomposition for each page of 32 tokens",
         source="PuzzleKV, arXiv 2608.23843",
         simplified="one rank for all pages of a layer; first 4 and latest 16 tokens whole",
+        family=LOW_RANK,
         build=puzzle_maker,
     ),
     "think": Peer(
         what="each head keeps the key channels that queries use, values stay whole",
         source="ThinK, arXiv 2407.21018, section 3",
         simplified="channels are chosen once, by the first prompt",
+        family=EVICTION,
         build=think_maker,
         shares=(0.5, 1.0),
     ),
@@ -128,12 +137,14 @@ PEERS: dict[str, Peer] = {
         what="each head keeps the tokens that the latest queries look at",
         source="SnapKV, arXiv 2404.14469, section 4",
         simplified="the choice is made again after every 32 decoded tokens, by their queries",
+        family=EVICTION,
         build=snapkv_maker,
     ),
     "streaming-llm": Peer(
         what="the first 4 and the latest tokens",
         source="StreamingLLM, arXiv 2309.17453, section 3",
         simplified="keys keep their rotations; the window grows with the text",
+        family=EVICTION,
         build=streaming_maker,
     ),
 }

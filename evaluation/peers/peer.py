@@ -15,6 +15,10 @@ from ojakv.byte_budget import PlannedSequence
 
 MakeCache = Callable[[], Cache]
 
+# Kinds of peers.
+QUANTIZATION, LOW_RANK, EVICTION = "quantization", "low rank", "fewer tokens or channels"
+FAMILIES = (QUANTIZATION, LOW_RANK, EVICTION)
+
 # What a peer may need besides the model's shape.
 CALIBRATION = "calibration"  # second moments of the model's states
 READ = "read moments"  # what is read of a compressed cache (a calibration with `read_gradients: true`)
@@ -50,6 +54,7 @@ class Peer:
         what: what it does, in a few words.
         source: the paper and its section, or the package.
         simplified: what is done otherwise than there.
+        family: one of :data:`FAMILIES`.
         build: makes the maker of caches.
         needs: some of :data:`NEEDS`.
         shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
@@ -59,6 +64,7 @@ class Peer:
     what: str
     source: str
     simplified: str
+    family: str
     build: Build
     needs: frozenset[str] = frozenset()
     shares: tuple[float, float] = (0.0, 1.0)

@@ -1,9 +1,10 @@
 """Published tables as Markdown.
 
 A table has `columns` and `rows`; what a cell shows is the table's own selection, with its column's and its row's parts put
-over it (`published.py`). A column has a `title`, and `label: true` where it shows the rows' labels; a row has a `label` for
-each of those (a list where there are several), `cells` for what differs in one column (by the column's `key`, or its title),
-and `bold` for the columns (`true` for all cells) that stand out. `–` as a cell is a measurement that was not made.
+over it (`published.py`). A column has a `title`, `label: true` where it shows the rows' labels, and `left: true` where it
+shows words. A row has a `label` for each column of labels (a list where there are several), `cells` for what differs in one
+column (by the column's `key`, or its title), and `bold` for the columns (`true` for all cells) that stand out. `–` as a cell
+is a measurement that was not made.
 
 In titles and labels `{id}` is a published number; no other decimal number may stand there.
 """
@@ -18,7 +19,7 @@ from .documents import stray_decimals
 from .published import NOT_MEASURED, PUBLISHED, SELECTION, Published, ReportError, merged
 
 _NUMBER = re.compile(r"\{([\w.-]+)\}")
-_TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", *SELECTION}
+_TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", "left", *SELECTION}
 _ROW = {"label", "cells", "bold", *SELECTION}
 
 RUNS_A_LINE = 3  # links below a table
@@ -39,7 +40,7 @@ def table(published: Published, identifier: str, use: Callable[[str], None]) -> 
 
     lines = [
         _line(literal(column["title"], f"{place}, a title") for column in columns),
-        "|" + "|".join("---" if column.get("label") else "--:" for column in columns) + "|",
+        "|" + "|".join("---" if column.get("label") or column.get("left") else "--:" for column in columns) + "|",
     ]
     for row in spec.get("rows", []):
         here = f"{place}, row {row.get('label')!r}"

@@ -153,6 +153,15 @@ def test_in_one_pass_every_token_but_the_first_is_scored(values, checkpoint, tmp
     assert taken == pytest.approx(rows["dynakv"]["cache_bytes"], rel=0.05)
 
 
+def test_an_optional_checkpoint_that_is_not_there_is_left_out(values, tmp_path, capsys):
+    missing = {"checkpoint": "nowhere", "label": "trained", "optional": True}
+    rows = by_method(last(values | {"methods": [*values["methods"], missing]}, tmp_path / "out"))
+    assert list(rows) == ["full", "dynakv", "static-mixed 0.3"]
+    assert "leaving out `trained`: nowhere is not there" in capsys.readouterr().out
+    with pytest.raises(UserError, match="none of the checkpoints is there: nowhere"):
+        last(values | {"methods": [missing]}, tmp_path / "other")
+
+
 def test_a_fraction_measures_fewer_windows(values, tmp_path):
     assert last(values | {"windows": 4, "fraction": 0.5, "read": 600}, tmp_path / "out")["n"]["windows"] == 2 * 2
 
@@ -184,6 +193,7 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, 
         ({"methods": [{"preset": "ojakv", "bytes_of": "x"}]}, "`bytes_of` must be a method's label; got 'x'"),
         ({"methods": [{"preset": "ojakv", "rates": [0.3]}] * 2}, "two methods are called `ojakv 0.3`"),
         ({"methods": []}, "`methods` must be at least one"),
+        ({"methods": [{"peer": "rotated-int4", "optional": True}]}, "`methods.*optional` must be left out without a"),
         ({"texts": [{"label": "a", "name": "a.txt"}] * 2}, "`texts` must be of different labels"),
         ({"bases": None}, "`bases` must be given where there are presets"),
         ({"bases": "nowhere"}, "`nowhere` is no calibration"),

@@ -1,0 +1,33 @@
+"""Test the low-rank hypothesis of SubSpace: is what each head caches of low rank, and does compressing it so cost nothing?
+
+    lowrank-kv hypothesis --config configs/hypothesis.yaml --output runs/hypothesis --fraction 0.25
+
+Measures perplexity over ranks, thresholds of energy, keys and values alone, both sides of the rotation, uniform and
+adaptive ranks, global and online bases, 8 bits, and single layers and heads; then judges H0 and every falsifier by rules.
+A second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output
+directory, anew after every window, and prints the verdicts.
+"""
+
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.config import parse_config
+from lowrank_kv.utils.run_lock import run_lock
+
+from .config import HypothesisConfig
+from .page import markdown
+from .suite import run_suite
+
+
+def main(argv: list[str]) -> None:
+    output = {
+        "flag": "--output",
+        "type": cli.output_directory,
+        "metavar": "DIR",
+        "required": True,
+        "help": "of the cells and the records",
+    }
+    config, arguments = parse_config(HypothesisConfig, argv, description=__doc__, extra=[output])
+    with run_lock(arguments.output):
+        for record in run_suite(config, arguments.output):
+            path = run_record.write(record, arguments.output)
+    print(markdown(record))
+    print(f"record: {path}")

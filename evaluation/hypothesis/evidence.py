@@ -1,0 +1,122 @@
+"""What the verdicts rest on: losses of every setting on every window, paired, with intervals.
+
+Shapes: N windows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..scores import WindowScore, interval
+from .ranks import KEYS, VALUES
+from .settings import Setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A relative increase of perplexity (0.01 is 1 %), and the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        """As text: the increase in per cent, its interval in brackets."""
+        return f"{_percent(self.value)} ({_percent(self.low)} to {_percent(self.high)})"
+
+    @classmethod
+    def of_differences(cls, difference_N: Tensor) -> "Estimate":
+        """exp of the mean of differences of losses, less one."""
+        low, high = interval(difference_N)
+        return cls(*(math.expm1(float(each)) for each in (difference_N.mean(), low, high)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One setting.
+
+    Attributes:
+        shares: ``keys``, ``values`` → mean r / d; 1 where they are not compressed.
+        scores: text → each window's.
+    """
+
+    setting: Setting
+    shares: dict[str, float]
+    scores: dict[str, list[WindowScore]]
+
+    @property
+    def byte_rate(self) -> float:
+        """Bytes held over those of uncompressed caches."""
+        scores = [score for each in self.scores.values() for score in each]
+        return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
+
+    def losses(self, texts: Iterable[str] | None = None) -> Tensor:
+        """Loss less that of the uncompressed model, (N,) fp64, on these texts; on all by default."""
+        chosen = self.scores if texts is None else {text: self.scores[text] for text in texts}
+        scores = [score for each in chosen.values() for score in each]
+        return torch.tensor([score.loss - score.full_loss for score in scores], dtype=torch.float64)
+
+    def increase(self, texts: Iterable[str] | None = None) -> Estimate:
+        """Of perplexity, over the uncompressed model's."""
+        return Estimate.of_differences(self.losses(texts))
+
+    def against(self, other: "Measured") -> Estimate:
+        """Of perplexity, over the other setting's on the same windows."""
+        return Estimate.of_differences(self.losses() - other.losses())
+
+    def is_at_most(self, share: float) -> bool:
+        """Whether both keys and values are compressed to a mean r / d of at most `share`."""
+        return all(self.shares[side] <= share + 1e-9 for side in (KEYS, VALUES))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadRow:
+    """One head's keys on one side of the rotation, or its values.
+
+    Attributes:
+        rope: ``pre`` or ``post``; ``-`` of values.
+        ranks: threshold of energy → least rank.
+        captured: share of the energy in the first D/16, 2D/16, … components.
+        kl: KL to the uncompressed model, nats, where only this head is compressed to the modest rank; None if not measured.
+    """
+
+    layer: int
+    head: int
+    side: str
+    rope: str
+    ranks: dict[float, int]
+    captured: list[float]
+    kl: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything that was measured.
+
+    Attributes:
+        layer_kl: (layer, side) → KL where only that is compressed to the modest rank; empty if not measured.
+    """
+
+    head_dim: int
+    settings: Sequence[Measured]
+    heads: Sequence[HeadRow]
+    layer_kl: dict[tuple[int, str], float]
+
+    def find(self, **fields) -> list[Measured]:
+        """The settings that agree with these fields, in the order of their levels."""
+        found = [
+            each for each in self.settings if all(getattr(each.setting, key) == value for key, value in fields.items())
+        ]
+        return sorted(found, key=lambda each: each.setting.level)
+
+    def heads_of(self, side: str, rope: str) -> list[HeadRow]:
+        """The heads' keys on a side of the rotation, or their values (rope ``-``)."""
+        return [row for row in self.heads if (row.side, row.rope) == (side, rope)]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f} %" if abs(value) < 10 else f"{value + 1:.0f}-fold"

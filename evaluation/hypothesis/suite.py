@@ -1,0 +1,160 @@
+"""Running the suite: every setting on every window, single layers and heads, and the verdicts.
+
+Shapes: N windows.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer
+from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.provenance import model_input
+
+from ..cells import Cell, Cells
+from ..compare import calibrated, new_comparison, row_of
+from ..measure import Reading, measured
+from ..texts import read_texts
+from .config import HypothesisConfig
+from .evidence import Evidence, HeadRow, Measured
+from .ranks import KEYS, SIDES, Spectra, captured, threshold_ranks
+from .settings import Setting, method_of, sensitivity_methods, settings_of, shares_of
+from .verdicts import verdicts
+
+ALL_TEXTS = "all texts"
+POINTS = 16  # of a head's curve of captured energy
+Found = Mapping[tuple[str, str], list[Cell]]
+
+
+def run_suite(config: HypothesisConfig, output: Path) -> Iterator[dict[str, Any]]:
+    """Yield the record of this run after each window; the last one has the verdicts.
+
+    Args:
+        config: what to measure.
+        output: holds the cells of this and earlier runs; only missing ones are measured.
+    """
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device), load_tokenizer(config.model)
+    check_length(model, max(config.length, config.sensitivity_length), "length")
+    windows = max(1, round(config.windows * config.fraction))
+    texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
+    calibration, inputs = calibrated(model, tokenizer, config.bases, config.calibration, read=False)
+    spectra, settings = Spectra.of(calibration), settings_of(config)
+    record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, texts, model.device)
+    cells = Cells(output)
+    if len(cells):
+        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
+    common = {"model": model_input(model)["sha256"], "dtype": config.dtype}
+    common |= {"bases": [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]}
+
+    alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
+    alone_found: Found = {}
+    if alone:
+        short = {
+            label: each_NT[: config.sensitivity_windows, : config.sensitivity_length]
+            for label, each_NT in texts.items()
+        }
+        reading = Reading(prefix=0, step=config.step)
+        *_, alone_found = measured(
+            model, list(alone.values()), short, cells, reading, setting=common | reading._asdict(), record=record
+        )
+    kl = {key: _mean_kl(alone_found, method.label) for key, method in alone.items()}
+
+    head_dim = calibration.geometry.head_dim
+    shares = {each.label: shares_of(each, spectra, head_dim) for each in settings}
+    before: Found = {}
+    # What each token is stored as by itself does not depend on how a text is read, so it is read in two parts.
+    for moves, step in ((False, config.length - config.prefix), (True, config.step)):
+        reading = Reading(prefix=config.prefix, step=step)
+        methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
+        now: Found = {}
+        for now in measured(model, methods, texts, cells, reading, setting=common | reading._asdict(), record=record):
+            yield record | {"rows": _rows(settings, shares, {**before, **now})}
+        before = {**before, **now}
+    found = before
+
+    evidence = Evidence(
+        head_dim=head_dim,
+        settings=[
+            Measured(setting=each, shares=shares[each.label], scores=_scores(found, each.label)) for each in settings
+        ],
+        heads=_heads(config, spectra, kl),
+        layer_kl={(layer, side): value for (layer, head, side), value in kl.items() if head is None},
+    )
+    judged = {name: dataclasses.asdict(each) for name, each in verdicts(config, evidence).items()}
+    rows = _rows(settings, shares, found) + _head_rows(evidence) + _layer_rows(evidence)
+    yield record | {"rows": rows, "summary": {"verdicts": judged}}
+
+
+def _scores(found: Found, label: str) -> dict[str, list]:
+    return {text: [cell.score for cell in each] for (text, method), each in found.items() if method == label}
+
+
+def _mean_kl(found: Found, label: str) -> float:
+    scores = [score for each in _scores(found, label).values() for score in each]
+    return sum(score.kl * score.scored for score in scores) / sum(score.scored for score in scores)
+
+
+def _rows(settings: list[Setting], shares: dict[str, dict[str, float]], found: Found) -> list[dict[str, Any]]:
+    """Perplexities: of every setting on every text, and on all texts together."""
+    rows = []
+    for setting in settings:
+        scores = _scores(found, setting.label)
+        together = {ALL_TEXTS: [score for each in scores.values() for score in each]} if len(scores) > 1 else {}
+        for text, each in (scores | together).items():
+            about = {
+                "what": "perplexity",
+                **setting.fields,
+                **{f"{side[:-1]}_share": shares[setting.label][side] for side in SIDES},
+            }
+            rows.append(about | row_of(setting.label, text, each))
+    return rows
+
+
+def _heads(
+    config: HypothesisConfig, spectra: Spectra, kl: Mapping[tuple[int, int | None, str], float]
+) -> list[HeadRow]:
+    """Each head's ranks and spectrum."""
+    found = []
+    for side, rope in ((KEYS, "pre"), (KEYS, "post"), (SIDES[1], "-")):
+        bases = spectra.of_side(side, rope)
+        ranks = {threshold: threshold_ranks(bases, threshold) for threshold in config.thresholds}
+        for layer, basis in bases.items():
+            curves = captured(basis.energy_PW, POINTS)
+            for head, curve in enumerate(curves):
+                found.append(
+                    HeadRow(
+                        layer=layer,
+                        head=head,
+                        side=side,
+                        rope=rope,
+                        ranks={threshold: each[layer][head] for threshold, each in ranks.items()},
+                        captured=curve,
+                        kl=kl.get((layer, head, side)) if rope != "pre" else None,
+                    )
+                )
+    return found
+
+
+def _head_rows(evidence: Evidence) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": "head",
+            "layer": row.layer,
+            "head": row.head,
+            "side": row.side,
+            "rope": row.rope,
+            **{f"rank_{100 * threshold:g}": rank for threshold, rank in row.ranks.items()},
+            "captured": row.captured,
+            "kl_alone": row.kl,
+        }
+        for row in evidence.heads
+    ]
+
+
+def _layer_rows(evidence: Evidence) -> list[dict[str, Any]]:
+    return [
+        {"what": "layer", "layer": layer, "side": side, "kl_alone": value}
+        for (layer, side), value in evidence.layer_kl.items()
+    ]

@@ -1,0 +1,111 @@
+"""Measuring every method on every window of every text, each cell once.
+
+Shapes: N windows, T tokens of a window.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowrank_kv.utils.progress import progress_bar
+from lowrank_kv.utils.provenance import token_input
+
+from .cells import Cell, Cells
+from .methods import Method
+from .reading import read_uncompressed
+from .scores import held_share, score_window
+
+
+class Reading(NamedTuple):
+    """How a window is read: a prompt of `prefix` tokens (0 for one pass), then `step` tokens at a time."""
+
+    prefix: int
+    step: int
+
+
+def measured(
+    model: PreTrainedModel,
+    methods: list[Method],
+    texts: Mapping[str, Tensor],
+    cells: Cells,
+    reading: Reading,
+    *,
+    setting: Mapping[str, Any],
+    record: Mapping[str, Any],
+) -> Iterator[dict[tuple[str, str], list[Cell]]]:
+    """Yield, after each window, (text, method's label) → the cells found so far, in the order of windows.
+
+    Args:
+        model: uncompressed.
+        texts: label → token ids of the windows, (N, T) int64.
+        cells: those found before are not measured again; those measured now are added.
+        setting: what all cells have in common and what distinguishes them from those of other runs, as JSON.
+        record: of the run, which new cells name.
+    """
+    found: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
+    count = len(methods) * sum(map(len, texts.values()))
+    with progress_bar(total=count, unit="cell", desc="comparing") as bar:
+        for methods_now, (label, window_T) in itertools.product(_rounds(methods), _by_turns(texts)):
+            window = {"window": token_input("text", "window", window_T[None])["sha256"]}
+            wanted = [_Wanted.of_method(each, label, found, {**setting, **window}) for each in methods_now]
+            missing = [each for each in wanted if cells.get(each.of) is None]
+            if missing:
+                _measure(model, window_T.to(model.device), missing, cells, record, reading)
+            for each in wanted:
+                found[label, each.method.label].append(cells.get(each.of))
+            bar.update(len(wanted))
+            yield found
+
+
+def _by_turns(texts: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """(text, window): the first window of each text, then the second, so that a run that is stopped has some of all."""
+    turns = itertools.zip_longest(*([(label, window_T) for window_T in each_NT] for label, each_NT in texts.items()))
+    return [each for turn in turns for each in turn if each is not None]
+
+
+def _rounds(methods: list[Method]) -> list[list[Method]]:
+    """First the methods whose budgets are known, then those that take the bytes of one of them."""
+    known = [method for method in methods if method.bytes_of is None]
+    following = [method for method in methods if method.bytes_of is not None]
+    return [each for each in (known, following) if each]
+
+
+class _Wanted(NamedTuple):
+    """One cell of a comparison.
+
+    Attributes:
+        share: of the bytes, where the method takes another's on this text; else None.
+        of: all that distinguishes the cell.
+    """
+
+    method: Method
+    share: float | None
+    of: dict[str, Any]
+
+    @classmethod
+    def of_method(
+        cls, method: Method, text: str, found: Mapping[tuple[str, str], list[Cell]], setting: dict[str, Any]
+    ) -> "_Wanted":
+        if method.bytes_of is None:
+            return cls(method, None, setting | method.of)
+        share = held_share([cell.score for cell in found[text, method.bytes_of]])
+        return cls(method, share, setting | method.of | {"bytes": share})
+
+
+def _measure(
+    model: PreTrainedModel,
+    window_T: Tensor,
+    missing: list[_Wanted],
+    cells: Cells,
+    record: Mapping[str, Any],
+    reading: Reading,
+) -> None:
+    """Measure the missing cells of a window."""
+    full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
+    for method, share, of in missing:
+        score = score_window(model, window_T, full_SV, method.make(share), prefix=reading.prefix, step=reading.step)
+        cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))

@@ -1,0 +1,215 @@
+"""`report.html`: what stands in the page is what the records say, and nothing is fetched."""
+
+import html.parser
+import json
+import re
+import shutil
+
+import pytest
+
+from evaluation.page.bars import has_one_budget
+from evaluation.page.build import page
+from evaluation.page.fronts import colours_of, panel
+from evaluation.page.points import BITS, LEARNED, ONLINE, front, points_of, series_of
+from evaluation.page.svg import Placed, Scale
+from lowrank_kv.utils import run_record
+
+METHODS = [
+    {"preset": "tokenwise-mixed", "rates": [0.2, 0.1]},
+    {"preset": "ojakv-joint", "bytes": [0.3, 0.2], "settings": {"cache_dtype": "int4"}},
+    {"checkpoint": "somewhere", "label": "learned 0.06"},
+    {"peer": "rotated-int4"},
+    {"peer": "rotated-int2"},
+    {"peer": "snapkv", "bytes": [0.2]},
+]
+KL = {
+    "full": (1.0, 0.0),
+    "tokenwise-mixed 0.2": (0.21, 0.004),
+    "tokenwise-mixed 0.1": (0.12, 0.01),
+    "ojakv-joint cache_dtype=int4 at 0.3": (0.3, 0.009),
+    "ojakv-joint cache_dtype=int4 at 0.2": (0.2, 0.02),
+    "learned 0.06": (0.08, 0.013),
+    "rotated-int4": (0.28, 0.007),
+    "rotated-int2": (0.15, 0.4),
+    "snapkv at 0.2": (0.2, 0.9),
+}
+
+
+def row(method, dataset, rate, kl):
+    bounds = {"kl_low": 0.9 * kl, "kl_high": 1.1 * kl}
+    return {
+        "method": method,
+        "dataset": dataset,
+        "rate": rate,
+        "kl": kl,
+        "perplexity_ratio": 1 + kl,
+        "top1": 0.9,
+        **bounds,
+        "scored": 1023,
+    }
+
+
+@pytest.fixture
+def record():
+    rows = [row(method, text, *values) for text in ("novels", "news & <reviews>") for method, values in KL.items()]
+    return run_record.new_record(
+        "quality", config={"model": "tiny", "methods": METHODS}, inputs=[], n={"windows": 2}, rows=rows
+    )
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags that are opened and closed, and all that a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.counts = [], [], {}
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.fetched += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def read(text):
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_a_page_is_whole_and_fetches_nothing(record):
+    text = page([record])
+    reader = read(text)
+    assert reader.fetched == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert reader.counts["svg"] == 5 + 3  # markers of families; both texts and their mean
+    for method, (rate, kl) in KL.items():
+        assert method.replace("cache_dtype=", "") in text
+        assert f"{rate:.3f}" in text
+        assert f"{kl:.4f}" in text
+    assert "news &amp; &lt;reviews&gt;" in text
+    assert "<reviews>" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_families_and_series_follow_from_the_configuration(record):
+    points = {point.label: point for point in points_of([record])}
+    assert points["tokenwise-mixed 0.1"].family == BITS
+    assert points["ojakv-joint int4 at 0.2"].family == ONLINE
+    assert points["learned 0.06"].family == LEARNED
+    assert points["ojakv-joint int4 at 0.2"].series == "ojakv-joint int4"
+    assert [series_of(label) for label in ("static-mixed 0.1", "rotated-int2", "x at the bytes of learned 0.06")] == [
+        "static-mixed",
+        "rotated-int*",
+        "x",
+    ]
+
+
+def test_the_front_is_what_nothing_beats(record):
+    points = [point for point in points_of([record]) if point.dataset == "novels"]
+    assert [point.label for point in front(points)] == ["learned 0.06", "tokenwise-mixed 0.1", "tokenwise-mixed 0.2"]
+    drawn, beyond = panel(points, colours_of(points), field="kl", y_label="KL")
+    assert [each.split(" (")[0] for each in beyond] == ["rotated-int2", "snapkv at 0.2"]
+    assert drawn.count("beyond") == 2
+    assert "on the front: learned 0.06, tokenwise-mixed 0.1" in drawn
+    for point in points:
+        if point.label not in ("full", "rotated-int2", "snapkv at 0.2"):
+            assert f"{point.label}: {point.rate:.3f} of the bytes" in drawn
+
+
+def test_one_budget_is_drawn_as_bars(record):
+    once = [
+        each for each in record["rows"] if each["method"] in ("full", "learned 0.06", "rotated-int4", "snapkv at 0.2")
+    ]
+    assert has_one_budget(points_of([record | {"rows": once}])[:4])
+    text = page([record | {"rows": once}])
+    assert 'class="bar' in text
+    assert "polyline points" in text  # intervals
+    assert "learned 0.06, 8%" in text
+
+
+def test_labels_do_not_lie_on_one_another():
+    room = Placed(0, 0, 400, 300)
+    first, second = (room.label(100, 100, "one method", "c0") for _ in range(2))
+    assert first != second
+    assert [bool(room.label(100, 100, "a label that is far too long for the panel " * 3, "c0"))] == [False]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 0.03, [0, 0.01, 0.02, 0.03]), (3, 27, [5, 10, 15, 20, 25])],
+)
+def test_ticks_are_round(low, high, wanted):
+    assert Scale(low=low, high=high, start=0, end=1).ticks() == pytest.approx(wanted)
+
+
+def test_the_command_shows_several_records_and_refuses_others(record, run, mistake, tmp_path):
+    first = run_record.write(record, tmp_path)
+    later = run_record.new_record(
+        "quality",
+        config={"model": "tiny"},
+        inputs=[],
+        n={"windows": 2},
+        rows=[row("learned 0.06", "novels", 0.08, 0.0777)],
+    )
+    second = run_record.write(later, tmp_path)
+    run("scripts/html_report.py", first, second, "--output", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "0.0777" in text
+    assert record["run_id"] in text
+    assert later["run_id"] in text
+    other = run_record.write(
+        run_record.new_record("speed", config={}, inputs=[], n={"repeats": 1}, rows=[{"ms": 1}]), tmp_path
+    )
+    assert "none of the records compares methods" in mistake(
+        "scripts/html_report.py", other, "--output", tmp_path / "x.html"
+    )
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_compare_writes_its_page(run, tiny_dir, checkpoint, text_file, tmp_path):
+    values = {
+        "model": str(tiny_dir),
+        "dtype": "float32",
+        "calibration": {"name": [str(text_file)], "tokens": 480, "length": 160},
+        "texts": [{"label": "same", "name": str(text_file)}],
+        "methods": [
+            {"checkpoint": str(checkpoint), "label": "learned"},
+            {"preset": "ojakv-joint", "rates": [0.5], "settings": {"update_period": 8}},
+            {"preset": "tokenwise-mixed", "rates": [0.3]},
+        ],
+        "prefix": 64,
+        "length": 128,
+        "windows": 2,
+    }
+    path = tmp_path / "compare.yaml"
+    path.write_text(json.dumps(values))
+    done = run("scripts/compare.py", "--config", path, "--output", tmp_path / "out")
+    assert f"page: {tmp_path / 'out/report.html'}" in done.stdout
+    text = (tmp_path / "out/report.html").read_text()
+    read(text)
+    [written] = (tmp_path / "out/quality").iterdir()
+    told = run_record.load(written)["summary"]["anatomy"]
+    assert set(told["allocations"]["methods"]) == {"learned", "ojakv-joint update_period=8 0.5", "tokenwise-mixed 0.3"}
+    assert list(told["residuals"]) == ["ojakv-joint update_period=8 0.5"]
+    assert "learned" in told["sentence"]["methods"]
+    for section in ("tokens", "spectra", "allocation", "residuals"):
+        assert f'id="{section}"' in text
+    assert len(re.findall('class="(yes|no)"', text)) >= 2
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_parses(record, tmp_path):
+    import subprocess
+
+    script = re.search(r"<script>(.*)</script>", page([record]), re.S).group(1)
+    (tmp_path / "page.js").write_text(script)
+    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
