@@ -3,6 +3,7 @@ VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.demo-installed
 
 .PHONY: help install test test-all test-gpu test-vllm lint format report docs docs-check first demo assets clean
 
@@ -12,6 +13,12 @@ help: ## list the targets
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	@touch $@
 
 install: $(INSTALLED) ## make .venv with everything the demo and the tests need
@@ -60,20 +67,25 @@ docs: $(INSTALLED) ## build the documentation site into build/site; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "built build/site/index.html"
 
-assets: $(INSTALLED) ## fetch the demo model and text into the user cache directory
+assets: $(DEMO_INSTALLED) ## fetch the demo model and text into the user cache directory
 	$(BIN)/python scripts/fetch_demo_assets.py
 
-first: assets ## the first compressed text: calibrate the demo model, which trains nothing, and run the lines of the README
-	test -d runs/demo-bases || $(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
+# Made once: the demo and the first text share it.
+DEMO_BASES := runs/demo-bases/config.json
+$(DEMO_BASES): configs/calibrate-demo.yaml | assets
+	$(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
+
+first: assets $(DEMO_BASES) ## the first compressed text: calibrate the demo model, which trains nothing, and run the lines of the README
 	@$(BIN)/python -c "$$(sed -n '/^```python$$/,/^```$$/{//!p}' README.md)"
 
-# Warnings of other packages would hide what the demo says.
+# Warnings and bars of other packages would hide what the demo says.
 demo first: export PYTHONWARNINGS = ignore
 demo first: export HF_HUB_OFFLINE = 1
 demo first: export TOKENIZERS_PARALLELISM = false
-demo: assets ## calibrate and train on the demo model, compare at equal bytes, show the result on a page
-	rm -rf runs/demo runs/demo-bases
-	$(BIN)/lowrank-kv calibrate --config configs/calibrate-demo.yaml
+demo first: export HF_HUB_DISABLE_PROGRESS_BARS = 1
+demo first: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
+demo: assets $(DEMO_BASES) ## calibrate and train on the demo model, compare at equal bytes, show the result on a page
+	rm -rf runs/demo
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
 	$(BIN)/python scripts/compare.py --config configs/compare-demo.yaml --output runs/demo/comparison
 	$(BIN)/python scripts/show_demo.py --checkpoint runs/demo/checkpoint --comparison runs/demo/comparison --output runs/demo \

@@ -97,6 +97,12 @@ def test_every_command_in_the_pages_is_one_there_is():
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
 
 
+def test_make_help_lists_every_target():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [phony] = re.findall(r"^\.PHONY: (.*)$", text, re.M)
+    assert set(re.findall(r"^([a-z-]+):.*## ", text, re.M)) == set(phony.split())
+
+
 def said_by_the_code() -> str:
     """All text of the packages, with a mark where a value is put in."""
     found = []
