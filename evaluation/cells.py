@@ -1,8 +1,8 @@
 """The cells of a comparison on disk, so that a second start measures only the missing ones.
 
-A cell is one method on one window of one text. Each is a line of ``cells.jsonl``, appended when it is measured: what it was
-measured with, what was found, and the run and commit that did. No line is ever changed. One that a killed process left
-half-written is cut off, and measured again.
+A cell is one method on one window of one text, or on one item of a task. Each is a line of ``cells.jsonl``, appended
+when it is measured: what it was measured with, what was found, and the run and commit that did. No line is ever
+changed. One that a killed process left half-written is cut off, and measured again.
 """
 
 import dataclasses
@@ -26,10 +26,11 @@ class Cell:
     """One measured cell.
 
     Attributes:
+        score: a dataclass of plain values, :class:`WindowScore` in a comparison by text.
         run_id, commit: of the run that measured it.
     """
 
-    score: WindowScore
+    score: Any
     run_id: str
     commit: str | None
 
@@ -37,7 +38,12 @@ class Cell:
 class Cells:
     """All that was measured in one directory."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, kind: type = WindowScore):
+        """
+        Args:
+            kind: the class of the scores.
+        """
+        self._kind = kind
         self._path = directory / CELLS
         self._found: dict[str, Cell] = {}
         if self._path.exists():
@@ -64,7 +70,7 @@ class Cells:
         for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
-                cell = Cell(WindowScore(**found["score"]), found["run_id"], found["commit"])
+                cell = Cell(self._kind(**found["score"]), found["run_id"], found["commit"])
                 self._found[_key(found["of"])] = cell
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(

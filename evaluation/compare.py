@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynakv.checkpoint import read_config
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
@@ -28,8 +27,9 @@ from ojakv import Calibration
 from .anatomy.measure import anatomy
 from .cells import Cell, Cells
 from .measure import Reading, measured
+from .measured_model import base_model, check_measured
 from .methods import MethodConfig, methods_of, there
-from .peers.peer import CALIBRATION, READ
+from .peers.peer import READ
 from .scores import WindowScore, summary
 from .texts import TextConfig, check_texts, read_texts
 
@@ -67,16 +67,7 @@ class CompareConfig:
 
     def __post_init__(self):
         check_texts(self.texts)
-        require(bool(self.methods), "methods", self.methods, "at least one")
-        checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
-        require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
-        calibrated = [method.name for method in self.methods if method.needs & {CALIBRATION, READ}]
-        require(
-            not calibrated or self.bases is not None or self.calibration is not None,
-            "bases",
-            self.bases,
-            f"given where there are presets, or peers that are calibrated ({', '.join(calibrated)}), or `calibration`",
-        )
+        check_measured(self)
         require(0 <= self.prefix < self.length - 1, "prefix", self.prefix, "below `length` by two at least")
         require(self.read is None or self.read >= self.length, "read", self.read, "at least `length`")
         require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
@@ -101,7 +92,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
         output: holds the cells of this and earlier runs.
     """
     config = dataclasses.replace(config, methods=there(config.methods))
-    name = config.model or read_config(next(m.checkpoint for m in config.methods if m.checkpoint)).base_model
+    name = base_model(config)
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     check_length(model, config.length, "length")
     windows = max(1, round(config.windows * config.fraction))

@@ -49,7 +49,7 @@ def measured(
     found: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
     count = len(methods) * sum(map(len, texts.values()))
     with progress_bar(total=count, unit="cell", desc="comparing") as bar:
-        for methods_now, (label, window_T) in itertools.product(_rounds(methods), _by_turns(texts)):
+        for methods_now, (label, window_T) in itertools.product(rounds(methods), _by_turns(texts)):
             window = {"window": token_input("text", "window", window_T[None])["sha256"]}
             wanted = [_Wanted.of_method(each, label, found, {**setting, **window}) for each in methods_now]
             missing = [each for each in wanted if cells.get(each.of) is None]
@@ -67,7 +67,7 @@ def _by_turns(texts: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     return [each for turn in turns for each in turn if each is not None]
 
 
-def _rounds(methods: list[Method]) -> list[list[Method]]:
+def rounds(methods: list[Method]) -> list[list[Method]]:
     """First the methods whose budgets are known, then those that take the bytes of one of them."""
     known = [method for method in methods if method.bytes_of is None]
     following = [method for method in methods if method.bytes_of is not None]

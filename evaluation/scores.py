@@ -125,11 +125,21 @@ def held_share(scores: Sequence[WindowScore]) -> float:
     return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
 
 
-def interval(value_N: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The bounds of a 95 % bootstrap interval of the mean; paired where the values are differences of pairs."""
+def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The bounds of a 95 % bootstrap interval of the mean; paired where the values are differences of pairs.
+
+    Args:
+        cluster_N: int64, values of one cluster are drawn together; by default each is one of its own.
+    """
     generator = torch.Generator().manual_seed(seed)
+    count_N = torch.ones_like(value_N)
+    if cluster_N is not None:
+        cluster_N = torch.unique(cluster_N, return_inverse=True)[1]
+        sums = torch.zeros(int(cluster_N.max()) + 1, dtype=value_N.dtype)
+        value_N, count_N = (sums.index_add(0, cluster_N, each) for each in (value_N, count_N))
     drawn_KN = torch.randint(len(value_N), (_RESAMPLES, len(value_N)), generator=generator)
-    low, high = torch.quantile(value_N[drawn_KN].mean(dim=1), torch.tensor([0.025, 0.975], dtype=value_N.dtype))
+    mean_K = value_N[drawn_KN].sum(dim=1) / count_N[drawn_KN].sum(dim=1)
+    low, high = torch.quantile(mean_K, torch.tensor([0.025, 0.975], dtype=value_N.dtype))
     return low, high
 
 

@@ -20,6 +20,11 @@ COMMANDS = {
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
+    "tasks": ("lowrank_kv_cli.evaluation.tasks.command", "answer benchmarks of long prompts through compressed caches"),
+    "lm-eval": (
+        "lowrank_kv_cli.evaluation.lm_eval_harness.command",
+        "lm-evaluation-harness that knows compressed caches",
+    ),
     "hypothesis": (
         "lowrank_kv_cli.evaluation.hypothesis.command",
         "test whether what each head caches is of low rank, and judge it",

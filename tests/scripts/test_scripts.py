@@ -1,16 +1,8 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
-import contextlib
-
 import pytest
-from byte_tokenizer import byte_tokenizer
 
-import dynakv
-from evaluation.kv_retrieval import score_lookup
-from evaluation.reading import full_cache
-from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
-from lowrank_kv.utils.errors import UserError
 
 
 def only_record(output):
@@ -160,68 +152,6 @@ def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
     assert rows["triggered 1e+09"]["perplexity"] == pytest.approx(rows["prompt only"]["perplexity"], rel=1e-4)
     assert rows["prompt only"]["updates"] < rows["triggered 0.01"]["updates"] <= rows["periodic"]["updates"]
     assert done.stdout.count("| same |") == 4
-
-
-def test_lookup_is_measured(run, checkpoint, tmp_path):
-    command = (
-        "scripts/measure_kv_retrieval.py",
-        "--checkpoint",
-        checkpoint,
-        "--dtype",
-        "float32",
-        "--facts",
-        6,
-        "--prompts",
-        3,
-    )
-    done = run(*command, "--cache-dtypes", "model", "int8", "--evict", 1, 0.5, "--results", tmp_path)
-    record = only_record(tmp_path)
-    assert record["n"] == {"prompts": 3, "facts": 6}
-    full, *rows = record["rows"]
-    assert (full["method"], full["rate"], full["asked"]) == ("full", 1.0, 3)
-    assert [(row["method"], row["keep"]) for row in rows] == [
-        ("dynakv", 1.0),
-        ("dynakv", 0.5),
-        ("dynakv int8", 1.0),
-        ("dynakv int8", 0.5),
-    ]
-    assert rows[1]["rate"] == pytest.approx(rows[0]["rate"] / 2, rel=0.15)
-    assert done.stdout.count("/3 |") == 5
-
-
-def test_thresholds_of_nested_ranks_are_refused_before_anything_is_measured(mistake, tiny_dir, tmp_path):
-    model = load_model(str(tiny_dir))
-    dynakv.add_compressors(model, dynakv.DynaKVConfig(rank_policy="nested"))
-    dynakv.save_compressor(model, tmp_path / "nested")
-    command = (
-        "scripts/measure_kv_retrieval.py",
-        "--checkpoint",
-        tmp_path / "nested",
-        "--model",
-        tmp_path / "no-such/model",
-    )
-    assert "`threshold` cannot be overridden with 0.02" in mistake(*command, "--thresholds", 0.02, 0.9)
-
-
-def test_facts_that_do_not_fit_the_model_say_how_many_do(mistake, here, checkpoint):
-    command = ("scripts/measure_kv_retrieval.py", "--checkpoint", checkpoint, "--dtype", "float32", "--prompts", 2)
-    # A byte a token, 27 to 35 a line.
-    message = mistake(*command, "--facts", 40)
-    assert "`facts` is 40, which makes prompts of 2," in message
-    assert "tokens with their answers, but this model has 512 positions; use about 7, or fewer" in message
-    assert here(*command, "--facts", 7).count("/2 |") == 2
-
-
-@pytest.mark.parametrize(("positions", "fits"), [(61, False), (62, True)])
-def test_the_answer_s_tokens_take_positions(positions, fits):
-    from methods import tiny_model
-
-    tokenizer, model = byte_tokenizer(), tiny_model(vocab_size=257, max_position_embeddings=positions)
-    pair = ("x" * 29 + "\n" + "x" * 29 + "\n", "482")
-    expected = contextlib.nullcontext() if fits else pytest.raises(UserError, match="`facts` is 1, .* of 62 tokens")
-    with expected:
-        score = score_lookup(model, tokenizer, [pair], lambda: full_cache(model))
-        assert score.asked == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""A model for lm-evaluation-harness that reads every prompt into a compressed cache.
+
+Log-likelihoods are those of the text read through the cache, and text is generated from it. As an object:
+
+    model = CompressedLM(model=llama, tokenizer=tokenizer, make_cache=lambda: OjaKVCache(llama, plan))
+    lm_eval.simple_evaluate(model=model, tasks=["arc_easy"], num_fewshot=16)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.loading import load_model, load_tokenizer, position_limit
+from lowrank_kv.utils.config import build, require
+from lowrank_kv.utils.errors import UserError
+from ojakv import Calibration
+
+from ..methods import FULL, MethodConfig, methods_of
+from ..tasks.reader import Reader, end_tokens
+
+NAME = "lowrank-kv"
+_NEW_TOKENS = 256
+_UNBOUNDED = 1 << 20  # tokens, of a model that does not say how many positions it has
+
+TokenRequest = tuple[tuple[str, str], list[int], list[int]]
+
+
+@register_model(NAME)
+class CompressedLM(TemplateLM):
+    """See the module; one request at a time.
+
+    Attributes:
+        held, full: bytes of all caches after their requests, and those of uncompressed ones.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        make_cache: Callable[[], Cache] | None = None,
+        dtype: str = "bfloat16",
+        device: str | None = None,
+        bases: str | None = None,
+        prompt: int = 1024,
+        tokens: int = 1152,
+        split: str | None = "\n\n",
+        step: int = MAX_DECODE_QUERIES,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        **method: Any,
+    ):
+        """
+        Args:
+            pretrained: hub id or directory; with the keys below it takes the place of the next three.
+            model, tokenizer, make_cache: the model, and what makes fresh caches for it.
+            dtype, device: of the model.
+            bases: directory written by `lowrank-kv calibrate`.
+            prompt, tokens: of a prompt, and with what follows it, at the end of which a share of bytes is met.
+            split: only what stands before its last occurrence in a prompt is read at once and compressed, the rest
+                through the cache as decoding reads it: of a few-shot prompt the examples. An empty one, or None,
+                reads all at once; the first token of an answer then never depends on the cache of a method that
+            reads prompts exactly. step: tokens read at a time behind the prompt.
+            batch_size: 1.
+            max_batch_size: left out.
+            method: keys of :class:`evaluation.methods.MethodConfig`, with one budget, such as `preset`, `rates`,
+                `settings`; the uncompressed cache where there are none.
+
+        Raises:
+            UserError: settings that do not fit one another.
+        """
+        super().__init__()
+        require(str(batch_size) in ("1", "auto"), "batch_size", batch_size, "1: each request has a cache of its own")
+        require(max_batch_size is None, "max_batch_size", max_batch_size, "left out")
+        if (pretrained is None) == (model is None or tokenizer is None or make_cache is None):
+            raise UserError("give `pretrained`, or `model`, `tokenizer` and `make_cache`")
+        if pretrained is not None:
+            model, tokenizer = load_model(pretrained, dtype=dtype, device=device), load_tokenizer(pretrained)
+            make_cache = _maker(method, model, bases, int(prompt), int(tokens))
+        elif method:
+            raise UserError(
+                f"`{next(iter(method))}` is a key beside `pretrained` only; `make_cache` says what it would"
+            )
+        self.model, self.tokenizer, self.make_cache = model, tokenizer, make_cache
+        self.split, self.step = split, int(step)
+        self.held = self.full = 0
+        self._device = model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        ends = sorted(end_tokens(self.model, self.tokenizer))
+        if not ends:
+            raise UserError("this model has no token that ends a text, with which a text without context begins here")
+        return ends[0] if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return position_limit(self.model) or _UNBOUNDED
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    @property
+    def rate(self) -> float:
+        """Bytes held over those of uncompressed caches, all requests together."""
+        return self.held / self.full
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer(string, **options).input_ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Requests of equal context, the choices of a question, share the reading of it."""
+        answers: list[tuple[float, bool] | None] = [None] * len(requests)
+        reader, read = None, None
+        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=kwargs.get("disable_tqdm", False))
+        for index in sorted(range(len(requests)), key=lambda index: requests[index][1]):
+            (text, _), context, continuation = requests[index]
+            context = context[-max(1, self.max_length - len(continuation) + 1) :]
+            if context != read:
+                reader, read = self._read(text, context), context
+            own = reader.copy()
+            answers[index] = own.log_likelihood(continuation)
+            self._count(own)
+            bar.update()
+        bar.close()
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        answers = []
+        for request in tqdm(requests, desc="texts", disable=disable_tqdm):
+            [text] = request.args
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            pairs = [make_disjoint_window(window) for window in windows]
+            found = self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs], disable_tqdm=True)
+            answers.append(sum(value for value, _ in found))
+        return answers
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+            text, options = request.args
+            if options.get("do_sample") or options.get("temperature"):
+                raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
+            ends = options.get("until") or []
+            ends = [ends] if isinstance(ends, str) else ends
+            count = int(options.get("max_gen_toks", _NEW_TOKENS))
+            context = self.tok_encode(text)[-max(1, self.max_length - count) :]
+            reader = self._read(text, context)
+            answer = reader.generate(
+                self.tokenizer, count, is_done=lambda so_far, ends=ends: any(end in so_far for end in ends)
+            )
+            self._count(reader)
+            for end in filter(None, ends):
+                answer = answer.split(end)[0]
+            answers.append(answer)
+        return answers
+
+    def _read(self, text: str, context: list[int]) -> Reader:
+        """A fresh cache that has read a context."""
+        reader, prompt = Reader(self.model, self.make_cache(), step=self.step), len(context)
+        if self.split and self.split in text:
+            before = self.tok_encode(text[: text.rindex(self.split) + len(self.split)])
+            prompt = _num_common(before, context) or prompt  # a context that was cut is not split
+        reader.read_prompt(context[:prompt])
+        if prompt < len(context):
+            reader.read(context[prompt:])
+        return reader
+
+    def _count(self, reader: Reader) -> None:
+        self.held += reader.cache_bytes
+        self.full += reader.full_bytes
+
+
+def _maker(
+    method: dict[str, Any], model: PreTrainedModel, bases: str | None, prompt: int, tokens: int
+) -> Callable[[], Cache]:
+    """What makes caches of the method that these keys describe."""
+    if not method:
+        [full] = methods_of([], model, None, prompt=prompt, tokens=tokens)
+        return full.make(None)
+    config = build(MethodConfig, method, source="model_args")
+    calibration = None if bases is None else Calibration.load(bases).for_model(model)
+    require(calibration is not None or not config.needs, "bases", bases, f"given: `{config.name}` is calibrated")
+    found = methods_of([config], model, calibration, prompt=prompt, tokens=tokens)
+    own = [each for each in found if each.label != FULL]
+    require(len(own) == 1, "rates", [each.label for each in own], "one, or one of `bytes`: a model has one cache")
+    return own[0].make(None)
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

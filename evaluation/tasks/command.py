@@ -1,0 +1,41 @@
+"""Answer benchmarks of long prompts through compressed caches, every method and budget on every task.
+
+    lowrank-kv tasks --config configs/tasks-demo.yaml --output runs/tasks
+
+RULER's tasks, LongBench, multiple choice with few shots, key-value lookup, problems with boxed answers, long
+decoding. Each answer is kept in `cells.jsonl` of the output directory: a second start with the same output answers
+only what is missing. The run's record goes into `quality/` of it, anew at least every minute, with 95 % intervals.
+"""
+
+import time
+
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.config import parse_config
+from lowrank_kv.utils.run_lock import run_lock
+
+from .rows import markdown
+from .run import TasksConfig, run_tasks
+
+_WRITE_EVERY = 60.0
+"""Seconds between two writings of the record."""
+
+
+def main(argv: list[str]) -> None:
+    output = {
+        "flag": "--output",
+        "type": cli.output_directory,
+        "metavar": "DIR",
+        "required": True,
+        "help": "of the cells and the records",
+    }
+    config, arguments = parse_config(TasksConfig, argv, description=__doc__, extra=[output])
+    written = time.monotonic()
+    with run_lock(arguments.output):
+        for progress in run_tasks(config, arguments.output):
+            if time.monotonic() - written > _WRITE_EVERY:
+                run_record.write(progress.record(), arguments.output)
+                written = time.monotonic()
+        record = progress.record()
+        path = run_record.write(record, arguments.output)
+    print(markdown(record))
+    print(f"record: {path}")

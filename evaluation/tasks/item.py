@@ -1,0 +1,170 @@
+"""What a benchmark asks: a context, a question about it, and how an answer is scored.
+
+Texts become tokens piece by piece, context, question, continuation, so that they are the same tokens wherever the
+prompt ends.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..reading import full_cache
+from .matching import Metric
+from .reader import Reader
+
+AGNOSTIC, AWARE = "agnostic", "aware"
+QUERIES = (AGNOSTIC, AWARE)
+
+_MARK = "\x00"
+# A forward pass of one token, or of a few, takes about as long as that many tokens of a prompt (demo model, one core).
+PASS_EFFORT = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ItemScore:
+    """One item answered through one cache.
+
+    Attributes:
+        score: between 0 and 1.
+        values: further figures by name.
+        answer: what was generated or chosen.
+        cache_bytes, full_bytes: held by the cache, and by an uncompressed one, when it was answered.
+    """
+
+    score: float
+    values: dict[str, float]
+    answer: str
+    cache_bytes: int
+    full_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item(abc.ABC):
+    """One question.
+
+    Attributes:
+        context: token ids that are compressed before the question is known; items of equal context may share a cache.
+        cluster: items of one cluster are about the same text, so that an interval draws them together.
+    """
+
+    context: tuple[int, ...]
+    cluster: int
+
+    @abc.abstractmethod
+    def content(self) -> dict[str, Any]:
+        """All that distinguishes it from other items, as JSON."""
+
+    @property
+    @abc.abstractmethod
+    def num_after(self) -> int:
+        """Tokens that a cache may hold after the context: those of the question and of the answer."""
+
+    @property
+    @abc.abstractmethod
+    def effort(self) -> int:
+        """How long an answer takes after the context, roughly, as that many tokens of a prompt."""
+
+    @abc.abstractmethod
+    def answer_after(self, context: Reader) -> ItemScore:
+        """Answer with the question behind a context that was read; `context` itself stays as it is."""
+
+    @abc.abstractmethod
+    def answer_within(self, fresh: "FreshReader") -> ItemScore:
+        """Answer with the question as a part of the prompt."""
+
+
+class FreshReader:
+    """Reads prompts, each into a cache of its own."""
+
+    def __init__(self, model: PreTrainedModel, make_cache: Callable[[], Cache], *, step: int):
+        self._model, self._make_cache, self._step = model, make_cache, step
+
+    def __call__(self, prompt: Sequence[int]) -> Reader:
+        """A reader that has read this prompt, in one call."""
+        reader = Reader(self._model, self._make_cache(), step=self._step)
+        reader.read_prompt(prompt)
+        return reader
+
+    def uncompressed(self, prompt: Sequence[int]) -> Reader:
+        """The same with an uncompressed cache."""
+        return FreshReader(self._model, lambda: full_cache(self._model), step=self._step)(prompt)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationItem(Item):
+    """A question that is answered by generated text.
+
+    Attributes:
+        question: token ids, those that the answer is to begin with included.
+        references: of the answer.
+        max_new_tokens: at most as many are generated.
+        metric: scores the text.
+        tokenizer: decodes it.
+    """
+
+    question: tuple[int, ...]
+    references: tuple[str, ...]
+    max_new_tokens: int
+    metric: Metric
+    tokenizer: PreTrainedTokenizerBase = dataclasses.field(repr=False)
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "context": self.context,
+            "question": self.question,
+            "references": self.references,
+            "max_new_tokens": self.max_new_tokens,
+            "metric": self.metric.content(),
+        }
+
+    @property
+    def num_after(self) -> int:
+        return len(self.question) + self.max_new_tokens
+
+    @property
+    def effort(self) -> int:
+        return PASS_EFFORT * (1 + self.max_new_tokens)
+
+    def answer_after(self, context: Reader) -> ItemScore:
+        reader = context.copy()
+        reader.read(self.question)
+        return self._generate(reader)
+
+    def answer_within(self, fresh: FreshReader) -> ItemScore:
+        return self._generate(fresh((*self.context, *self.question)))
+
+    def _generate(self, reader: Reader) -> ItemScore:
+        text = reader.generate(
+            self.tokenizer, self.max_new_tokens, is_done=lambda text: self.metric.is_settled(text, self.references)
+        )
+        return ItemScore(
+            score=self.metric.score(text, self.references),
+            values={},
+            answer=text,
+            cache_bytes=reader.cache_bytes,
+            full_bytes=reader.full_bytes,
+        )
+
+
+def prompt_pieces(
+    tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str = "", *, chat: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of a context and of the question behind it.
+
+    Args:
+        answer_prefix: what the answer begins with; behind a template's own end of the user's turn.
+        chat: whether context and question are a user's turn in the tokenizer's chat template.
+    """
+    if not chat:
+        begin = tokenizer(context).input_ids
+        return tuple(begin), tuple(tokenizer(question + answer_prefix, add_special_tokens=False).input_ids)
+    turn = [{"role": "user", "content": _MARK}]
+    head, tail = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(_MARK)
+    ids = [
+        tokenizer(text, add_special_tokens=False).input_ids
+        for text in (head + context, question + tail + answer_prefix.lstrip())
+    ]
+    return tuple(ids[0]), tuple(ids[1])

@@ -1,0 +1,51 @@
+"""Rows of local JSON lines."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv.utils.errors import UserError
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file, also packed as .gz.
+
+    Raises:
+        UserError: the file is missing or empty, or a line of it is not a JSON object.
+    """
+    try:
+        content = Path(path).read_bytes()
+        text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read `{path}`: {error.strerror or error}; check `file`") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"`{path}`: line {number} is not JSON ({error}); a line must hold one object") from error
+        if not isinstance(row, dict):
+            raise UserError(f"`{path}`: line {number} is not an object, got {row!r}")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"`{path}` has no rows")
+    return rows
+
+
+def field(row: Mapping[str, Any], *names: str, path: str, number: int) -> Any:
+    """The value of the first of these keys that a row has.
+
+    Raises:
+        UserError: it has none of them.
+    """
+    for name in names:
+        if name in row:
+            return row[name]
+    wanted = " or ".join(f"`{name}`" for name in names)
+    raise UserError(
+        f"`{path}`: row {number} has no {wanted}, only {', '.join(row)}; check that the file is of this task"
+    )

@@ -1,0 +1,72 @@
+"""LongBench's 21 data sets (arXiv 2308.14508, version 1), from local files of the published form, with its own prompts.
+
+A line of `<name>.jsonl` has `context`, `input`, `answers` and `all_classes`. Prompts and new tokens are those that
+LongBench's configuration gives; of a prompt that is too long the middle is left out. Where the question comes after
+the compressed prompt, what a template has behind `{context}` is the question.
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ..item import GenerationItem, prompt_pieces
+from ..jsonl import field, read_rows
+from .datasets import DATASETS
+from .metrics import LongBenchMetric
+
+NAMES = tuple(DATASETS)
+
+
+def longbench_items(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    count: int | None,
+    max_length: int,
+    chat: bool = False,
+) -> list[GenerationItem]:
+    """The first `count` rows of a data set; None takes all.
+
+    Args:
+        max_length: tokens of a prompt and its answer, beyond which the prompt's middle is left out.
+        chat: whether prompts are a user's turn, but those of data sets that LongBench never puts into one.
+    """
+    dataset = DATASETS[name]
+    before, _, after = dataset.prompt.partition("{context}")
+    items = []
+    for number, row in enumerate(read_rows(path)[:count], 1):
+        at = {"path": path, "number": number}
+        # Texts are put in one after another: a context may hold braces of its own.
+        question = after.replace("{input}", field(row, "input", **at))
+        context, question = prompt_pieces(
+            tokenizer, before + field(row, "context", **at), question, chat=chat and dataset.chat
+        )
+        context, question = without_middle(context, question, max_length - dataset.max_new_tokens)
+        items.append(
+            GenerationItem(
+                cluster=number,
+                context=context,
+                question=question,
+                references=tuple(field(row, "answers", **at)),
+                max_new_tokens=dataset.max_new_tokens,
+                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.get("all_classes") or ())),
+                tokenizer=tokenizer,
+            )
+        )
+    return items
+
+
+def without_middle(
+    context: Sequence[int], question: Sequence[int], length: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first and the last half of `length` tokens of a prompt that has more; what is left of context and of
+    question."""
+    excess = len(context) + len(question) - length
+    if excess <= 0:
+        return tuple(context), tuple(question)
+    prompt = (*context, *question)
+    head, tail = prompt[: length - length // 2], prompt[len(prompt) - length // 2 :]
+    kept = head + tail
+    of_question = min(len(question), len(tail)) + max(0, len(head) - len(context))
+    return kept[: len(kept) - of_question], kept[len(kept) - of_question :]

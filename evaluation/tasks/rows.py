@@ -1,0 +1,94 @@
+"""Rows of a record and tables of tasks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..methods import FULL
+from ..scores import held_share, interval
+from .building import Task
+from .item import ItemScore
+
+
+def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mapping[int, ItemScore]) -> dict[str, Any]:
+    """One method on one task: means in per cent, with 95 % intervals of a bootstrap over items, paired for the
+    difference from the uncompressed cache.
+
+    Args:
+        found, full: number of an item → its score by this method and by the uncompressed cache.
+    """
+    row: dict[str, Any] = {
+        "method": method,
+        "dataset": task.label,
+        "query": task.query,
+        "metric": task.metric,
+        "rate": held_share(list(found.values())),
+        "cache_bytes": sum(score.cache_bytes for score in found.values()),
+        "full_bytes": sum(score.full_bytes for score in found.values()),
+        "items": len(found),
+    }
+    both = [number for number in found if number in full]
+    columns = {"score": {number: 100 * score.score for number, score in found.items()}}
+    columns["difference"] = {number: 100 * (found[number].score - full[number].score) for number in both}
+    for name in next(iter(found.values())).values:
+        columns[name] = {number: score.values[name] for number, score in found.items()}
+    for name, values in columns.items():
+        value_N = torch.tensor(list(values.values()), dtype=torch.float64)
+        cluster_N = torch.tensor([task.items[number].cluster for number in values], dtype=torch.int64)
+        row[name] = float(value_N.mean())
+        if len(cluster_N.unique()) > 1:
+            low, high = interval(value_N, cluster_N=cluster_N)
+            row[f"{name}_low"], row[f"{name}_high"] = float(low), float(high)
+    reference = sum(full[number].score for number in both)
+    row["of_full"] = 100 * sum(found[number].score for number in both) / reference if reference else None
+    return row
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The rows of a run as tables: one of all tasks, then one for each with intervals."""
+    rows = record["rows"]
+    tasks, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dataset", "method"))
+    by = {(row["method"], row["dataset"]): row for row in rows}
+    lines = [
+        f"# Tasks on {record['config']['model']}",
+        "",
+        "Mean scores in per cent of the full cache's in brackets.",
+        "",
+    ]
+    lines += [f"| method | bytes | {' | '.join(tasks)} | mean |", f"|---|{'--:|' * (len(tasks) + 2)}"]
+    for method in methods:
+        found = [by.get((method, task)) for task in tasks]
+        lines.append(f"| {method} | {_mean([row['rate'] for row in found if row]):.3f} | {_overview(found)} |")
+    for task in tasks:
+        of_task = [by[method, task] for method in methods if (method, task) in by]
+        lines += ["", f"## {task} ({of_task[0]['metric']}, query-{of_task[0]['query']})", ""]
+        lines += ["| method | bytes | score | difference from the full cache | items |", "|---|--:|--:|--:|--:|"]
+        for row in of_task:
+            score, difference = with_interval(row, "score"), with_interval(row, "difference", "+.1f")
+            shown = "–" if row["method"] == FULL else difference
+            lines.append(f"| {row['method']} | {row['rate']:.3f} | {score} | {shown} | {row['items']} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_interval(row: Mapping[str, Any], key: str, form: str = ".1f") -> str:
+    """A mean and its interval, where it has one."""
+    if f"{key}_low" not in row:
+        return f"{row[key]:{form}}"
+    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"
+
+
+def _overview(rows: Sequence[Mapping[str, Any] | None]) -> str:
+    cells = ["–" if row is None else _scored(row["score"], row["of_full"]) for row in rows]
+    there = [row for row in rows if row is not None]
+    shares = [row["of_full"] for row in there if row["of_full"] is not None]
+    mean = _scored(_mean([row["score"] for row in there]), _mean(shares) if shares else None)
+    return " | ".join([*cells, mean])
+
+
+def _scored(score: float, of_full: float | None) -> str:
+    return f"{score:.1f}" if of_full is None else f"{score:.1f} ({of_full:.0f})"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

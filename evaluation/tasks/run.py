@@ -1,0 +1,229 @@
+"""Every method on every item of every task, each answered through a fresh cache; a second start measures what is
+missing."""
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
+from lowrank_kv.utils import run_record
+from lowrank_kv.utils.config import configuration, option, require, to_dict
+from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.progress import progress_bar
+from lowrank_kv.utils.provenance import model_input, path_input
+from lowrank_kv.utils.text_data import CalibrationText
+from ojakv import Calibration
+
+from ..cells import Cell, Cells
+from ..compare import calibrated
+from ..measure import rounds
+from ..measured_model import base_model, check_measured
+from ..methods import FULL, Method, MethodConfig, methods_of, there
+from ..peers.peer import READ
+from ..scores import held_share
+from .building import Task, tasks_of
+from .item import AWARE, FreshReader, Item, ItemScore
+from .registry import TaskConfig
+from .rows import row_of
+
+_TOGETHER = 25  # items that are asked behind one reading of their context
+_ROUNDED = 64  # tokens, so that tasks of about the same length share the plans of a budget
+
+
+@configuration
+class TasksConfig:
+    """Methods, and tasks that each of them answers."""
+
+    model: str | None = option(None, help="hub id or directory; by default what the first checkpoint was trained on")
+    dtype: str = option("bfloat16", help="of the model", choices=DTYPES)
+    device: str | None = option(None, help=DEVICE_HELP)
+    methods: list[MethodConfig] = option(help="what to compare; the uncompressed cache is always there")
+    tasks: list[TaskConfig] = option(help="what to answer")
+    fraction: float = option(1.0, help="share of each task's items to answer, for a first look")
+    step: int = option(
+        MAX_DECODE_QUERIES,
+        help="tokens of a question that are read at a time, behind a compressed prompt",
+        unit="tokens",
+    )
+    bases: str | None = option(
+        None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run where it is needed"
+    )
+    calibration: CalibrationText | None = option(None, help="text to calibrate presets on where there are no `bases`")
+
+    def __post_init__(self):
+        check_measured(self)
+        require(bool(self.tasks), "tasks", self.tasks, "at least one")
+        require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
+        require(self.step >= 1, "step", self.step, "at least 1")
+
+
+class Progress:
+    """What a run has measured so far."""
+
+    def __init__(self, record: dict[str, Any], tasks: Sequence[Task]):
+        self._record, self._tasks = record, {task.label: task for task in tasks}
+        self._found: dict[tuple[str, str], dict[int, Cell]] = collections.defaultdict(dict)
+
+    def add(self, task: str, method: str, index: int, cell: Cell) -> None:
+        """One item's cell; `index` is the item's number in its task."""
+        self._found[task, method][index] = cell
+
+    def scores(self, task: str, method: str) -> dict[int, ItemScore]:
+        """By the number of the item."""
+        return {index: cell.score for index, cell in sorted(self._found[task, method].items())}
+
+    def record(self) -> dict[str, Any]:
+        """The run's record with a row for each task and method, beside the uncompressed cache on the same items."""
+        rows, scores = [], []
+        for label, method in self._found:
+            found, full = self.scores(label, method), self.scores(label, FULL)
+            rows.append(row_of(method, self._tasks[label], found, full))
+            scores.append({"method": method, "dataset": label, "scores": [each.score for each in found.values()]})
+        cells = [cell for each in self._found.values() for cell in each.values()]
+        measured = collections.Counter((cell.run_id, cell.commit) for cell in cells)
+        by = [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in measured.items()]
+        return self._record | {"rows": rows, "summary": {"measured_by": by, "items": scores}}
+
+
+class _Part(NamedTuple):
+    """Items of one task that share a context."""
+
+    task: Task
+    methods: Sequence[Method]
+    numbers: Sequence[int]
+
+
+class _Wanted(NamedTuple):
+    """The cell of one item."""
+
+    number: int
+    item: Item
+    of: dict[str, Any]
+
+
+def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
+    """Yield what is measured so far after each step; the items of all tasks take turns, so that a run that is
+    stopped has some of every task.
+
+    Args:
+        config: what to measure.
+        output: holds the cells of this and earlier runs.
+    """
+    config = dataclasses.replace(config, methods=there(config.methods))
+    name = base_model(config)
+    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
+    tasks = tasks_of(config.tasks, model, tokenizer, output)
+    read = any(READ in method.needs for method in config.methods)
+    calibration, inputs = calibrated(model, tokenizer, config.bases, config.calibration, read=read)
+    inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
+    bases = [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]
+    inputs += [model_input(model), *{each["sha256"]: each for task in tasks for each in task.inputs}.values()]
+    counts = {task.label: max(1, round(len(task.items) * config.fraction)) for task in tasks}
+    record = run_record.new_record(
+        "quality",
+        config=to_dict(config) | {"model": name_of(name)},
+        inputs=inputs,
+        n={"tasks": len(tasks), "items": sum(counts.values())},
+        device=str(model.device),
+    )
+    setting = {"model": model_input(model)["sha256"], "dtype": config.dtype, "step": config.step, "bases": bases}
+    methods = _Methods(config.methods, model, calibration)
+    parts = list(_parts(tasks, counts, methods))
+    cells, progress = Cells(output, ItemScore), Progress(record, tasks)
+    if len(cells):
+        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
+    left = sum(_effort(part, method) for part in parts for method in part.methods)
+    form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
+    with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
+        for part in parts:
+            for method in part.methods:
+                bar.set_postfix_str(f"{part.task.label}, {method.label}", refresh=False)
+                of_method = setting | method.of | {"task": part.task.label, "query": part.task.query}
+                share = None
+                if method.bytes_of is not None:
+                    share = held_share(list(progress.scores(part.task.label, method.bytes_of).values()))
+                if "bytes" in method.of:
+                    of_method |= {"bytes": share or method.of["bytes"], "text": methods.text_of(part.task)}
+                wanted = [_wanted(part.task.items[number], number, of_method) for number in part.numbers]
+                missing = [each for each in wanted if cells.get(each.of) is None]
+                if missing:
+                    fresh = FreshReader(model, method.make(share), step=config.step)
+                    for each, score in zip(missing, _answers(part.task, missing, fresh), strict=True):
+                        cells.add(each.of, Cell(score, record["run_id"], record["code"]["commit"]))
+                for each in wanted:
+                    progress.add(part.task.label, method.label, each.number, cells.get(each.of))
+                effort = _effort(part, method)
+                if missing:
+                    bar.update(effort)
+                else:  # what was there takes no time, and must not count as if it did
+                    bar.total -= effort
+                yield progress
+
+
+class _Methods:
+    """The methods as each task needs them: to meet a budget in bytes they must know how long its texts are."""
+
+    def __init__(self, configs: list[MethodConfig], model: PreTrainedModel, calibration: Calibration | None):
+        self._configs, self._model, self._calibration = configs, model, calibration
+        self._made: dict[tuple[int, int], list[Method]] = {}
+
+    def of(self, task: Task) -> list[Method]:
+        prompt, tokens = text = self.text_of(task)
+        if text not in self._made:
+            self._made[text] = methods_of(self._configs, self._model, self._calibration, prompt=prompt, tokens=tokens)
+        return self._made[text]
+
+    def text_of(self, task: Task) -> tuple[int, int]:
+        """Tokens of the prompt, and with those after it, of a mean item; all items count, whatever the run's fraction."""
+        prompts = sum(len(item.context) for item in task.items) / len(task.items)
+        after = sum(item.num_after for item in task.items) / len(task.items)
+        prompt = max(_ROUNDED, _ROUNDED * round(prompts / _ROUNDED))
+        return prompt, prompt + max(_ROUNDED, _ROUNDED * round(after / _ROUNDED))
+
+
+def _parts(tasks: Sequence[Task], counts: Mapping[str, int], methods: _Methods) -> Iterator[_Part]:
+    """First the methods of known budgets on all tasks, by turns, then those that take the bytes of one of them."""
+    groups = {task.label: list(_groups(task, counts[task.label])) for task in tasks}
+    of_task = {task.label: rounds(methods.of(task)) for task in tasks}
+    for turn in range(max(map(len, of_task.values()))):
+        for numbers in itertools.zip_longest(*groups.values()):
+            for task, each in zip(tasks, numbers, strict=True):
+                if each is not None:
+                    yield _Part(task, of_task[task.label][turn], each)
+
+
+def _groups(task: Task, count: int) -> Iterator[list[int]]:
+    """Numbers of items of equal context that stand together, at most :data:`_TOGETHER` of them."""
+    numbered = list(enumerate(task.items[:count]))
+    for _, each in itertools.groupby(numbered, key=lambda pair: pair[1].context):
+        numbers = [number for number, _ in each]
+        yield from (numbers[i : i + _TOGETHER] for i in range(0, len(numbers), _TOGETHER))
+
+
+def _wanted(item: Item, number: int, of: dict[str, Any]) -> _Wanted:
+    content = hashlib.sha256(json.dumps(item.content()).encode("utf-8")).hexdigest()
+    return _Wanted(number, item, of | {"item": content})
+
+
+def _answers(task: Task, wanted: Sequence[_Wanted], fresh: FreshReader) -> Iterator[ItemScore]:
+    """The score of each item, in order."""
+    if task.query == AWARE:
+        yield from (each.item.answer_within(fresh) for each in wanted)
+        return
+    context = fresh(wanted[0].item.context)
+    yield from (each.item.answer_after(context) for each in wanted)
+
+
+def _effort(part: _Part, method: Method) -> int:
+    """How long a part takes, roughly, as tokens of a prompt."""
+    items = [part.task.items[number] for number in part.numbers]
+    readings = len(items) if part.task.query == AWARE else 1
+    return readings * len(items[0].context) + sum(item.effort for item in items)

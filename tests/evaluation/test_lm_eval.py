@@ -1,0 +1,211 @@
+"""lm-evaluation-harness through a cache: as an object, by its command, and beside what the model says in one pass."""
+
+import json
+from pathlib import Path
+
+import lm_eval
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from methods import calibration_of, tiny_model
+
+from evaluation.lm_eval_harness.model import CompressedLM
+from evaluation.reading import full_cache
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs/lm_eval"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=257, max_position_embeddings=1024, eos_token_id=0)
+
+
+def compressed(model, rate, **options):
+    plan = make_plan(calibration_of(model), OjaKVConfig.preset("static-joint-pf", rate=rate))
+    return CompressedLM(model=model, tokenizer=byte_tokenizer(), make_cache=lambda: OjaKVCache(model, plan), **options)
+
+
+def uncompressed(model, **options):
+    return CompressedLM(model=model, tokenizer=byte_tokenizer(), make_cache=lambda: full_cache(model), **options)
+
+
+def requests(kind, *arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=i, metadata=("task", i, 1))
+        for i, each in enumerate(arguments)
+    ]
+
+
+def in_one_pass(model, context, continuation):
+    ids = byte_tokenizer()(context + continuation, return_tensors="pt").input_ids
+    with torch.no_grad():
+        log_TV = model(ids).logits[0].log_softmax(-1)
+    begin = ids.shape[1] - len(continuation)
+    chosen_T = log_TV[begin - 1 : -1].gather(-1, ids[0, begin:, None])
+    return float(chosen_T.sum())
+
+
+EXAMPLES = "Question: one?\nAnswer: two\n\nQuestion: three and four and five?\nAnswer: six\n\n"
+
+
+@pytest.mark.parametrize("split", ["\n\n", None])
+def test_log_likelihoods_are_those_of_one_pass_where_nothing_is_compressed(model, split):
+    pairs = [(f"{EXAMPLES}Question: {i}?\nAnswer:", f" {word}") for i in range(2) for word in ("yes", "no, never")]
+    pairs.append(("", "a beginning"))
+    found = uncompressed(model, split=split).loglikelihood(requests("loglikelihood", *pairs))
+    for (context, continuation), (value, _) in zip(pairs[:-1], found[:-1], strict=True):
+        assert value == pytest.approx(in_one_pass(model, context, continuation), abs=2e-3)
+    # Without a context a text begins after the token that ends texts.
+    ids = torch.tensor([[0, *byte_tokenizer()("a beginning").input_ids]])
+    with torch.no_grad():
+        log_TV = model(ids).logits[0].log_softmax(-1)
+    assert found[-1][0] == pytest.approx(float(log_TV[:-1].gather(-1, ids[0, 1:, None]).sum()), abs=2e-3)
+
+
+def test_compression_is_seen_where_the_question_comes_after_it(model):
+    pairs = [(f"{EXAMPLES * 2}Question: {i}?\nAnswer:", " x") for i in range(4)]
+    expected = [in_one_pass(model, *pair) for pair in pairs]
+
+    def error(rate, split):
+        lm = compressed(model, rate, split=split)
+        values = [value for value, _ in lm.loglikelihood(requests("loglikelihood", *pairs))]
+        return max(abs(value - right) for value, right in zip(values, expected, strict=True)), lm.rate
+
+    assert error(0.1, None)[0] < 2e-3  # a single token after an exact prompt
+    few, some = error(0.1, "\n\n"), error(0.8, "\n\n")
+    assert few[0] > 2 * some[0] > 0
+    assert few[1] < some[1] < 1
+
+
+def test_rolling_texts_are_read_in_windows_that_fit(model):
+    text = "What is read here is longer than the model has positions. " * 25
+    [found] = uncompressed(model).loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+    ids = [0, *byte_tokenizer()(text).input_ids]
+    expected, begin = 0.0, 0
+    with torch.no_grad():
+        first = torch.tensor([ids[:1024]])
+        log_TV = model(first).logits[0].log_softmax(-1)
+        expected += float(log_TV[:-1].gather(-1, first[0, 1:, None]).sum())
+        rest = len(ids) - 1024
+        last = torch.tensor([ids[-1024:]])
+        log_TV = model(last).logits[0].log_softmax(-1)
+        expected += float(log_TV[-rest - 1 : -1].gather(-1, last[0, -rest:, None]).sum())
+    assert begin == 0
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_text_is_generated_until_it_says_so(model):
+    prompt = "Once upon a time"
+    ids = byte_tokenizer()(prompt, return_tensors="pt").input_ids
+    whole = byte_tokenizer().decode(model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :])
+    lm = uncompressed(model)
+    [answer] = lm.generate_until(requests("generate_until", (prompt, {"until": [], "max_gen_toks": 10})))
+    assert answer == whole.replace("<end>", "")
+    [cut] = lm.generate_until(requests("generate_until", (prompt, {"until": [answer[3]], "max_gen_toks": 10})))
+    assert cut == answer.split(answer[3])[0]
+    with pytest.raises(UserError, match="greedily"):
+        lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
+
+
+@pytest.fixture
+def files(tmp_path):
+    choices = {"text": ["so", "for fun", "it is"], "label": ["A", "B", "C"]}
+    rows = {
+        "arc_easy": [{"question": f"Why {i}?", "choices": choices, "answerKey": "ABC"[i % 3]} for i in range(6)],
+        "winogrande": [
+            {"sentence": f"He {i} saw _ and ran.", "option1": "it", "option2": "Ann", "answer": str(1 + i % 2)}
+            for i in range(6)
+        ],
+        "hellaswag": [
+            {
+                "activity_label": "Run",
+                "ctx_a": f"A man {i}.",
+                "ctx_b": "he",
+                "endings": ["a", "b", "c", "d"],
+                "label": i % 4,
+            }
+            for i in range(6)
+        ],
+    }
+    for name, each in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    return {name: str(tmp_path / f"{name}.jsonl") for name in rows}
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "winogrande", "hellaswag"])
+def test_local_files_are_tasks_and_scores_those_of_the_harness_s_own_model(model, files, name, tmp_path):
+    manager = TaskManager(include_path=str(CONFIGS), include_defaults=False, metadata={"rows": files[name]})
+    options = {"tasks": [f"{name}_local"], "num_fewshot": 2, "bootstrap_iters": 0, "task_manager": manager}
+    ours = lm_eval.simple_evaluate(model=uncompressed(model), log_samples=True, **options)
+    directory = tmp_path / "model"
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    theirs = get_model("hf")(pretrained=str(directory), dtype="float32", device="cpu", batch_size=1)
+    expected = lm_eval.simple_evaluate(model=theirs, log_samples=True, **options)
+    assert ours["results"][f"{name}_local"]["acc,none"] == expected["results"][f"{name}_local"]["acc,none"]
+    for one, other in zip(ours["samples"][f"{name}_local"], expected["samples"][f"{name}_local"], strict=True):
+        assert one["arguments"] == other["arguments"]
+        for (value, _), (right, _) in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
+            assert float(value) == pytest.approx(float(right), abs=5e-3)
+
+
+def test_every_configuration_names_a_task_of_ours():
+    from evaluation.tasks.choices import CHOICE_TASKS
+
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(CHOICE_TASKS)
+
+
+def test_the_command_knows_the_model(run, model, files, tmp_path):
+    directory, bases = tmp_path / "model", tmp_path / "bases"
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    calibration_of(model).save(bases, model="tiny", text=["random"])
+    arguments = f"pretrained={directory},preset=static-joint-pf,rates=0.5,bases={bases},dtype=float32"
+    done = run(
+        "-m",
+        "lowrank_kv_cli",
+        "lm-eval",
+        "--model",
+        "lowrank-kv",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "arc_easy_local",
+        "--include_path",
+        CONFIGS,
+        "--metadata",
+        json.dumps({"rows": files["arc_easy"]}),
+        "--num_fewshot",
+        "2",
+        "--limit",
+        "3",
+        "--output_path",
+        tmp_path / "out",
+    )
+    assert "arc_easy_local" in done.stdout
+    [path] = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(path.read_text())["n-samples"]["arc_easy_local"]["effective"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give `pretrained`, or `model`, `tokenizer` and `make_cache`"),
+        ({"pretrained": "x", "batch_size": 8}, "`batch_size` must be 1"),
+        (
+            {"pretrained": "MODEL", "preset": "static-joint-pf", "rates": 0.5},
+            "`bases` must be given: `static-joint-pf`",
+        ),
+        ({"pretrained": "MODEL", "preset": "magic", "rates": 0.5}, "`preset` must be .*; got 'magic'"),
+        ({"pretrained": "MODEL", "peer": "snapkv", "bytes": [0.3, 0.5]}, "`rates` must be one"),
+    ],
+)
+def test_mistakes_are_named(tiny_dir, options, message):
+    options = {key: str(tiny_dir) if value == "MODEL" else value for key, value in options.items()}
+    with pytest.raises(UserError, match=message):
+        CompressedLM(**options)

@@ -1,0 +1,351 @@
+"""`lowrank-kv tasks` on a tiny model: every task, both kinds of compression, started again, and its mistakes."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import yaml
+from byte_tokenizer import byte_tokenizer
+from methods import tiny_model
+
+from evaluation.cells import CELLS
+from evaluation.reading import full_cache
+from evaluation.scores import interval
+from evaluation.tasks.building import tasks_of
+from evaluation.tasks.item import FreshReader, ItemScore, prompt_pieces
+from evaluation.tasks.long_decoding import TEXTS, position_edges
+from evaluation.tasks.registry import TaskConfig
+from evaluation.tasks.rows import row_of
+from evaluation.tasks.run import TasksConfig, run_tasks
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.loading import load_model
+from lowrank_kv.utils import run_record
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("positions") / "tiny"
+    overrides = {"vocab_size": 257, "max_position_embeddings": 2048, "eos_token_id": 0, "num_hidden_layers": 2}
+    tiny_model(**overrides).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bases(model_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("calibrated") / "bases"
+    ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(0))
+    Calibration.from_text(load_model(str(model_dir)), ids, read=True, progress=False).save(
+        directory, model="tiny", text=["random"]
+    )
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of the published forms."""
+    essay = "".join(f"Sentence {i} tells of {i * i} things. " for i in range(60))
+    choices = [
+        {"goal": f"Question {i}?", "sol1": f"no {i}", "sol2": f"yes, {i * 37}", "label": i % 2} for i in range(12)
+    ]
+    rows = {
+        "essay": [{"text": essay}],
+        "piqa": choices,
+        "musique": [{"input": "What?", "context": "It is blue. " * 20, "answers": ["blue"], "all_classes": None}] * 2,
+        "boxed": [{"problem": f"{i}+1?", "answer": i + 1} for i in range(2)],
+        "long": [{"text": "Once upon a time"}],
+    }
+    for name, each in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    return {name: str(tmp_path / f"{name}.jsonl") for name in rows}
+
+
+@pytest.fixture
+def values(model_dir, bases, files):
+    """The configuration of a small run, as a YAML file holds it."""
+    return {
+        "model": str(model_dir),
+        "dtype": "float32",
+        "bases": str(bases),
+        "methods": [{"peer": "rotated-int4"}, {"preset": "static-joint-pf", "bytes": [0.5]}],
+        "tasks": [
+            {"task": "lookup", "items": 4, "facts": 3, "questions": 2},
+            {"task": "piqa", "file": files["piqa"], "shots": 3, "items": 5},
+        ],
+    }
+
+
+def last(values, output):
+    """The record of a run when it is done."""
+    output.mkdir(exist_ok=True)
+    *_, progress = run_tasks(build(TasksConfig, values), output)
+    return progress.record()
+
+
+def by_method(record, dataset):
+    return {row["method"]: row for row in record["rows"] if row["dataset"] == dataset}
+
+
+def cells(output):
+    return [json.loads(line) for line in (output / CELLS).read_text().splitlines()]
+
+
+def test_the_command_writes_a_record_and_tables(run, values, tmp_path):
+    path, output = tmp_path / "tasks.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(values))
+    done = run("scripts/tasks.py", "--config", path, "--output", output)
+    [written] = (output / "quality").iterdir()
+    assert f"record: {written}" in done.stdout
+    record = run_record.load(written)
+    assert record["n"] == {"tasks": 2, "items": 9}
+    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "task"]
+    for dataset, items in (("lookup", 4), ("piqa", 5)):
+        rows = by_method(record, dataset)
+        assert list(rows) == ["full", "rotated-int4", "static-joint-pf at 0.5"]
+        assert rows["full"]["rate"] == 1
+        assert rows["full"]["difference"] == 0
+        for row in rows.values():
+            assert row["items"] == items
+            assert row["query"] == "agnostic"
+            assert row["rate"] == row["cache_bytes"] / row["full_bytes"]
+            assert row["score_low"] <= row["score"] <= row["score_high"]
+            assert f"| {row['method']} | {row['rate']:.3f} | " in done.stdout
+    assert by_method(record, "piqa")["full"].keys() >= {"acc", "acc_low", "acc_norm"}
+    assert "## piqa (acc, query-agnostic)" in done.stdout
+    [by] = record["summary"]["measured_by"]
+    assert by["cells"] == 3 * 9
+    assert "left" in done.stderr  # an estimate of the time
+    scores = {(each["method"], each["dataset"]): each["scores"] for each in record["summary"]["items"]}
+    assert len(scores["rotated-int4", "piqa"]) == 5
+    assert 100 * sum(scores["full", "piqa"]) / 5 == by_method(record, "piqa")["full"]["score"]
+
+
+def test_a_run_goes_on_where_it_stopped_and_answers_what_is_new(values, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    stopped = list(itertools.islice(run_tasks(build(TasksConfig, values), output), 4))[-1].record()
+    before = cells(output)
+    # The first list's two questions by all three methods, then the first choices.
+    assert [each["of"]["task"] for each in before] == ["lookup"] * 6 + ["piqa"] * 5
+    changed = values | {"methods": [*values["methods"], {"peer": "rotated-int2"}]}
+    record = last(changed, output)
+    assert cells(output)[: len(before)] == before
+    assert len(cells(output)) == 4 * 9
+    measured = {each["run_id"]: each["cells"] for each in record["summary"]["measured_by"]}
+    assert measured == {stopped["run_id"]: 11, record["run_id"]: 4 * 9 - 11}
+    again = last(values, output)
+    assert again["rows"] == [row for row in record["rows"] if row["method"] != "rotated-int2"]
+    assert len(cells(output)) == 4 * 9
+
+
+def test_a_fraction_answers_the_first_items_and_the_rest_comes_later(values, tmp_path):
+    output = tmp_path / "out"
+    first = last(values | {"fraction": 0.5}, output)
+    assert first["n"]["items"] == 2 + 2
+    before = cells(output)
+    assert len(before) == 3 * 4
+    record = last(values, output)
+    assert len(cells(output)) == 3 * 9
+    assert {each["run_id"]: each["cells"] for each in record["summary"]["measured_by"]}[first["run_id"]] == 3 * 4
+
+
+def test_budgets_are_met_and_a_method_may_take_anothers_bytes(values, tmp_path):
+    methods = [
+        {"peer": "rotated-int4"},
+        {"preset": "static-joint-pf", "bytes_of": "rotated-int4", "settings": {"cache_dtype": "int8"}},
+        {"peer": "snapkv", "bytes": [0.6]},
+    ]
+    tasks = [{"task": "lookup", "items": 4, "facts": 24, "questions": 2}]
+    rows = by_method(last(values | {"methods": methods, "tasks": tasks}, tmp_path / "out"), "lookup")
+    taken = rows["static-joint-pf cache_dtype=int8 at the bytes of rotated-int4"]["rate"]
+    assert taken == pytest.approx(rows["rotated-int4"]["rate"], abs=0.03)
+    assert rows["snapkv at 0.6"]["rate"] == pytest.approx(0.6, abs=0.06)
+
+
+@pytest.mark.parametrize("query", ["agnostic", "aware"])
+def test_what_a_cache_knows_when_it_compresses(values, files, tmp_path, query):
+    """Of an exact prompt that holds the question, the first answered token is the uncompressed model's whatever is kept."""
+    tasks = [
+        {"task": "musique", "file": files["musique"], "length": 600, "query": query},
+        {"task": "piqa", "file": files["piqa"], "shots": 3, "items": 4, "query": query},
+        {"task": "lookup", "facts": 8, "items": 6, "query": query},
+    ]
+    output = tmp_path / "out"
+    methods = [{"peer": "streaming-llm", "bytes": [0.1]}]
+    record = last(values | {"methods": methods, "tasks": tasks}, output)
+    suffix = " aware" if query == "aware" else ""
+    assert list(dict.fromkeys(row["dataset"] for row in record["rows"])) == [
+        f"musique 600{suffix}",
+        f"piqa{suffix}",
+        f"lookup{suffix}",
+    ]
+    answers = {}
+    for cell in cells(output):
+        assert cell["of"]["query"] == query
+        answers.setdefault(cell["of"]["item"], []).append(cell["score"]["answer"])
+    firsts = [{text[:1] for text in texts} for texts in answers.values() if "" not in texts]
+    same = [len(each) == 1 for each in firsts]
+    assert all(same) if query == "aware" else not all(same)
+
+
+def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
+    tasks = [
+        {"task": ["niah_single_1", "niah_single_2", "fwe"], "length": [1000, 1200], "items": 1, "essay": files["essay"]}
+    ]
+    record = last(values | {"tasks": tasks, "methods": [{"peer": "rotated-int4"}]}, tmp_path / "out")
+    assert list(dict.fromkeys(row["dataset"] for row in record["rows"])) == [
+        "niah_single_1 1000",
+        "niah_single_1 1200",
+        "niah_single_2 1000",
+        "niah_single_2 1200",
+        "fwe 1000",
+        "fwe 1200",
+    ]
+    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "essay"]
+    token_bytes = 2 * 2 * 32 * 4  # layers, keys and values, width, fp32
+    for row in record["rows"]:
+        assert row["full_bytes"] <= int(row["dataset"].split()[1]) * token_bytes
+
+
+def test_problems_are_read_with_their_question(values, files, tmp_path):
+    tasks = [{"task": "boxed", "file": files["boxed"], "max_new_tokens": 5}]
+    settings = {"keep_prompt_full_rank": True}
+    methods = [{"preset": "static-joint-pf", "rates": [0.5], "settings": settings}]
+    output = tmp_path / "out"
+    rows = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "boxed")
+    assert {row["query"] for row in rows.values()} == {"aware"}
+    assert all(len(cell["score"]["answer"].encode()) > 0 for cell in cells(output))
+
+
+def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypatch):
+    tasks = [{"task": "long_decoding", "file": files["long"], "length": 600, "temperature": 1.0}]
+    methods = [{"preset": "static-joint-pf", "rates": [0.3]}, {"preset": "static-joint-pf", "rates": [0.9]}]
+    output = tmp_path / "out"
+    rows = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
+    for name in ("kl", "kl 0–512", "kl 512–600"):
+        assert rows["full"][name] == pytest.approx(0, abs=1e-6)
+        assert 0 < rows["static-joint-pf 0.9"][name] < rows["static-joint-pf 0.3"][name]
+    assert rows["full"]["score"] == 100
+    assert rows["full"]["top1 512–600"] == 1
+    weighted = (512 * rows["static-joint-pf 0.3"]["kl 0–512"] + 88 * rows["static-joint-pf 0.3"]["kl 512–600"]) / 600
+    assert rows["static-joint-pf 0.3"]["kl"] == pytest.approx(weighted)
+    [text] = (output / TEXTS).iterdir()
+    written = json.loads(text.read_text())["text"]
+    assert len(written) == 600
+    assert 0 not in written  # a token that ends a text is never sampled
+    # The text is kept: a second start reads it and samples nothing.
+    monkeypatch.setattr(torch, "multinomial", None)
+    again = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
+    assert again == rows
+
+
+def test_positions_double_from_512():
+    assert position_edges(8192) == (512, 1024, 2048, 4096, 8192)
+    assert position_edges(600) == (512, 600)
+    assert position_edges(100) == (100,)
+
+
+def test_a_chat_template_goes_around_context_and_question():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    pieces = prompt_pieces(tokenizer, "The context.", " A question?", " It is", chat=True)
+    assert [tokenizer.decode(each) for each in pieces] == ["<user>The context.", " A question?</><assistant>It is"]
+    bare = prompt_pieces(tokenizer, "The context.", " A question?", " It is")
+    assert [tokenizer.decode(each) for each in bare] == ["The context.", " A question? It is"]
+
+
+def test_generation_stops_where_an_answer_is_settled_or_ends():
+    model, tokenizer = tiny_model(vocab_size=257, eos_token_id=0), byte_tokenizer()
+    fresh = FreshReader(model, lambda: full_cache(model), step=16)
+    prompt = [30, 31, 32, 33]
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 4:]
+    whole = fresh(prompt).generate(tokenizer, 12)
+    assert whole == tokenizer.decode(expected, skip_special_tokens=True)
+    reader = fresh(prompt)
+    assert reader.generate(tokenizer, 12, is_done=lambda text: len(text) >= 3) == whole[:3]
+    assert reader.num_read == 4 + 2  # the last token of an answer is not read
+    model.generation_config.eos_token_id = [int(expected[5])]
+    cut = tokenizer.decode(expected[: expected.tolist().index(int(expected[5]))], skip_special_tokens=True)
+    assert fresh(prompt).generate(tokenizer, 12) == cut
+
+
+def test_rows_by_hand():
+    def scores(*values):
+        return {
+            number: ItemScore(score=value, values={"acc": value}, answer="", cache_bytes=1, full_bytes=4)
+            for number, value in enumerate(values)
+        }
+
+    config = TaskConfig(task=["lookup"], items=4, facts=4, questions=2)
+    [task] = tasks_of([config], tiny_model(vocab_size=257, max_position_embeddings=2048), byte_tokenizer(), None)
+    row = row_of("m", task, scores(1, 0, 1, 0), scores(1, 1, 1, 0))
+    assert row["score"] == 50
+    assert row["difference"] == -25
+    assert row["of_full"] == pytest.approx(100 * 2 / 3)
+    assert row["rate"] == 0.25
+    assert row["acc"] == 0.5
+    # Both lists have one right of two: drawn as lists, the mean is never another.
+    assert (row["score_low"], row["score_high"]) == (50, 50)
+    assert (row["difference_low"], row["difference_high"]) == (-50, 0)
+    assert row_of("m", task, scores(1, 0), scores(0, 0))["of_full"] is None
+
+
+def test_an_interval_of_clusters_draws_them_together():
+    values = torch.tensor([0.0, 0, 0, 1, 1, 1], dtype=torch.float64)
+    clusters = torch.tensor([5, 5, 5, 9, 9, 9])
+    assert [float(each) for each in interval(values, cluster_N=clusters)] == [0, 1]
+    apart = interval(values)
+    assert 0 < apart[0] < apart[1] < 1
+    assert interval(values, cluster_N=torch.arange(6)) == apart
+    # Of two clusters a mean is that of the items drawn, not of the clusters' means.
+    low, high = interval(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), cluster_N=torch.tensor([0, 1, 1, 1]))
+    assert (float(low), float(high)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tasks": []}, "`tasks` must be at least one"),
+        ({"tasks": [{"task": "niah"}]}, r"`tasks\[0\].task` must be .*; got 'niah'"),
+        ({"tasks": [{"task": "piqa"}]}, "`.*file` must be given for piqa"),
+        ({"tasks": [{"task": ["piqa", "hellaswag"], "file": "x.jsonl"}]}, "`.*file` must be a name with `{task}`"),
+        ({"tasks": [{"task": "piqa", "file": "x.jsonl"}]}, "cannot read `x.jsonl`"),
+        (
+            {"tasks": [{"task": "piqa", "file": "x.jsonl", "shots": 0}]},
+            "`.*shots` must be at least 1 with `query: agnostic`",
+        ),
+        (
+            {"tasks": [{"task": "piqa", "file": "x.jsonl", "optional": True}]},
+            "`tasks` must be at least one that is there",
+        ),
+        ({"tasks": [{"task": "niah_single_2"}]}, "`.*essay` must be given for niah_single_2"),
+        ({"tasks": [{"task": "lookup", "items": 0}]}, "`.*items` must be at least 1"),
+        (
+            {"tasks": [{"task": "lookup", "facts": 2, "questions": 3}]},
+            "`questions` must be between 1 and the 2 `facts`",
+        ),
+        ({"tasks": [{"task": "lookup", "facts": 3}] * 2}, "`tasks` must be each listed once"),
+        ({"tasks": [{"task": "lookup", "facts": 60}]}, "`tasks.lookup` is .* tokens, but this model has 2048"),
+        ({"tasks": [{"task": "boxed", "file": "x", "query": "agnostic"}]}, "`.*query` must be `aware` for `boxed`"),
+        ({"tasks": [{"task": "lookup", "query": "both"}]}, "`.*query` must be one of agnostic, aware"),
+        ({"fraction": 0}, r"`fraction` must be in \(0, 1\]"),
+        ({"methods": []}, "`methods` must be at least one"),
+        ({"bases": None}, "`bases` must be given where there are presets"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_remedy(values, tmp_path, changed, message):
+    with pytest.raises(UserError, match=message):
+        last(values | changed, tmp_path / "out")
+
+
+def test_a_mistake_ends_in_one_paragraph(mistake, values, tmp_path):
+    path = tmp_path / "tasks.yaml"
+    path.write_text(yaml.safe_dump(values | {"dtype": "float8"}))
+    assert "`dtype` must be one of" in mistake("scripts/tasks.py", "--config", path, "--output", tmp_path / "out")
