@@ -4,6 +4,7 @@
         --model_args pretrained=MODEL,preset=tokenwise-mixed,rates=0.1,bases=runs/demo-bases
 """
 
+import importlib
 import sys
 
 from lowrank_kv.utils.errors import UserError
@@ -15,5 +16,6 @@ def main(argv: list[str]) -> None:
     except ImportError as error:
         raise UserError("this needs lm-eval; pip install -c constraints.txt 'lowrank-kv[lm-eval]'") from error
 
+    importlib.import_module(".model", __package__)  # it enters itself into the harness's registry
     sys.argv = ["lm-eval", *argv]
     cli_evaluate()

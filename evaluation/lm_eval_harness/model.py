@@ -9,6 +9,7 @@ Log-likelihoods are those of the text read through the cache, and text is genera
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lm_eval.models  # noqa: F401 the harness enters its own models only where there are none yet
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
