@@ -6,29 +6,34 @@ Log-likelihoods are those of the text read through the cache, and text is genera
     lm_eval.simple_evaluate(model=model, tasks=["arc_easy"], num_fewshot=16)
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lm_eval.models  # noqa: F401 the harness enters its own models only where there are none yet
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import load_model, load_tokenizer, position_limit
 from lowrank_kv.utils.config import build, require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.progress import progress_bar
 from ojakv import Calibration
 
 from ..methods import FULL, MethodConfig, methods_of
 from ..tasks.reader import Reader, end_tokens
 
 NAME = "lowrank-kv"
+_DEFAULT_DEVICE = "cuda:0"  # of the harness's command
 _NEW_TOKENS = 256
 _UNBOUNDED = 1 << 20  # tokens, of a model that does not say how many positions it has
+
+_logger = logging.getLogger("lowrank_kv")
 
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 
@@ -84,6 +89,9 @@ class CompressedLM(TemplateLM):
         if (pretrained is None) == (model is None or tokenizer is None or make_cache is None):
             raise UserError("give `pretrained`, or `model`, `tokenizer` and `make_cache`")
         if pretrained is not None:
+            if device == _DEFAULT_DEVICE and not torch.cuda.is_available():
+                _logger.warning("%s is the harness's default, and there is no GPU: the model is on the CPU", device)
+                device = None
             model, tokenizer = load_model(pretrained, dtype=dtype, device=device), load_tokenizer(pretrained)
             make_cache = _maker(method, model, bases, int(prompt), int(tokens))
         elif method:
@@ -137,7 +145,9 @@ class CompressedLM(TemplateLM):
         """Requests of equal context, the choices of a question, share the reading of it."""
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         reader, read = None, None
-        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=kwargs.get("disable_tqdm", False))
+        bar = progress_bar(
+            total=len(requests), unit="request", desc="log-likelihoods", disable=kwargs.get("disable_tqdm", False)
+        )
         for index in sorted(range(len(requests)), key=lambda index: requests[index][1]):
             (text, _), context, continuation = requests[index]
             context = context[-max(1, self.max_length - len(continuation) + 1) :]
@@ -152,7 +162,7 @@ class CompressedLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         answers = []
-        for request in tqdm(requests, desc="texts", disable=disable_tqdm):
+        for request in progress_bar(requests, unit="text", desc="reading", disable=disable_tqdm):
             [text] = request.args
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
             pairs = [make_disjoint_window(window) for window in windows]
@@ -162,7 +172,7 @@ class CompressedLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         answers = []
-        for request in tqdm(requests, desc="generating", disable=disable_tqdm):
+        for request in progress_bar(requests, unit="request", desc="generating", disable=disable_tqdm):
             text, options = request.args
             if options.get("do_sample") or options.get("temperature"):
                 raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
