@@ -20,7 +20,7 @@ from .item import Item
 from .long_decoding import long_items
 from .lookup import lookup_items
 from .matching import BeginsWith, BoxedInteger
-from .registry import BOXED, COUNT, LONG, LOOKUP, WITH_LENGTH, TaskConfig
+from .registry import BOXED, COUNT, LONG, LOOKUP, NEW_TOKENS, WITH_LENGTH, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,10 @@ def _tasks(
 def _ruler(order: _Order) -> tuple[str, Sequence[Item]]:
     config = order.config
     essay = _sentences(config.essay) if order.name in ruler.NEED_ESSAY else ()
+    task = ruler.ruler_task(order.name, essay=essay, file=order.file)
     items = ruler.ruler_items(
         order.name,
-        ruler.ruler_task(order.name, essay=essay, file=order.file),
+        task if config.max_new_tokens is None else dataclasses.replace(task, max_new_tokens=config.max_new_tokens),
         order.tokenizer,
         length=order.length,
         count=config.items or COUNT,
@@ -129,6 +130,7 @@ def _longbench(order: _Order) -> tuple[str, Sequence[Item]]:
         order.file,
         count=order.config.items,
         max_length=order.length,
+        max_new_tokens=order.config.max_new_tokens,
         chat=order.config.chat,
     )
     return longbench.DATASETS[order.name].metric, items
@@ -159,7 +161,11 @@ def _lookup(order: _Order) -> tuple[str, Sequence[Item]]:
 def _boxed(order: _Order) -> tuple[str, Sequence[Item]]:
     config = order.config
     return BoxedInteger.name, boxed_items(
-        order.tokenizer, order.file, count=config.items, max_new_tokens=config.max_new_tokens, chat=config.chat
+        order.tokenizer,
+        order.file,
+        count=config.items,
+        max_new_tokens=config.max_new_tokens or NEW_TOKENS,
+        chat=config.chat,
     )
 
 

@@ -15,6 +15,8 @@ SHORT_PROMPTS = (BOXED, LONG)
 WITH_LENGTH = (*ruler.NAMES, *longbench.NAMES, LONG)
 COUNT = 100
 """Items of a task that is generated, by default."""
+NEW_TOKENS = 2048
+"""Of a problem's solution, by default."""
 _NAME = "{task}"
 
 
@@ -53,7 +55,11 @@ class TaskConfig:
     questions: int = option(
         1, help="of lookup: asked about each list of facts, every one behind the same compressed prompt"
     )
-    max_new_tokens: int = option(2048, help=f"of {BOXED}", unit="tokens")
+    max_new_tokens: int | None = option(
+        None,
+        help=f"of a generated answer; by default the benchmark's own, and {NEW_TOKENS} of {BOXED}",
+        unit="tokens",
+    )
     temperature: float = option(1.0, help=f"of {LONG}: at which the text is sampled; 0 is greedy")
 
     def __post_init__(self):

@@ -203,7 +203,9 @@ def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
         "niah_single_2 1200",
         "fwe 1000",
         "fwe 1200",
+        "vt 2000",
     ]
+    assert max(len(cell["score"]["answer"]) for cell in cells(tmp_path / "out") if cell["of"]["task"] == "vt 2000") <= 5
     assert [each["role"] for each in record["inputs"]] == ["bases", "model", "essay"]
     token_bytes = 2 * 2 * 32 * 4  # layers, keys and values, width, fp32
     for row in record["rows"]:

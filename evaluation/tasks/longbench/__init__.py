@@ -24,17 +24,19 @@ def longbench_items(
     *,
     count: int | None,
     max_length: int,
+    max_new_tokens: int | None = None,
     chat: bool = False,
 ) -> list[GenerationItem]:
     """The first `count` rows of a data set; None takes all.
 
     Args:
         max_length: tokens of a prompt and its answer, beyond which the prompt's middle is left out.
+        max_new_tokens: of an answer; None for the benchmark's own.
         chat: whether prompts are a user's turn, but those of data sets that LongBench never puts into one.
     """
     dataset = DATASETS[name]
     before, _, after = dataset.prompt.partition("{context}")
-    items = []
+    new_tokens, items = max_new_tokens or dataset.max_new_tokens, []
     for number, row in enumerate(read_rows(path)[:count], 1):
         at = {"path": path, "number": number}
         # Texts are put in one after another: a context may hold braces of its own.
@@ -42,14 +44,14 @@ def longbench_items(
         context, question = prompt_pieces(
             tokenizer, before + field(row, "context", **at), question, chat=chat and dataset.chat
         )
-        context, question = without_middle(context, question, max_length - dataset.max_new_tokens)
+        context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
             GenerationItem(
                 cluster=number,
                 context=context,
                 question=question,
                 references=tuple(field(row, "answers", **at)),
-                max_new_tokens=dataset.max_new_tokens,
+                max_new_tokens=new_tokens,
                 metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.get("all_classes") or ())),
                 tokenizer=tokenizer,
             )
