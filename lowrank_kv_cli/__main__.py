@@ -19,7 +19,7 @@ COMMANDS = {
     "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
-    "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes by their perplexity"),
+    "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes"),
     "tasks": ("lowrank_kv_cli.evaluation.tasks.command", "answer benchmarks of long prompts through compressed caches"),
     "lm-eval": (
         "lowrank_kv_cli.evaluation.lm_eval_harness.command",
@@ -34,6 +34,11 @@ COMMANDS = {
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\
+first steps, without training (TEXT.jsonl has a document a line, under the key `text`):
+
+    lowrank-kv calibrate --model MODEL --name TEXT.jsonl --read_gradients true --output bases/mine
+    lowrank-kv generate --model MODEL --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
 
     accelerate launch -m lowrank_kv_cli train --config train.yaml

@@ -1,7 +1,7 @@
 """Calibrate the bases that an OjaKV cache starts from, on any text.
 
     lowrank-kv calibrate --model meta-llama/Llama-3.1-8B --dtype bfloat16 --output bases/llama \\
-        --name Salesforce/wikitext --subset wikitext-2-raw-v1
+        --name Salesforce/wikitext --subset wikitext-2-raw-v1 --read_gradients true
 
 Writes the second moments of keys, values and queries, from which the bases of every layout, rank and preset are computed.
 With `--gradients true` it writes those of the loss's gradients, too, from which training can start, and with
