@@ -130,7 +130,8 @@ def _allocation(make_cache, text: States, itemsize: int) -> dict[str, Any]:
 
 
 def _correlations(allocations: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Rank correlations of each pair of methods: of layers (keys and values one after another), and of tokens."""
+    """Rank correlations of each pair of methods: of layers (keys and values one after another), and of tokens; None where
+    one of them treats all alike."""
     labels, found = list(allocations), []
     for position, first in enumerate(labels):
         for second in labels[position + 1 :]:
@@ -138,8 +139,14 @@ def _correlations(allocations: dict[str, dict[str, list[float]]]) -> list[dict[s
             found.append(
                 {
                     "methods": [first, second],
-                    "layers": round(rank_correlation(one["keys"] + one["values"], other["keys"] + other["values"]), 3),
-                    "tokens": round(rank_correlation(one["tokens"], other["tokens"]), 3),
+                    "layers": _correlation(one["keys"] + one["values"], other["keys"] + other["values"]),
+                    "tokens": _correlation(one["tokens"], other["tokens"]),
                 }
             )
     return found
+
+
+def _correlation(first: list[float], second: list[float]) -> float | None:
+    if len(set(first)) == 1 or len(set(second)) == 1:
+        return None
+    return round(rank_correlation(first, second), 3)

@@ -74,7 +74,7 @@ def _of_basis(initial: InitialBasis, rows_TC: Tensor, itemsize: int) -> Tensor:
         coef_TC = rows_TC.to(initial.vectors_PWR.device) @ initial.vectors_PWR[0]
         return plan.size_K[plan.classes(coef_TC)].float().cpu()
     if isinstance(plan, BitPlan):
-        return torch.full((len(rows_TC),), float(plan.row_bytes(plan.num_coefficients)))
+        return torch.full((len(rows_TC),), float(parts * plan.row_bytes(plan.num_coefficients)))
     each = rank * itemsize if plan is None else plan.nbytes(rank)
     return torch.full((len(rows_TC),), float(parts * each))
 

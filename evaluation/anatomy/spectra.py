@@ -12,7 +12,7 @@ from lowrank_kv.bases.rank_allocation import energy_rank
 from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 
-POINTS = 24  # of a curve of captured energy
+POINTS = 24  # of a curve of captured energy, at most
 THRESHOLDS = (0.9, 0.95, 0.99)
 # Label → which states, and whether heads stand alone.
 KINDS = {
@@ -37,7 +37,8 @@ def spectra(calibration: Calibration) -> list[dict[str, Any]]:
 
 def _described(energy_W: Tensor) -> dict[str, Any]:
     share_W = energy_W.double().cumsum(0) / energy_W.double().sum().clamp(min=1e-30)
-    at = [round(len(energy_W) * (i + 1) / POINTS) - 1 for i in range(POINTS)]
+    points = min(POINTS, len(energy_W))
+    at = [round(len(energy_W) * (i + 1) / points) - 1 for i in range(points)]
     return {
         "captured": [round(float(share_W[i]), 4) for i in at],
         "ranks": [energy_rank(energy_W, threshold) for threshold in THRESHOLDS],

@@ -119,4 +119,4 @@ class Evidence:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:+.1f} %" if abs(value) < 10 else f"{value + 1:.0f}-fold"
+    return f"{100 * value:+.1f} %".replace("-", "−") if abs(value) < 10 else f"{value + 1:.0f}-fold"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from .points import WHOLE, Point
 from .svg import CHARACTER, Scale, drawing, line, rect, text
 
-ROW, RIGHT, TOP = 20.0, 60.0, 6.0
+ROW, RIGHT, TOP = 20.0, 84.0, 6.0
 
 
 def has_one_budget(points: Sequence[Point]) -> bool:
@@ -30,7 +30,8 @@ def horizontal(
     form: str = "{:.2f}",
     width: float = 440.0,
 ) -> str:
-    """A bar for each (name, value, class of its colour); values far beyond the median are cut, and end in an arrow."""
+    """A bar for each (name, value, class of its colour), none below zero; those far beyond the median are cut, and
+    end in an arrow."""
     names = max(len(name) for name, _, _ in rows)
     values = sorted(value for _, value, _ in rows)
     most = min(values[-1], 4 * max(values[len(values) // 2], 1e-12)) or 1.0
@@ -38,7 +39,7 @@ def horizontal(
     parts = []
     for i, (name, value, colour) in enumerate(rows):
         y = TOP + i * ROW
-        end = x(min(value, most))
+        end = x(min(max(value, 0.0), most))
         parts.append(text(x.start - 6, y + 12, name, anchor="end"))
         parts.append(
             rect(

@@ -10,6 +10,7 @@ from html import escape
 
 CHARACTER = 6.3  # width of a character of the small text, about
 LINE = 13.0  # height of a line of it
+MOST_GROWTH = 1.4  # a drawing is never shown larger than this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,8 @@ class Scale:
 def drawing(width: float, height: float, parts: Sequence[str], *, label: str) -> str:
     """A whole figure that fits its place. `label` is read out to those who do not see it."""
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(parts)
-        + "</svg>"
+        f'<svg viewBox="0 0 {width:g} {height:g}" style="max-width:{MOST_GROWTH * width:.0f}px" role="img" '
+        f'aria-label="{escape(label, quote=True)}">' + "".join(parts) + "</svg>"
     )
 
 

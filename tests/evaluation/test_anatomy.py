@@ -9,6 +9,7 @@ from evaluation.anatomy.measure import _words
 from evaluation.anatomy.residuals import STATE_SIDES, follows_text, residuals
 from evaluation.anatomy.shares import states_of, token_shares
 from evaluation.anatomy.spectra import spectra
+from evaluation.peers.rotated import rotated_maker
 from evaluation.reading import full_cache
 from evaluation.subspace_metrics import relative_error
 from lowrank_kv.calibration.activation_moments import KEY, VALUE
@@ -64,6 +65,13 @@ def test_shares_of_learned_ranks_are_those_of_the_gates(ids):
     dynakv.configure(model, cache_dtype="int8")
     rounded = token_shares(dynakv.DynaKVCache.maker(model), states, 4)
     assert float(rounded.max()) < 0.5  # a byte for four, and scales
+
+
+def test_shares_of_rotated_integers_are_their_bits_and_scales(model, ids):
+    make = rotated_maker(model, "rotated-int4")
+    # Two heads of 16 numbers of half a byte, and a byte for the scale of each.
+    wanted = torch.full((3, 2, len(ids)), 2 * (16 / 2 + 1) / (32 * 4))
+    torch.testing.assert_close(token_shares(make, states_of(model, ids), 4), wanted)
 
 
 def test_shares_of_equal_ranks_are_the_rate_and_other_caches_have_none(model, calibration, ids):

@@ -220,7 +220,7 @@ def test_verdicts_on_adaptivity_and_the_rotation(values):
 
 
 def test_an_estimate_says_itself_in_per_cent():
-    assert Estimate(0.0123, -0.001, 0.02).words == "+1.2 % (-0.1 % to +2.0 %)"
+    assert Estimate(0.0123, -0.001, 0.02).words == "+1.2 % (−0.1 % to +2.0 %)"
     assert Estimate(99.0, 49.0, 199.0).words == "100-fold (50-fold to 200-fold)"
 
 
