@@ -8,7 +8,8 @@ from .points import MARKERS, WHOLE, Point, front, series_of
 from .svg import Placed, Scale, axes, drawing, line, marker
 
 COLOURS = 8
-MARGIN = 1.7  # the axis ends so many times above the front
+# The axis ends so many times above the front, as far as that is of use: a tenth of a nat is a tenth of the perplexity.
+MARGIN, USEFUL = 1.7, 0.1
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 440.0, 360.0, 52.0, 34.0, 14.0, 46.0
 
 
@@ -33,7 +34,9 @@ def panel(points: Sequence[Point], colours: dict[str, str], *, field: str, y_lab
     shown = [point for point in points if point.family != WHOLE]
     best = front(shown, field)
     x_high = _rounded_up(sorted(point.rate for point in shown)[int(0.88 * (len(shown) - 1))] * 1.12)
-    y_high = _rounded_up(MARGIN * max(best[0].values[field], sorted(p.values[field] for p in shown)[len(shown) // 4]))
+    of_use = [point.values[field] for point in best if point.values[field] <= USEFUL] or [best[-1].values[field]]
+    quarter = sorted(point.values[field] for point in shown)[len(shown) // 4]
+    y_high = _rounded_up(MARGIN * max(max(of_use), min(quarter, USEFUL)))
     x = Scale(low=0, high=x_high, start=LEFT, end=WIDTH - RIGHT)
     y = Scale(low=0, high=y_high, start=HEIGHT - BOTTOM, end=TOP)
     parts = axes(x, y, x_label="bytes held, of an uncompressed cache's", y_label=y_label, x_form="{:.0%}")

@@ -71,4 +71,4 @@ def in_words(found: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _shown(token: str) -> str:
     for mark in _SPACES:
         token = token.replace(mark, "")
-    return token if len(token) <= 14 else token[:13] + "…"
+    return token if len(token) <= 16 else token[:15] + "…"
