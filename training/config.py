@@ -8,6 +8,7 @@ from lowrank_kv.utils.config import configuration, option, require, section, wit
 
 PLANNED_RATE = 0.1
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
+BLOCKS, DOCUMENTS = DIVISIONS = ("blocks", "documents")
 
 
 @configuration
@@ -30,8 +31,13 @@ class DatasetConfig:
         "data sets the first documents are measured",
     )
     shuffle_buffer: int = option(10_000, help="what streamed data sets are shuffled among", unit="documents")
-    workers: int = option(
-        0, help="processes that read beside training; each tokenizes all text and keeps its own batches"
+    workers: int = option(0, help="processes that read beside each process of training")
+    divided_by: str = option(
+        BLOCKS,
+        help="`blocks`: the same blocks for any number of processes and workers, each of which tokenizes all text; "
+        "`documents`: each reads and tokenizes documents of its own, for runs of many processes, and a run goes on only "
+        "with as many of them",
+        choices=DIVISIONS,
     )
     isolate_documents: bool = option(
         True,

@@ -8,14 +8,19 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, tokens_of
+
+from .document_order import DocumentOrder, Share, SharedDocumentOrder
+
+# Where a stream stands: for each data set (epoch, document, token), and what `DocumentOrder.state` says. Ready for JSON.
+Place = dict[str, list[Any]]
 
 
 @dataclasses.dataclass
@@ -26,13 +31,12 @@ class Batch:
         ids_BT: token ids, int64.
         position_BT: position of each token in its document within the block, int64. It restarts at 0 with every document,
             from which transformers infers the boundaries; without boundaries it runs through the block.
-        cursor_S3: (epoch, document, token) at which each data set continues after the batch, int64; None for text that is
-            only measured.
+        place: where the stream continues after the batch; None for text that is only measured.
     """
 
     ids_BT: Tensor
     position_BT: Tensor
-    cursor_S3: Tensor | None = None
+    place: Place | None = None
 
     @classmethod
     def from_ids(cls, ids_BT: Tensor, starts_BT: Tensor | None) -> "Batch":
@@ -43,7 +47,7 @@ class Batch:
         return cls(ids_BT, index_BT - (index_BT * starts_BT).cummax(dim=1).values)
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.cursor_S3)
+        return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.place)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -60,10 +64,15 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
     """An endless, deterministic stream of batches of packed blocks, mixed from several data sets.
 
     Every data set is read document by document in a shuffled order, anew each epoch, and cut into blocks; which data set
-    gives the next block is drawn by weight. The order of blocks depends on the seed alone: batch n of process r of W holds
-    blocks (n·B + i)·W + r, so that the same global batch is seen whatever the number of processes, and worker w of V of a
-    data loader makes the batches w, w + V, …, which the loader hands out in turn. Every process and worker reads the
-    full stream and keeps its shard; tokenizing costs little beside training.
+    gives the next block is drawn by weight. Processes and the workers of their data loaders divide the work in one of two
+    ways:
+
+    - by blocks: batch n of process r of W holds blocks (n·B + i)·W + r of one stream, so that the same global batch is seen
+      whatever the number of processes and workers. Everybody tokenizes everything.
+    - by documents: each worker of each process has documents of its own, and reads and tokenizes only these. What is seen
+      depends on the seed, on W, and on the number of workers V, and on nothing else.
+
+    Either way worker w makes the batches w, w + V, …, which the loader hands out in turn.
 
     Args:
         sources: documents of each data set.
@@ -72,6 +81,7 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         seed: of order and mixture.
         isolate: let positions start at 0 with every document.
         shuffle_buffer: documents that streamed data sets are shuffled among.
+        by_documents: see above.
     """
 
     def __init__(
@@ -84,23 +94,36 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         seed: int,
         isolate: bool = True,
         shuffle_buffer: int = 10_000,
+        by_documents: bool = False,
     ):
         self.sources, self.weights, self.tokenizer, self.length = sources, weights, tokenizer, length
         self.seed, self.isolate, self.shuffle_buffer = seed, isolate, shuffle_buffer
-        self.batch, self.rank, self.world, self.start = 1, 0, 1, 0
-        self.cursor_S3: Tensor | None = None
+        self.by_documents = by_documents
+        self.batch, self.rank, self.world, self.start, self.workers = 1, 0, 1, 0, 1
+        self.places: list[Place] | None = None
 
     def shard(
-        self, *, batch: int = 1, rank: int = 0, world: int = 1, start: int = 0, cursor_S3: Tensor | None = None
+        self,
+        *,
+        batch: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        start: int = 0,
+        workers: int = 1,
+        places: list[Place] | None = None,
     ) -> "TrainingBlocks":
         """The batches of one process of `world`, from global block `start` on.
 
         Args:
-            cursor_S3: cursor of the batch before block `start`. With it, text before that block is not tokenized again
-                (that of a streamed data set is still read); without it, the stream is read from its beginning.
+            workers: V, at least 1, how many of each process read; what is divided by blocks does not depend on it.
+            places: of the batches before block `start`, of each worker's last one in the order of their batches; of one of
+                them where the stream is divided by blocks, whose places all are alike. With them, text before that block
+                is not tokenized again, nor read again where `datasets` can go on; without them, the stream is read from
+                its beginning.
         """
         twin = copy.copy(self)
-        twin.batch, twin.rank, twin.world, twin.start, twin.cursor_S3 = batch, rank, world, start, cursor_S3
+        twin.batch, twin.rank, twin.world, twin.start = batch, rank, world, start
+        twin.workers, twin.places = workers, places
         return twin
 
     def first(self, count: int) -> list[Batch]:
@@ -110,28 +133,56 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return self._by_documents(worker) if self.by_documents else self._by_blocks(worker, workers)
+
+    def _by_blocks(self, worker: int, workers: int) -> Iterator[Batch]:
         picker = random.Random(self.seed)
-        cursors = [(0, 0, 0)] * len(self.sources) if self.cursor_S3 is None else self.cursor_S3.tolist()
-        readers = [
-            _Reader(rows, self.tokenizer, self.seed + 1 + i, self.shuffle_buffer, cursors[i])
-            for i, rows in enumerate(self.sources)
-        ]
-        ids, positions = [], []
+        readers = self._readers(None, None if self.places is None else self.places[0])
+        blocks = []
         for number in itertools.count():
             [reader] = picker.choices(readers, self.weights)
-            if number < self.start and self.cursor_S3 is not None:
+            if number < self.start and self.places is not None:
                 continue
-            block, starts = reader.next_block(self.length)
+            block = reader.next_block(self.length)
             index = number - self.start
             batch_number = index // self.world // self.batch
             if index < 0 or index % self.world != self.rank or batch_number % workers != worker:
                 continue
-            ids.append(block)
-            positions.append(_positions(starts if self.isolate else [0], self.length))
-            if len(ids) == self.batch:
-                cursor_S3 = torch.tensor([reader.cursor for reader in readers])
-                yield Batch(torch.tensor(ids), torch.tensor(positions), cursor_S3)
-                ids, positions = [], []
+            blocks.append(block)
+            if len(blocks) == self.batch:
+                yield self._batch(blocks, readers)
+                blocks = []
+
+    def _by_documents(self, worker: int) -> Iterator[Batch]:
+        """The batches of the worker that is asked first after block `start`, if `worker` is 0, of the next if it is 1, …"""
+        done = self.start // (self.world * self.batch)  # batches of each process
+        slot = (done + worker) % self.workers
+        share = Share(self.rank * self.workers + slot, self.world * self.workers)
+        readers = self._readers(share, None if self.places is None else self.places[slot])
+        picker = random.Random(f"{self.seed}/{share.index}")
+        for number in itertools.count(slot, self.workers):
+            drawn = [picker.choices(readers, self.weights)[0] for _ in range(self.batch)]
+            if number < done and self.places is not None:
+                continue
+            blocks = [reader.next_block(self.length) for reader in drawn]
+            if number >= done:
+                yield self._batch(blocks, readers)
+
+    def _readers(self, share: Share | None, place: Place | None) -> list["_Reader"]:
+        cursors = place["cursors"] if place else [(0, 0, 0)] * len(self.sources)
+        states = place["states"] if place else [None] * len(self.sources)
+        readers = []
+        for i, rows in enumerate(self.sources):
+            settings = rows, self.seed + 1 + i, self.shuffle_buffer
+            order = DocumentOrder(*settings) if share is None else SharedDocumentOrder(*settings, share, states[i])
+            readers.append(_Reader(order, self.tokenizer, cursors[i]))
+        return readers
+
+    def _batch(self, blocks: list[tuple[list[int], list[int]]], readers: list["_Reader"]) -> Batch:
+        ids = torch.tensor([block for block, _ in blocks])
+        positions = [_positions(starts if self.isolate else [0], self.length) for _, starts in blocks]
+        cursors, states = [list(each.cursor) for each in readers], [each.order.state() for each in readers]
+        return Batch(ids, torch.tensor(positions), {"cursors": cursors, "states": states})
 
 
 def _positions(starts: list[int], length: int) -> list[int]:
@@ -142,17 +193,10 @@ def _positions(starts: list[int], length: int) -> list[int]:
 class _Reader:
     """The endless tokens of one data set, from a cursor (epoch, document of that epoch, token of that document) on."""
 
-    def __init__(
-        self,
-        rows: Documents,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        shuffle_buffer: int,
-        cursor: tuple[int, int, int],
-    ):
-        self.rows, self.tokenizer, self.seed, self.shuffle_buffer = rows, tokenizer, seed, shuffle_buffer
+    def __init__(self, order: DocumentOrder, tokenizer: PreTrainedTokenizerBase, cursor: tuple[int, int, int]):
+        self.order, self.tokenizer = order, tokenizer
         self.epoch, self.document, self.token = cursor
-        self._texts = self._epoch_from(self.document)
+        self._texts = order.texts(self.epoch, self.document)
         self._tokens: list[int] | None = None
 
     @property
@@ -180,20 +224,10 @@ class _Reader:
         if text is None:
             if self.document == 0:
                 raise UserError(
-                    "a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`"
+                    "a data set of `dataset.name` has no document to train on; lower `dataset.heldout_share`, or, where it "
+                    "has fewer documents than there are processes and workers, set `dataset.divided_by: blocks`"
                 )
             self.epoch, self.document = self.epoch + 1, 0
-            self._texts = self._epoch_from(0)
+            self._texts = self.order.texts(self.epoch, 0)
             return self._next_text()
         return text
-
-    def _epoch_from(self, document: int) -> Iterator[str]:
-        if isinstance(self.rows, datasets.IterableDataset):
-            rows = self.rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
-            rows.set_epoch(self.epoch)
-            # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
-            texts = (text for batch in rows.iter(batch_size=1) for text in batch["text"])
-            return itertools.islice(texts, document, None)
-        order = list(range(len(self.rows)))
-        random.Random(self.seed + 1_000_003 * self.epoch).shuffle(order)
-        return (self.rows[index]["text"] for index in order[document:])

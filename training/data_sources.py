@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
 
-from .config import DatasetConfig, TrainConfig
+from .config import DOCUMENTS, DatasetConfig, TrainConfig
 from .data import Batch, TrainingBlocks
 
 
@@ -25,6 +25,7 @@ def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
         seed=config.seed,
         isolate=dataset.isolate_documents,
         shuffle_buffer=dataset.shuffle_buffer,
+        by_documents=dataset.divided_by == DOCUMENTS,
     )
 
 

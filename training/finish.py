@@ -20,6 +20,7 @@ from .optimizer import merged_state
 from .reporting import Reporter, write_summary
 from .run_records import write_record
 from .run_state import RunState
+from .stream_places import readers_of
 from .threshold_calibration import calibrate_threshold
 from .validation import measure
 
@@ -54,7 +55,13 @@ def finish(
     }
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
-    following = stream.shard(start=run.step * engine.blocks_per_step, cursor_S3=run.cursor_S3)
+    # All processes calibrate on the same text: what the first would train on next.
+    following = stream.shard(
+        world=engine.world if run.places.is_shared else 1,
+        start=run.step * engine.blocks_per_step,
+        workers=readers_of(config),
+        places=run.places.saved[0],
+    )
     engine.wrapped.eval()
     with engine.computing():
         summary |= _calibrate_and_measure(engine.model, config, following, heldout, reporter)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +34,7 @@ from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
 from .step import optimizer_step
+from .stream_places import readers_of
 from .throughput import model_flops
 
 
@@ -83,15 +83,15 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     engine.wrapped.train()
     while run.step < steps:
         _schedule(engine, run.step)
-        step_batches = list(itertools.islice(batches, config.optimizer.gradient_accumulation_steps))
+        passes = config.optimizer.gradient_accumulation_steps
+        step_batches = list(itertools.islice(batches, passes))
+        run.places.note(step_batches, run.step * passes)
         _step(engine, run, step_batches, gradient_norms, reporter)
         if inspection_due(run.step, steps, config.report.inspect_every):
             _inspect(engine, run.step, tokenizer, sentence, reporter)
         is_due = config.checkpoint_every and run.step % config.checkpoint_every == 0
         if is_due or run.step == steps:
-            # The last process reads the last block of a step, so it knows where the text continues.
-            cursor_S3 = step_batches[-1].cursor_S3.to(engine.device)
-            run.cursor_S3 = broadcast(cursor_S3, from_process=engine.world - 1).cpu()
+            run.places.gather()
         if is_due:
             _check_projections(engine, run)
             progress = run.progress(engine) | {"run_id": record["run_id"]}
@@ -152,7 +152,8 @@ def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[
         rank=engine.accelerator.process_index,
         world=engine.world,
         start=run.step * engine.blocks_per_step,
-        cursor_S3=run.cursor_S3,
+        workers=readers_of(engine.config),
+        places=run.places.own,
     )
     # A forked worker inherits locks that the threads of a process with a model and a tokenizer may hold.
     context = "spawn" if workers else None

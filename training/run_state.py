@@ -1,14 +1,8 @@
-"""Where a run stands: how it begins, what a saved state records of it, and how it resumes.
-
-Shapes: S data sets; 3 is a cursor (see :class:`training.data.Batch`).
-"""
+"""Where a run stands: how it begins, what a saved state records of it, and how it resumes."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from dynakv.objective import RateController
 from lowrank_kv.utils.config import to_dict
@@ -20,6 +14,7 @@ from .divergence_guard import DivergenceGuard
 from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
+from .stream_places import StreamPlaces
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -29,14 +24,14 @@ class RunState:
     Attributes:
         step: optimizer steps done.
         lr_projection: peak learning rate of U.
-        cursor_S3: position in the training text after the last saved state, or at the run's end; None at its beginning.
+        places: where the training text continues.
         controller: holds α.
         guard: stops the run if it diverges.
     """
 
     step: int
     lr_projection: float
-    cursor_S3: Tensor | None
+    places: StreamPlaces
     controller: RateController
     guard: DivergenceGuard
 
@@ -46,7 +41,7 @@ class RunState:
             "controller": self.controller.state(),
             "divergence_guard": self.guard.state(),
             "lr_projection": self.lr_projection,
-            "cursor": self.cursor_S3.tolist(),
+            "places": self.places.saved,
             "blocks_per_step": engine.blocks_per_step,
             "config": to_dict(engine.config),
         }
@@ -77,7 +72,8 @@ def begin_run(
     estimate = initialize(engine, stream)
     price = price if price is not None else estimate or DEFAULT_PRICE
     controller = _controller(engine.config, start=price)
-    return RunState(step=0, lr_projection=lr_projection, cursor_S3=None, controller=controller, guard=guard)
+    places = StreamPlaces(engine, None)
+    return RunState(step=0, lr_projection=lr_projection, places=places, controller=controller, guard=guard)
 
 
 def resume_run(
@@ -99,12 +95,12 @@ def resume_run(
             f"`optimizer.steps` is {settings.steps}, and the resumed run has done {step} steps already; set it to {step} "
             f"or more"
         )
+    places = StreamPlaces(engine, progress["places"])
     load_into(engine, state, step)
     drop_later_states(state.parent, step, engine)
     guard.load(progress["divergence_guard"])
     controller = _controller(engine.config, **progress["controller"])
-    cursor_S3 = torch.tensor(progress["cursor"])
-    return RunState(step=step, lr_projection=lr_projection, cursor_S3=cursor_S3, controller=controller, guard=guard)
+    return RunState(step=step, lr_projection=lr_projection, places=places, controller=controller, guard=guard)
 
 
 def _controller(config: TrainConfig, **state: float | None) -> RateController:

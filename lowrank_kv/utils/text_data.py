@@ -3,9 +3,11 @@
 Shapes: T tokens of a block.
 """
 
+import bisect
 import functools
 import glob
 import hashlib
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +20,9 @@ from lowrank_kv.utils.errors import UserError
 
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
+
+# A text of so many characters, and so many times what is wanted of it, is not tokenized whole to pick a few blocks.
+_TOKENIZED_WHOLE, _TIMES_NEEDED = 30_000_000, 50
 
 STREAMING_HELP = (
     "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
@@ -181,10 +186,17 @@ def document_blocks(
     """`count` blocks (or as many as there are), (count, T) int64, and where in them documents start, (count, T) bool.
 
     They lie at even distances through all documents, so that a few blocks represent all of the text, whatever the order of
-    its documents; of documents that are streamed they are the first.
+    its documents; of documents that are streamed they are the first. Of long texts only the documents around the blocks are
+    tokenized, and each block begins a document.
     """
     from datasets import IterableDataset
 
+    if not isinstance(rows, IterableDataset):
+        ends = list(itertools.accumulate(len(text) for batch in rows.iter(1000) for text in batch["text"]))
+        if ends and ends[-1] > max(_TOKENIZED_WHOLE, _TIMES_NEEDED * count * length):
+            sampled = _sampled_blocks(rows, tokenizer, length, count, ends)
+            if len(sampled[0]) == count:  # else it is of a few long documents, which have more blocks than one each
+                return sampled
     limit = count * length if isinstance(rows, IterableDataset) else None
     ids: list[int] = []
     starts: list[int] = []
@@ -202,6 +214,28 @@ def document_blocks(
     is_start[starts] = True
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
     return tuple(of[: usable * length].view(usable, length)[picked] for of in (torch.tensor(ids), is_start))
+
+
+def _sampled_blocks(
+    rows: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, length: int, count: int, ends: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The same of a long text, whose documents end at the characters `ends`: from even distances through it, each block is
+    the next one that has not been read."""
+    ids: list[int] = []
+    starts: list[int] = []
+    following = 0
+    for part in range(count):
+        document = max(following, bisect.bisect_left(ends, part * ends[-1] // count))
+        wanted = len(ids) + length
+        while len(ids) < wanted and document < len(ends):
+            starts.append(len(ids))
+            ids += tokens_of(rows[document]["text"], tokenizer)
+            document += 1
+        following, ids = document, ids[:wanted]
+    usable = len(ids) // length
+    is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
+    is_start[[start for start in starts if start < len(ids)]] = True
+    return tuple(of[: usable * length].view(usable, length) for of in (torch.tensor(ids), is_start))
 
 
 def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:

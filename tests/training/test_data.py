@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import dynakv
 from dynakv import DynaKVConfig
 from evaluation.texts import TextConfig, read_texts
+from lowrank_kv.utils import text_data
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, blocks, document_blocks, hold_out, load_documents, tokens_of
 from training.data import Batch, TrainingBlocks
@@ -77,12 +78,12 @@ def test_the_order_is_the_same_under_any_processes_and_workers(texts, streaming,
 def test_a_cursor_goes_on_where_its_batch_ended(texts, streaming):
     stream = stream_of(texts, streaming=streaming)
     batches = first_batches(stream.shard(batch=2), 40)  # several epochs of the second data set
-    assert batches[-1].cursor_S3[1, 0] >= 1
+    assert batches[-1].place["cursors"][1][0] >= 1
     for place in (3, 25):
-        on = first_batches(stream.shard(batch=2, start=2 * place, cursor_S3=batches[place - 1].cursor_S3), 5)
+        on = first_batches(stream.shard(batch=2, start=2 * place, places=[batches[place - 1].place]), 5)
         for expected, found in zip(batches[place : place + 5], on, strict=True):
             assert torch.equal(found.ids_BT, expected.ids_BT)
-            assert torch.equal(found.cursor_S3, expected.cursor_S3)
+            assert found.place == expected.place
         run_through = first_batches(stream.shard(batch=2, start=2 * place), 1)[0]
         assert torch.equal(run_through.ids_BT, batches[place].ids_BT)
 
@@ -239,3 +240,33 @@ def test_a_share_that_leaves_nothing_is_an_error(texts, tmp_path):
     rows = hold_out(load(tmp_path / "one.jsonl"), 1.0)[0]
     with pytest.raises(UserError, match="no document to train on; lower `dataset.heldout_share`"):
         TrainingBlocks([rows], [1], byte_tokenizer(), 8, seed=0).first(1)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_of_a_long_text_only_what_is_needed_is_tokenized(texts, count, monkeypatch):
+    rows = load(texts / "*.jsonl")
+    tokenizer, read = byte_tokenizer(), []
+    monkeypatch.setattr(text_data, "_TOKENIZED_WHOLE", 100)
+    monkeypatch.setattr(text_data, "_TIMES_NEEDED", 0)
+    monkeypatch.setattr(text_data, "tokens_of", lambda text, _: read.append(text) or tokens_of(text, tokenizer))
+    ids_NT, starts_NT = document_blocks(rows, tokenizer, 16, count)
+    assert ids_NT.shape == starts_NT.shape == (count, 16)
+    assert bool(starts_NT[:, 0].all()), "each block begins a document"
+    assert len(read) == len(set(read)) < len(rows)
+    for ids, starts in zip(ids_NT, starts_NT, strict=True):
+        expected = [t for t in range(16) if t == 0 or ids[t - 1] == tokenizer.eos_token_id]
+        assert starts.nonzero().flatten().tolist() == expected
+    if count == 8:
+        first_words = [tokenizer.decode(ids.tolist())[:1] for ids in ids_NT]
+        assert first_words == sorted(first_words)
+        assert set(first_words) == {"a", "b"}, "from all of the text"
+
+
+def test_a_long_text_of_few_documents_gives_as_many_blocks_as_there_are(tmp_path, monkeypatch):
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": word * 30}) + "\n" for word in "ab"))
+    monkeypatch.setattr(text_data, "_TOKENIZED_WHOLE", 10)
+    monkeypatch.setattr(text_data, "_TIMES_NEEDED", 0)
+    ids_NT, _ = document_blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 16, 3)
+    assert ids_NT.shape == (3, 16), "documents that are longer than a block give several"
+    with pytest.raises(UserError, match="too few for one block of 100"):
+        document_blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 100, 1)

@@ -158,7 +158,8 @@ def test_configurations_of_8b_models_on_a_tiny_one(training_values, text_file, t
     values = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
     smaller = {
         "model": training_values["model"],
-        "dataset": {"name": str(text_file), "text_field": "text", "heldout_share": 0.1, "sequence_length": 64},
+        "dataset": {"name": str(text_file), "text_field": "text", "heldout_share": 0.1, "sequence_length": 64}
+        | {"divided_by": "blocks"},  # so that one process sees the same
         "calibration": {"tokens": 256},
         "optimizer": {"steps": 3},
         "heldout_blocks": 1,
