@@ -248,7 +248,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) -> None:
-    """Fill the compressors of `model`; names and shapes must match exactly, and nothing is filled unless all do."""
+    """Fill the compressors of `model`; names, shapes and dtypes must match, all numbers be finite, and nothing
+    is filled unless all do."""
     targets = {
         f"layers.{index}.{name}": tensor
         for index, layer in compressors(model).items()
@@ -267,6 +268,11 @@ def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) ->
             raise UserError(
                 f"`{origin}` does not fit this model: {name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}"
             )
+        if tensor.dtype != state[name].dtype:
+            found, needed = (str(each.dtype).removeprefix("torch.") for each in (state[name], tensor))
+            raise UserError(f"`{origin}` does not fit this model: {name} is of {found}, needed is {needed}")
+        if not bool(state[name].isfinite().all()):
+            raise UserError(f"{name} of `{origin}` has numbers that are not finite; go back to an earlier checkpoint")
     for name, tensor in targets.items():
         tensor.copy_(state[name])
 

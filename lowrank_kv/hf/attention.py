@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, EncoderDecoderCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank_kv.hf.backends import MASKED_BACKENDS, backend
@@ -174,11 +174,22 @@ def begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
 
 def _compressed_layer(module: nn.Module, cache: Any) -> CompressedLayer | None:
     """The layer of a compressed cache that a module's call fills; None for any other cache."""
+    if isinstance(cache, EncoderDecoderCache):
+        _check_not_wrapped(module, cache)
+        return None
     # A DynamicCache made without a config has no layers before their first tokens come.
     if cache is None or module.layer_idx >= len(cache.layers):
         return None
     layer = cache.layers[module.layer_idx]
     return layer if isinstance(layer, CompressedLayer) else None
+
+
+def _check_not_wrapped(module: nn.Module, cache: EncoderDecoderCache) -> None:
+    if any(isinstance(layer, CompressedLayer) for layer in cache.self_attention_cache.layers):
+        raise UserError(
+            f"{type(module).__name__} wraps its cache for an encoder beside it, and a compressed cache serves decoders "
+            f"only; use a model of another family, or configure this one without cross-attention"
+        )
 
 
 def _num_tokens(args: tuple, kwargs: dict) -> int:

@@ -148,6 +148,16 @@ def _check_family(model: PreTrainedModel, config: PreTrainedConfig) -> None:
             f"{config.model_type} fills a cache of a class of its own, which a compressed cache cannot replace; use a model "
             f"of another family"
         )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UserError(
+            f"{config.model_type} has layers that attend to the keys and values of another layer (num_kv_shared_layers="
+            f"{config.num_kv_shared_layers}), which a compressed cache cannot give them; use a model of another family"
+        )
+    if getattr(config, "cross_attention_layers", None):
+        raise UserError(
+            f"{config.model_type} has layers that attend to an image and not to the text (cross_attention_layers), which a "
+            f"compressed cache does not hold; use a model of another family"
+        )
     if getattr(config, "kv_lora_rank", None):
         raise UserError(
             f"{config.model_type} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): its keys and values "
@@ -165,9 +175,11 @@ def _heads_of(config: PreTrainedConfig) -> tuple[int, int]:
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Layer index → the decoder's attention module, for every layer. Raises :class:`UserError` when none is found."""
+    # Encoders of images or sounds may number their attention, too.
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = {
         module.layer_idx: module
-        for module in model.modules()
+        for module in decoder.modules()
         if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
     }
     if not found:

@@ -37,13 +37,22 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         else:
             check_not_switched(module)
     if previous != ATTENTION_NAME:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(_of_the_decoder(model, ATTENTION_NAME))
         if model.config._attn_implementation != ATTENTION_NAME:
             raise UserError(
                 f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
             )
     hook_generation(model)
     return model
+
+
+def _of_the_decoder(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
+    """The attention of a model's text decoder, as `set_attn_implementation` takes it; encoders of images or sounds keep
+    theirs."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {"": attention, parts[0]: attention} if parts else attention
 
 
 def is_prepared(model: PreTrainedModel) -> bool:
@@ -61,4 +70,4 @@ def restore(model: PreTrainedModel) -> None:
             prepared.hook.remove()
             previous = prepared.previous
     if previous is not None:
-        model.set_attn_implementation(previous)
+        model.set_attn_implementation(_of_the_decoder(model, previous))

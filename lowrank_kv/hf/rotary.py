@@ -49,15 +49,24 @@ class Rotary:
         """The rotation of a model; None for a family without rotary embeddings.
 
         Raises:
-            UserError: the model has several rotary modules, or its compressed layers rotate differently.
+            UserError: the model has several rotary modules, or none that is found, or its compressed layers rotate
+                differently.
         """
-        modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+        decoder = model.get_decoder()
+        modules = [module for name, module in decoder.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+        if not modules:  # LFM2-MoE has another name for it
+            modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
         if len(modules) > 1:
             raise UserError(f"{type(model).__name__} has {len(modules)} rotary modules; models with one are supported")
         functions = [rotary_function(module) for module in attention_modules(model).values()]
         function = next((each for each in functions if each is not None), None)
-        if not modules or function is None:
+        if function is None:
             return None
+        if not modules:
+            raise UserError(
+                f"{type(model).__name__} rotates keys by a module that was not found, and a compressed cache could not "
+                f"rotate them again; use a model of another family"
+            )
         [module] = modules
         return cls(function, module, _layer_type(model) if isinstance(_rope_type(module), dict) else None)
 
@@ -138,6 +147,9 @@ def _rotates(module: nn.Module) -> bool:
     if not getattr(module, "use_rope", True):  # SmolLM3
         return False
     config = module.config
+    layer_types, of_types = getattr(config, "layer_types", None), getattr(config, "rope_parameters", None) or {}
+    if layer_types and set(layer_types) & of_types.keys() and of_types.get(layer_types[module.layer_idx]) is None:
+        return False  # beam: rotations are given for each kind of layers, and none for this one
     if config.model_type not in _ONLY_WINDOWS_ROTATE or getattr(config, "sliding_window", None) is None:
         return True
     return config.layer_types[module.layer_idx] != "full_attention" or getattr(module, "force_rope", False)

@@ -170,6 +170,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
         past = self.get_seq_length()
+        assert context.rope is None or self.history is not None or not self.rotates, "rotations would be forgotten"
         if self.history is not None and self.rotates and context.rope is not None:
             context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
         try:

@@ -1,0 +1,212 @@
+"""Directories made to harm: they are refused before memory is taken, and nothing outside of them is touched."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from methods import calibration_of, dynakv_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+import dynakv
+from dynakv.checkpoint import CONFIG, WEIGHTS, write_compressor
+from lowrank_kv.calibration.calibration import MOMENTS, Calibration
+from lowrank_kv.utils.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+LITTLE = 200 << 20  # bytes that a refusal may take on top of what is there
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "compressor")
+    return tmp_path / "compressor", model
+
+
+def header(tensors: dict, size: int | None = None) -> bytes:
+    """A safetensors file of this header, with no data."""
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+HUGE = {"dtype": "F32", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 42]}
+OVERFLOWING = {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 16]}
+OVERLAPPING = {"dtype": "F32", "shape": [4], "data_offsets": [8, 4]}
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MOMENTS])
+@pytest.mark.parametrize(
+    "content",
+    [
+        header({"layers.0.key.projection.weight": HUGE}),
+        header({"layers.0.key.projection.weight": OVERFLOWING}),
+        header({"layers.0.key.projection.weight": OVERLAPPING}),
+        header({}, size=1 << 62),
+        header({"../../outside": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + b"\0\0\0\0",
+        pickle.dumps({"weights": [1.0]}),
+        b"",
+    ],
+    ids=["huge", "overflowing", "overlapping", "huge-header", "path", "pickle", "empty"],
+)
+def test_hostile_tensors_are_refused_with_little_memory(saved, name, content, tmp_path):
+    directory, _ = saved
+    if name == MOMENTS:
+        directory = tmp_path / "calibration"
+        calibration_of(tiny_model()).save(directory, model="tiny", text=["random"])
+    (directory / name).write_bytes(content)
+    _sign(directory, name)
+    model, before, files = tiny_model(), resident(), set(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=directory.name):
+        dynakv.attach(model, directory) if name == WEIGHTS else Calibration.load(directory)
+    assert resident() - before < LITTLE
+    assert set(tmp_path.rglob("*")) == files
+    assert not dynakv.is_attached(model)
+
+
+def _sign(directory: Path, name: str) -> None:
+    """Make the hashes right, as whoever made the directory can."""
+    from dynakv.checkpoint import SHA256, _hash_of_entries, _hash_of_file
+
+    values = json.loads((directory / CONFIG).read_text())
+    if name == MOMENTS:
+        values["sha256"] = _hash_of_file(directory / name)
+    else:
+        values[SHA256] = {WEIGHTS: _hash_of_file(directory / name)}
+        values[SHA256][CONFIG] = _hash_of_entries(values)
+    (directory / CONFIG).write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused_and_named(saved, bad):
+    directory, model = saved
+    state = load_file(directory / WEIGHTS)
+    name = sorted(state)[0]
+    state[name].view(-1)[0] = bad
+    shutil.rmtree(directory)
+    directory.mkdir()
+    write_compressor(model, directory, state)
+    with pytest.raises(UserError, match=rf"{name} .*not finite"):
+        dynakv.attach(tiny_model(), directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.complex64])
+def test_other_dtypes_are_refused_and_named(saved, dtype):
+    directory, model = saved
+    state = load_file(directory / WEIGHTS)
+    name = "layers.0.key.projection.weight"
+    state[name] = state[name].to(dtype)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    write_compressor(model, directory, state)
+    with pytest.raises(UserError, match=rf"{name} .*{str(dtype).removeprefix('torch.')}, needed is float32"):
+        dynakv.attach(tiny_model(), directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("geometry", {"layers": list(range(10**6)), "num_kv_heads": 2, "head_dim": 16}),
+        ("geometry", {"layers": [0, 1, 2], "num_kv_heads": 2**40, "head_dim": 2**40}),
+        ("compressor", {"granularity": 10**30}),
+        ("compressor", {"threshold": "__import__('os').system('true')"}),
+        ("base_model", "../../etc/passwd"),
+    ],
+)
+def test_hostile_settings_are_refused_or_harmless(saved, key, value, tmp_path):
+    directory, _ = saved
+    values = json.loads((directory / CONFIG).read_text())
+    values[key] = value
+    (directory / CONFIG).write_text(json.dumps(values))
+    _sign(directory, WEIGHTS)
+    before, files = resident(), set(tmp_path.rglob("*"))
+    if key == "base_model":
+        model = tiny_model()
+        model.config._name_or_path = "mine"
+        with pytest.warns(UserWarning, match="was made on"):
+            dynakv.attach(model, directory)  # a name is compared, never opened
+    else:
+        with pytest.raises(UserError):
+            dynakv.attach(tiny_model(), directory)
+    assert resident() - before < LITTLE
+    assert set(tmp_path.rglob("*")) == files
+
+
+OPENED = """
+import sys
+written = []
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        mode, flags = arguments[1], arguments[2]
+        if (mode and set(mode) & set("wax+")) or (flags or 0) & 3:
+            written.append(arguments[0])
+    elif event in ("os.rename", "os.mkdir", "os.symlink", "os.link"):
+        written.append(str(arguments[0] if event == "os.mkdir" else arguments[1]))
+    elif event in ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "socket.connect"):
+        written.append(event)
+import torch
+sys.path.insert(0, "tests")
+from methods import dynakv_model, tiny_model
+import dynakv, ojakv
+from methods import calibration_of
+model = tiny_model()
+dynakv_model(model, 0.4)
+ids = torch.randint(1, 97, (1, 20))
+model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)  # compiles what is compiled once
+calibration = calibration_of(tiny_model())
+sys.addaudithook(watch)
+target = sys.argv[1]
+dynakv.save_compressor(model, target + "/compressor")
+calibration.save(target + "/bases", model="tiny", text=["random"])
+stock = dynakv.attach(tiny_model(), target + "/compressor")
+stock.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+other = tiny_model()
+cache = ojakv.OjaKVCache.from_model(other, ojakv.OjaKVConfig.preset("ojakv"), bases=target + "/bases")
+other.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, past_key_values=cache)
+outside = [name for name in written if not name.startswith(target) and not name.startswith("/dev/null")]
+assert not outside, outside
+assert any(name.startswith(target) for name in written), "the hook must see something"
+"""
+
+
+def test_nothing_is_written_outside_of_the_directory_nor_unpickled_nor_started(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, str(tmp_path / "given")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_tensors_are_never_read_by_pickle_and_no_code_of_a_model_is_trusted():
+    parts = ("lowrank_kv", "dynakv", "ojakv", "training", "evaluation")
+    for path in (each for part in parts for each in (ROOT / part).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for forbidden in ("torch.load", "pickle.load", "trust_remote_code", "shell=True", "os.system", "eval("):
+            assert forbidden not in text.replace(".eval(", ""), f"{path.relative_to(ROOT)} has {forbidden}"
+
+
+def test_a_tensor_of_another_file_is_not_taken(saved, tmp_path):
+    """A link to what is elsewhere is read as what it is: the hash decides."""
+    directory, _ = saved
+    other = tmp_path / "other.safetensors"
+    save_file({"x": torch.zeros(3)}, other)
+    (directory / WEIGHTS).unlink()
+    (directory / WEIGHTS).symlink_to(other)
+    with pytest.raises(UserError, match="SHA-256"):
+        dynakv.attach(tiny_model(), directory)
