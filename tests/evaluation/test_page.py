@@ -136,6 +136,33 @@ def test_one_budget_is_drawn_as_bars(record):
     assert "learned 0.06, 8%" in text
 
 
+def test_scores_of_tasks_stand_in_a_table_of_their_own(record):
+    rows = [
+        {
+            "method": "full",
+            "dataset": "niah",
+            "rate": 1.0,
+            "score": 90.0,
+            "items": 20,
+            "of_full": 100.0,
+            "metric": "match",
+        },
+        {
+            **{"method": "learned 0.06", "dataset": "niah", "rate": 0.08, "score": 81.0, "items": 20, "of_full": 90.0},
+            **{"difference": -9.0, "difference_low": -17.5, "difference_high": -2.5, "metric": "match"},
+        },
+        {"method": "full", "dataset": "vt", "rate": 1.0, "score": 0.0, "items": 20, "of_full": None, "metric": "match"},
+    ]
+    text = page([record, record | {"rows": rows}])
+    read(text)
+    table = text[text.index('id="tasks"') :]
+    assert "81.0" in table
+    assert "−17.5 to −2.5" in table
+    assert table.count('<td data-value="-1">–</td>') == 1  # not measured
+    assert "niah: match, 20 items" in table
+    assert 'id="fronts"' not in page([record | {"rows": rows}])
+
+
 def test_labels_do_not_lie_on_one_another():
     room = Placed(0, 0, 400, 300)
     first, second = (room.label(100, 100, "one method", "c0") for _ in range(2))
