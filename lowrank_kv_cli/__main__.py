@@ -31,6 +31,10 @@ COMMANDS = {
     ),
     "report": ("lowrank_kv_cli.evaluation.page.command", "show records of comparisons as one HTML page"),
     "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
+    "measure": (
+        "lowrank_kv_cli.training.measure_command",
+        "measure on a text how much a compressor keeps, for the pages of a server",
+    ),
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\
