@@ -29,8 +29,7 @@ from lowrank_kv.utils import cli
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.errors import UserError
 from ojakv import Calibration, OjaKVCache, OjaKVConfig
-
-from .tiny_families import NotBuiltError, families, tiny_configs, tiny_model
+from scripts.tiny_families import NotBuiltError, families, tiny_configs, tiny_model
 
 DOCUMENT = Path("docs/models.md")
 OPEN, CLOSE = "<!-- models -->", "<!-- /models -->"
