@@ -17,6 +17,7 @@ COMMANDS = {
         "calibrate the bases of an OjaKV cache, or of a training run, on any text",
     ),
     "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
+    "launch": ("lowrank_kv_cli.launch", "start a command in several processes, as `accelerate launch` does"),
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes"),
@@ -45,7 +46,7 @@ first steps, without training (TEXT.jsonl has a document a line, under the key `
 
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
 
-    accelerate launch -m lowrank_kv_cli train --config train.yaml
+    lowrank-kv launch -m lowrank_kv_cli train --config train.yaml  # or accelerate launch
 """
 
 
