@@ -117,7 +117,7 @@ def test_the_front_is_what_nothing_beats(record):
     points = [point for point in points_of([record]) if point.dataset == "novels"]
     assert [point.label for point in front(points)] == ["learned 0.06", "tokenwise-mixed 0.1", "tokenwise-mixed 0.2"]
     drawn, beyond = panel(points, colours_of(points), field="kl", y_label="KL")
-    assert [each.split(" (")[0] for each in beyond] == ["rotated-int2", "snapkv at 0.2"]
+    assert [each.split(" (")[0] for each in beyond] == ["rotated-int2", "snapkv at 0.2"]  # of too much divergence
     assert drawn.count("beyond") == 2
     assert "on the front: learned 0.06, tokenwise-mixed 0.1" in drawn
     for point in points:
