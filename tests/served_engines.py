@@ -34,18 +34,20 @@ class Files:
             "page_margin": 5.0,
         }
 
-    @torch.no_grad()
-    def generated(self, prompt: list[int], new: int = NEW, *, chunk: int = BATCHED, **settings: Any) -> list[int]:
-        """What transformers says greedily, through a cache that reads the prompt in chunks."""
+    def cache(self, model: PreTrainedModel | None = None, **settings: Any) -> OjaKVCache:
+        """What keeps tokens as a server with these settings does, for the model or a twin in another dtype."""
         from lowrank_kv_vllm.plans import retention
         from lowrank_kv_vllm.settings import ServingConfig
 
-        settings = {**self.settings, **settings}
+        model, settings = model or self.model, {**self.settings, **settings}
         kept = retention(ServingConfig(**settings))
         stored = {key: settings[key] for key in ("cache_dtype", "group_size", "prefill") if key in settings}
         config = OjaKVConfig.preset(settings["preset"], rate=settings["rate"], **kept, **stored)
-        calibration = Calibration.load(settings["bases"]).for_model(self.model)
-        return greedy(self.model, OjaKVCache(self.model, make_plan(calibration, config)), prompt, new, chunk)
+        return OjaKVCache(model, make_plan(Calibration.load(settings["bases"]).for_model(model), config))
+
+    def generated(self, prompt: list[int], new: int = NEW, *, chunk: int = BATCHED, **settings: Any) -> list[int]:
+        """What transformers says greedily, through a cache that reads the prompt in chunks."""
+        return greedy(self.model, self.cache(**settings), prompt, new, chunk)
 
 
 @torch.no_grad()
