@@ -99,10 +99,13 @@ def serving(files: Files, settings: dict[str, Any] | None, **changed: Any) -> It
 
         rotary_embedding._ROPE_DICT.clear()
         engine = LLM(**arguments(files, settings, **changed))
-        yield engine
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        try:
+            yield engine
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
 
 def served(engine, prompts: list[list[int]], new: int = NEW, **sampling: Any) -> list[Any]:

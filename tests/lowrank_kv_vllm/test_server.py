@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 from methods import calibration_of, planned_model, tiny_model
 from served_engines import BATCHED, BLOCK, MEMORY, NEW, prompt_of
 
@@ -42,8 +41,8 @@ def test_sixteen_streams_at_once_say_what_generate_says(server, files):
         answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
     assert [answer.token_ids for answer in answers] == [files.generated(prompt, **REBUILT) for prompt in prompts]
     assert watch.largest["vllm:num_requests_running"] > 1
-    decode = byte_tokenizer().decode
-    assert [answer.text for answer in answers] == [decode(answer.token_ids) for answer in answers]
+    again = server.complete(prompts[5], max_tokens=NEW, ignore_eos=True)
+    assert again.text == answers[5].text != ""
     assert all(answer.started < answer.first < answer.last for answer in answers)
 
 
