@@ -6,6 +6,7 @@ The arguments are those of `accelerate launch`. A mistake in the command, or Ctr
 traceback of the launcher.
 """
 
+import argparse
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from lowrank_kv.utils.cli import INTERRUPTED
 
 def main(argv: list[str]) -> None:
     parser = launch_command_parser()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.prog, parser.description = sys.argv[0], __doc__
     arguments = parser.parse_args(argv)
     try:
