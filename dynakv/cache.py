@@ -60,7 +60,13 @@ class DynaKVCache(LowRankCache):
         if not config.has_plan:
             codecs = {index: layer.codec() for index, layer in layers.items()}
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
-        windowed = WindowedConfig(**to_dict(config.exact_tokens), eviction=config.eviction, prefill=config.prefill)
+        windowed = WindowedConfig(
+            **to_dict(config.exact_tokens),
+            own_directions=config.own_directions,
+            own_directions_from=config.own_directions_from,
+            eviction=config.eviction,
+            prefill=config.prefill,
+        )
         bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
         plan = Plan(config=windowed, geometry=geometry_of(model), layers=bases)
         return lambda: cls(model, {index: WindowedLayer(plan, index) for index in bases})

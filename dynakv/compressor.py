@@ -17,12 +17,11 @@ from dynakv.projection import RELATIVE, Projection
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.bases.loss_weighted import WeightedBasis
 from lowrank_kv.bases.pca import Basis
+from lowrank_kv.calibration.bit_plans import CodedBasis
 from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
-from lowrank_kv.stores.bit_plan import BitPlan
-from lowrank_kv.stores.token_plans import TokenPlans
 
 _RANK_POLICIES = {NESTED: NestedRank, PLAN: PlannedBits}
 
@@ -51,10 +50,10 @@ class TokenCompressor(nn.Module):
         self.projection.initialize(basis.basis_CC, basis.inverse_CC)
         self.gate.initialize_at(basis.energy_C, rank, self.config.threshold)
 
-    def initialize_coded(self, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan | TokenPlans) -> None:
-        """Start from a training-free coder (:class:`lowrank_kv.calibration.bit_plans.CodedBasis`)."""
-        self.projection.initialize(encoder_CC, decoder_CC)
-        self.gate.initialize(plan)
+    def initialize_coded(self, coder: CodedBasis) -> None:
+        """Start from a training-free coder."""
+        self.projection.initialize(coder.encoder_CC, coder.decoder_CC)
+        self.gate.initialize(coder.plan, coder.importance_C)
 
     def forward(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compress and rebuild states without a cache: as trained in training mode, as stored at inference otherwise.
@@ -104,9 +103,12 @@ class TokenCompressor(nn.Module):
         """What a cache starts from where there is a plan; the same object until a parameter changes."""
         device = self.projection.weight.device
         basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, device)
-        found = self._initial_basis
-        if found is None or found[0] is not basis_CC or found[1].quantization is not self.gate.plan:
-            self._initial_basis = found = basis_CC, InitialBasis.coded(basis_CC, decoder_CC, self.gate.plan)
+        found, has_own = self._initial_basis, self.config.own_directions > 0
+        is_same = found is not None and found[0] is basis_CC and found[1].quantization is self.gate.plan
+        if not is_same or (found[1].shared is not None) != has_own:
+            importance_C = self.gate.importance if has_own else None
+            made = InitialBasis.coded(basis_CC, decoder_CC, self.gate.plan, importance_C=importance_C)
+            self._initial_basis = found = basis_CC, made
         return found[1]
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,17 @@ class DynaKVConfig:
     )
     cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
+    own_directions: int = option(
+        0,
+        help="with `rank_policy: plan`: how many directions each sequence may have beside the learned basis for what the "
+        "plan drops of its text, found when its prompt is compressed; training does not know them",
+        unit="directions",
+    )
+    own_directions_from: int = option(
+        128,
+        help="fewest tokens, compressed together as a sequence's first, in which own directions are found",
+        unit="tokens",
+    )
     eviction: Eviction = section(Eviction)
     exact_tokens: ExactTokens = section(ExactTokens)
 
@@ -103,6 +114,14 @@ class DynaKVConfig:
             "exact_tokens",
             to_dict(self.exact_tokens),
             "left out where `rank_policy` is not plan: a ragged cache keeps no token at full rank",
+        )
+        require(self.own_directions_from >= 1, "own_directions_from", self.own_directions_from, "at least 1")
+        require(self.own_directions >= 0, "own_directions", self.own_directions, "zero or positive")
+        require(
+            self.has_plan or not self.own_directions,
+            "own_directions",
+            self.own_directions,
+            f"0 where `rank_policy` is {self.rank_policy}: they find a place in a plan of bits",
         )
         self.quantization  # noqa: B018 - says what is wrong with it
 

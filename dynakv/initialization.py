@@ -86,8 +86,7 @@ def initialize_from_coders(model: PreTrainedModel, coders: Coders) -> None:
         coders: layer index → {"key": of unrotated joint keys, "value": of joint values}.
     """
     for (index, side), compressor in _sides(model).items():
-        coder = coders[index][side]
-        compressor.initialize_coded(coder.encoder_CC, coder.decoder_CC, coder.plan)
+        compressor.initialize_coded(coders[index][side])
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

@@ -4,7 +4,6 @@ Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have b
 """
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +25,27 @@ class PlannedBits(nn.Module):
         linear, square, rest, leading: of the gate (:class:`lowrank_kv.stores.importance_gate.ImportanceGate`).
         bounds: between the scores of classes, (K − 1,) fp32.
         shares: of tokens in each class, (K,) fp32.
+        importance: what the loss asks of each coefficient, (C,) fp32: what directions of a text's own are found by.
     """
 
     def __init__(self, width: int):
         super().__init__()
         self.register_buffer("bits", torch.zeros(MOST_CLASSES, width, dtype=torch.uint8))
         self.register_buffer("levels", torch.zeros(_ENDS[-1]))
-        for name, size in (("linear", width), ("square", width), ("rest", 3), ("bounds", MOST_CLASSES - 1)):
+        sizes = {"linear": width, "square": width, "rest": 3, "bounds": MOST_CLASSES - 1, "importance": width}
+        for name, size in sizes.items():
             self.register_buffer(name, torch.zeros(size))
         self.register_buffer("leading", torch.ones((), dtype=torch.int64))
         self.register_buffer("shares", torch.zeros(MOST_CLASSES))
         self._plans: tuple[tuple[int, int], BitPlan | TokenPlans] | None = None  # where the buffers were, what they say
 
     @torch.no_grad()
-    def initialize(self, plan: BitPlan | TokenPlans) -> None:
-        """Take over a plan, or one for each class, of at most C coefficients."""
+    def initialize(self, plan: BitPlan | TokenPlans, importance_C: Tensor) -> None:
+        """Take over a plan, or one for each class, of at most C coefficients, and what these matter."""
         for buffer in self.buffers():
             buffer.zero_()
         self.leading.fill_(1)
+        self.importance.copy_(importance_C)
         plans = (plan,) if isinstance(plan, BitPlan) else plan.plans
         for k, each in enumerate(plans):
             self.bits[k, : each.num_coefficients] = torch.tensor(each.bits, dtype=torch.uint8)
@@ -59,12 +61,6 @@ class PlannedBits(nn.Module):
         self.leading.fill_(plan.gate.leading)
         self.bounds[: len(plan.bounds_K)] = plan.bounds_K
         self.shares[: len(plans)] = torch.tensor(plan.shares)
-
-    @torch.no_grad()
-    def set_shares(self, shares: Sequence[float]) -> None:
-        """Say how tokens are divided into classes, which changes nothing but what they are expected to take."""
-        self.shares[: len(shares)] = torch.tensor(shares)
-        self._plans = None
 
     @property
     def plan(self) -> BitPlan | TokenPlans:

@@ -45,7 +45,13 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
         coded = coded_bases(calibration, config.rate, token_classes=config.token_classes)
         layers = {
             index: tuple(
-                InitialBasis.coded(side.encoder_CC, side.decoder_CC, side.plan) for side in (sides[KEY], sides[VALUE])
+                InitialBasis.coded(
+                    side.encoder_CC,
+                    side.decoder_CC,
+                    side.plan,
+                    importance_C=side.importance_C if config.own_directions else None,
+                )
+                for side in (sides[KEY], sides[VALUE])
             )
             for index, sides in coded.items()
         }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
+from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.stores.growable_tensor import grown
@@ -31,13 +32,14 @@ class PlannedSequence:
         has_started: whether the bases have followed any token.
         full_rank_capacity, low_rank_capacity: tokens for which there is room, those in use included.
         has_evicted: whether any token has been evicted.
+        has_own_directions: whether directions of its own have been found.
     """
 
     def __init__(self, config: WindowedConfig):
         self.config, self.schedule = config, RetentionSchedule(config)
         self.length = self.num_pinned = self.num_waiting = self.num_low_rank = 0
         self.full_rank_capacity = self.low_rank_capacity = 0
-        self.has_started = self.has_evicted = False
+        self.has_started = self.has_evicted = self.has_own_directions = False
 
     @classmethod
     def after(cls, config: WindowedConfig, *, prompt: int, tokens: int) -> "PlannedSequence":
@@ -83,6 +85,9 @@ class PlannedSequence:
             self._compress(step)
 
     def _compress(self, step: CompressionStep) -> None:
+        if not self.num_low_rank:
+            config = self.config
+            self.has_own_directions = config.own_directions > 0 and step.num_due >= config.own_directions_from
         num_full_rank = self.num_pinned + self.num_waiting - step.num_due + step.num_kept
         self.num_pinned = step.num_pinned + step.num_kept
         self.num_waiting = num_full_rank - self.num_pinned
@@ -133,6 +138,8 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
     parts, part_width, rank = initial.vectors_PWR.shape
     rows = sequence.low_rank_capacity * parts
     num_bytes = rows * _row_nbytes(initial, itemsize) + sequence.full_rank_capacity * width * itemsize
+    if sequence.has_own_directions and initial.shared is not None and initial.drops_some:
+        num_bytes += OwnDirections.nbytes(len(initial.shared.weight_C), config.own_directions)
     if initial.is_compressed and config.tracker != "fixed":
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
         if config.tracker == "frequent_directions":
@@ -146,8 +153,9 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
 
 def _row_nbytes(initial: InitialBasis, itemsize: int) -> float:
     """Bytes of one part's row."""
-    rank = initial.vectors_PWR.shape[2]
-    return rank * itemsize if initial.quantization is None else initial.quantization.nbytes(rank)
+    if initial.quantization is None:
+        return initial.rank * itemsize
+    return initial.quantization.nbytes(initial.rank)
 
 
 def plan_for_bytes(
@@ -209,9 +217,6 @@ def token_nbytes(plan: Plan, itemsize: int) -> float:
     return sum(initial.parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
 
 
-_LONGEST = 2**40  # tokens of no sequence
-
-
 def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     """From how many tokens on one sequence, read as a prompt, takes fewer bytes than an uncompressed cache.
 
@@ -227,8 +232,6 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     low, high = 0, 1
     while not is_smaller(high):
         low, high = high, high * 2
-        if high > _LONGEST:  # such as where all of every prompt stays at full rank
-            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_smaller(middle) else (middle, high)

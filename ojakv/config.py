@@ -146,6 +146,12 @@ class OjaKVConfig(WindowedConfig):
             self.token_classes,
             f"from 1 to {most} with `cache_dtype: {self.cache_dtype}`",
         )
+        require(
+            not self.own_directions or self.cache_dtype == MIXED,
+            "own_directions",
+            self.own_directions,
+            f"0 with `cache_dtype: {self.cache_dtype}`; only `{MIXED}` has a plan that they find a place in",
+        )
         if self.cache_dtype == MIXED:
             self._check_mixed()
         self.integers  # noqa: B018 - raises where the two do not fit

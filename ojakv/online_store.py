@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowrank_kv.hf.cache.windowed.layer import fixed_store
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.stores.memory_report import BASES
@@ -28,10 +29,10 @@ def new_store(
     initial: InitialBasis, config: OjaKVConfig, *, head_dim: int, dtype: torch.dtype, name: str
 ) -> TokenStore:
     """An empty store for one sequence; see :class:`TokenStore` for the arguments."""
-    settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "grows": config.compresses_singly}
     if initial.is_compressed and config.follows_text:
-        return OnlineStore(initial, config, **settings)
-    return TokenStore(initial, **settings)
+        grows = config.compresses_singly
+        return OnlineStore(initial, config, head_dim=head_dim, dtype=dtype, name=name, grows=grows)
+    return fixed_store(initial, config, head_dim=head_dim, dtype=dtype, name=name)
 
 
 class OnlineStore(TokenStore):

@@ -16,6 +16,7 @@ from lowrank_kv.calibration.bit_plans import coded_bases
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 MakeCache = Callable[[], Cache]
+_FEW_WORDS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Method:
 
     With `follows_text` what a token is stored as depends on the tokens around it, so that a text read in pieces is not
     compressed as one read at once. `preset` and `settings` (of a rate) are those of a row that needs no compressor, and
-    `reads` says that its calibration is to say what is read of a compressed cache.
+    `reads` says that its calibration is to say what is read of a compressed cache, `words` how little it has seen at rates
+    below 1, so that texts have directions of their own (:func:`calibration_of`).
     """
 
     name: str
@@ -33,6 +35,11 @@ class Method:
     preset: str | None = None
     settings: Callable[[float], dict[str, Any]] | None = None
     reads: bool = False
+    words: int | None = None
+
+    def calibration(self, model: PreTrainedModel, rate: float) -> Calibration:
+        """What the bases of a row with a preset are made of."""
+        return calibration_of(model, read=self.reads, words=self.words if rate < 1 else None)
 
 
 def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
@@ -57,14 +64,18 @@ def calibration_moments(model: PreTrainedModel):
     return calibrate(model, ids, sides=(KEY, VALUE), progress=False)
 
 
-def calibration_of(model: PreTrainedModel, blocks: int = 4, *, read: bool = False) -> Calibration:
-    """With `read` it says what is read of a compressed cache, for which longer blocks are read."""
+def calibration_of(
+    model: PreTrainedModel, blocks: int = 4, *, read: bool = False, words: int | None = None
+) -> Calibration:
+    """With `read` it says what is read of a compressed cache, for which longer blocks are read; with `words` it has seen
+    only so many tokens of the vocabulary."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, model.config.vocab_size, (blocks, 32), generator=generator)
+    end = model.config.vocab_size if words is None else words + 1
+    ids = torch.randint(1, end, (blocks, 32), generator=generator)
     calibration = Calibration.from_text(model, ids, progress=False)
     if not read:
         return calibration
-    longer = torch.randint(1, model.config.vocab_size, (2, 160), generator=generator)
+    longer = torch.randint(1, end, (2, 160), generator=generator)
     return dataclasses.replace(calibration, read=Calibration.from_text(model, longer, read=True, progress=False).read)
 
 
@@ -91,7 +102,7 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
 
 
 def planned_model(
-    model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2, token_classes: int = 1
+    model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2, token_classes: int = 1, **more
 ) -> MakeCache:
     """A compressor with a plan of bits, whose projection has moved away from its start."""
     settings = dynakv.DynaKVConfig(
@@ -99,8 +110,10 @@ def planned_model(
         prefill="exact",
         token_classes=token_classes,
         exact_tokens={"num_sink_tokens": num_sink_tokens, "recent_window": 3, "update_period": 4},
+        **more,
     )
-    coders = coded_bases(calibration_of(model, read=True), rate, token_classes=token_classes)
+    words = _FEW_WORDS if settings.own_directions and rate < 1 else None
+    coders = coded_bases(calibration_of(model, read=True, words=words), rate, token_classes=token_classes)
     dynakv.add_compressors(model, settings)
     dynakv.initialize_from_coders(model, coders)
     generator = torch.Generator().manual_seed(2)
@@ -127,11 +140,13 @@ def _preset(name: str, **overrides) -> Method:
             short |= {"rank_multiple": 4}
         if settings.recent_window:
             short |= {"num_sink_tokens": 2, "recent_window": 3}
+        if settings.own_directions:
+            short |= {"own_directions_from": 8}
         return {"rate": rate, **short, **overrides}
 
     def build(model: PreTrainedModel, rate: float) -> MakeCache:
         config = OjaKVConfig.preset(name, **settings_at(rate))
-        plan = make_plan(calibration_of(model, read=config.cache_dtype == "mixed"), config)
+        plan = make_plan(method.calibration(model, rate), config)
         if config.cache_dtype == "mixed" and rate == 1:
             plan = _unpacked(plan)
         return lambda: OjaKVCache(model, plan)
@@ -139,8 +154,16 @@ def _preset(name: str, **overrides) -> Method:
     settings = OjaKVConfig.preset(name, **overrides)
     follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.prefill == "exact")
     label = "-".join([name, *(str(value) for value in overrides.values())])
-    reads = settings.cache_dtype == "mixed"
-    return Method(label, build, follows_text=follows, preset=name, settings=settings_at, reads=reads)
+    method = Method(
+        label,
+        build,
+        follows_text=follows,
+        preset=name,
+        settings=settings_at,
+        reads=settings.cache_dtype == "mixed",
+        words=_FEW_WORDS if settings.own_directions else None,
+    )
+    return method
 
 
 def _unpacked(plan: Plan) -> Plan:
@@ -172,5 +195,10 @@ METHODS = [
     Method("dynakv-soft-prefix", lambda model, rate: dynakv_model(model, rate, mask="soft_prefix")),
     Method("dynakv-plan", planned_model, follows_text=True),
     Method("dynakv-tokenwise-plan", lambda model, rate: planned_model(model, rate, token_classes=4), follows_text=True),
+    Method(
+        "dynakv-adaptive-plan",
+        lambda model, rate: planned_model(model, rate, token_classes=4, own_directions=2, own_directions_from=8),
+        follows_text=True,
+    ),
     Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]

@@ -41,11 +41,13 @@ class CodedBasis:
         encoder_CC: all coefficients are x · encoder, about equally large, and in order of importance; fp32.
         decoder_CC: its inverse, which gives states from coefficients; fp32.
         plan: how the first coefficients are packed, of all tokens or by their class; the others are not kept.
+        importance_C: what the loss asks of each coefficient; falling, fp32.
     """
 
     encoder_CC: Tensor
     decoder_CC: Tensor
     plan: BitPlan | TokenPlans
+    importance_C: Tensor
 
 
 def coded_bases(
@@ -127,7 +129,12 @@ class _Side:
         plan = plans[0]
         if self.gate is not None:
             plan = TokenPlans(gate=self.gate, bounds_K=self.bounds_K, plans=tuple(plans), shares=tuple(self.shares))
-        return CodedBasis(encoder_CC=self.spectrum.encoder_CC, decoder_CC=self.spectrum.decoder_CC, plan=plan)
+        return CodedBasis(
+            encoder_CC=self.spectrum.encoder_CC,
+            decoder_CC=self.spectrum.decoder_CC,
+            plan=plan,
+            importance_C=self.spectrum.importance_C,
+        )
 
 
 def _fitted(units: list[Tensor], widths: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, float]]:

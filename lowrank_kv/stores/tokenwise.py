@@ -79,12 +79,16 @@ class TokenwiseCoefficients(Coefficients):
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, rows_1NC: Tensor, *, exact: bool = False) -> None:
-        """Add rows of all coefficients (1, N, C) at the end; with `exact` without room to grow."""
+    def append(self, rows_1NC: Tensor, *, exact: bool = False, class_N: Tensor | None = None) -> None:
+        """Add rows of all coefficients (1, N, C) at the end; with `exact` without room to grow.
+
+        Args:
+            class_N: of the rows; by default as the plans' gate tells it from them.
+        """
         [row_NC] = rows_1NC
         if not len(row_NC):
             return
-        class_N = self.quantization.classes(row_NC)
+        class_N = self.quantization.classes(row_NC) if class_N is None else class_N
         start_N = self.quantization.starts(class_N)
         byte_Y = torch.empty(int(self.quantization.size_K[class_N].sum()), dtype=torch.uint8, device=self.device)
         for k, plan in enumerate(self.quantization.plans):

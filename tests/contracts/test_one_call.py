@@ -29,7 +29,7 @@ def generate(model, **kwargs):
 def compress(model, method, directory):
     """The row put on `model` by the one call; a compressor comes from a checkpoint."""
     if method.preset:
-        bases = calibration_of(model, read=method.reads)
+        bases = method.calibration(model, RATE)
         return lowrank_kv.compress(model, method.preset, bases=bases, **method.settings(RATE))
     trained = tiny_model()
     method.build(trained, RATE)

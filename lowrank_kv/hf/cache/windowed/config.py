@@ -27,6 +27,20 @@ class WindowedConfig:
     )
     min_length: int = option(0, help="a sequence shorter than this is not compressed", unit="tokens")
 
+    # what each sequence has of its own
+    own_directions: int = option(
+        0,
+        help="with a plan of bits: how many directions each sequence may have beside the shared basis for what the plan "
+        "drops of its text, found when its prompt is compressed; it has those that pay for their bytes",
+        unit="directions",
+    )
+    own_directions_from: int = option(
+        128,
+        help="fewest tokens, compressed together as a sequence's first, in which own directions are found; with fewer it "
+        "keeps to the shared basis",
+        unit="tokens",
+    )
+
     # which tokens are forgotten
     eviction: Eviction = section(Eviction)
 
@@ -41,10 +55,10 @@ class WindowedConfig:
     )
 
     def __post_init__(self):
-        for key in ("update_period", "observation_window", "score_pool"):
+        for key in ("update_period", "observation_window", "score_pool", "own_directions_from"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
-        for key in ("num_sink_tokens", "recent_window", "min_length"):
+        for key in ("num_sink_tokens", "recent_window", "min_length", "own_directions"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(
             0 <= self.full_rank_ratio <= 1,

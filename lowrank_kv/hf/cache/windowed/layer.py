@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
+from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
 from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of
@@ -58,8 +60,7 @@ class WindowedLayer(SequenceLayer):
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         """An empty store of one sequence's keys, or values."""
-        grows = self.config.compresses_singly
-        return TokenStore(initial, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
+        return fixed_store(initial, self.config, head_dim=self.head_dim, dtype=self.dtype, name=name)
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
@@ -165,6 +166,17 @@ class WindowedLayer(SequenceLayer):
 
     def _unrotate(self, b: int) -> Rotate | None:
         return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
+
+
+def fixed_store(
+    initial: InitialBasis, config: WindowedConfig, *, head_dim: int, dtype: torch.dtype, name: str
+) -> TokenStore:
+    """An empty store of one sequence whose shared basis stays as it is; see :class:`TokenStore` for the arguments."""
+    settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "grows": config.compresses_singly}
+    if config.own_directions:
+        least = config.own_directions_from
+        return AdaptiveStore(initial, count=config.own_directions, least_tokens=least, **settings)
+    return TokenStore(initial, **settings)
 
 
 def _present(mask: Tensor, b: int, positions: slice) -> Tensor:

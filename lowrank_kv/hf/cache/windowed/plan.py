@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
+from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization, Quantization, coef_scale_of
@@ -28,6 +29,7 @@ class InitialBasis:
         quantization: how coefficients are stored in fewer bits, or by the class of their token; None to store them in the
             model's dtype.
         is_compressed: False for the identity, where keys or values are stored uncompressed.
+        shared: what each sequence finds directions of its own beside; None where none does.
     """
 
     vectors_PWR: Tensor
@@ -35,21 +37,38 @@ class InitialBasis:
     decoder_PWR: Tensor | None = None
     quantization: Quantization | TokenPlans | None = None
     is_compressed: bool = True
+    shared: SharedSpace | None = None
 
     @classmethod
-    def coded(cls, encoder_CC: Tensor, decoder_CC: Tensor, plan: BitPlan | TokenPlans) -> "InitialBasis":
+    def coded(
+        cls,
+        encoder_CC: Tensor,
+        decoder_CC: Tensor,
+        plan: BitPlan | TokenPlans,
+        *,
+        importance_C: Tensor | None = None,
+    ) -> "InitialBasis":
         """The basis of joint states whose coefficients x · encoder are packed by a plan, or by one for each class of tokens.
 
-        The last coefficients may be left out, but a gate reads them all.
+        The last coefficients may be left out, but a gate reads them all, and so do sequences with directions of their own.
+
+        Args:
+            importance_C: what the loss asks of each coefficient, where sequences have directions of their own.
         """
         rank = plan.num_coefficients
-        read = rank if isinstance(plan, BitPlan) else len(encoder_CC)
+        read = rank if isinstance(plan, BitPlan) and importance_C is None else len(encoder_CC)
+        shared = None
+        if importance_C is not None:
+            # A coefficient that the loss asks nothing of still has a direction; a weight of zero would divide by it.
+            least = torch.finfo(torch.float32).eps * float(importance_C.max())
+            shared = SharedSpace(weight_C=importance_C.clamp(min=least).sqrt(), decoder_WC=decoder_CC.mT.contiguous())
         return cls(
             # Copies, because views would keep all directions in memory.
             vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
             energy_PR=torch.ones(1, read, device=encoder_CC.device),
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
+            shared=shared,
         )
 
     @property
@@ -60,6 +79,18 @@ class InitialBasis:
     def coef_scale(self) -> Tensor | None:
         """The scale that coefficients are divided by to be held as integers, (P, R) fp32; None where they are not."""
         return coef_scale_of(self.energy_PR) if isinstance(self.quantization, IntegerQuantization) else None
+
+    @property
+    def rank(self) -> int:
+        """R, how many coefficients a token keeps at most."""
+        return (self.vectors_PWR if self.decoder_PWR is None else self.decoder_PWR).shape[2]
+
+    @property
+    def drops_some(self) -> bool:
+        """Whether the plan leaves coefficients of some tokens out."""
+        plan, width = self.quantization, self.vectors_PWR.shape[1]
+        plans = plan.plans if isinstance(plan, TokenPlans) else (plan,) if isinstance(plan, BitPlan) else ()
+        return any(each.num_coefficients < width for each in plans)
 
     def decoder(self, dtype: torch.dtype) -> Tensor:
         """:attr:`decoder_PWR` in a dtype; all caches share one copy."""
@@ -85,6 +116,8 @@ class InitialBasis:
             moved["decoder_PWR"] = self.decoder_PWR.to(device)
         if isinstance(self.quantization, (BitPlan, TokenPlans)):
             moved["quantization"] = self.quantization.to(device)
+        if self.shared is not None:
+            moved["shared"] = self.shared.to(device)
         return dataclasses.replace(self, **moved)
 
 
@@ -116,7 +149,7 @@ class Plan:
     @property
     def coefficient_rate(self) -> float:
         """Coefficients of a compressed token over the numbers of an uncompressed one."""
-        kept = sum(initial.parts * initial.vectors_PWR.shape[2] for kv in self.layers.values() for initial in kv)
+        kept = sum(initial.parts * initial.rank for kv in self.layers.values() for initial in kv)
         return kept / (2 * self.geometry.width * len(self.layers))
 
 

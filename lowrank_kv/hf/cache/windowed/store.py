@@ -31,11 +31,13 @@ class TokenStore:
     """
 
     def __init__(self, initial: InitialBasis, *, head_dim: int, dtype: torch.dtype, name: str, grows: bool):
-        parts, width, rank = initial.vectors_PWR.shape
+        parts, width, _ = initial.vectors_PWR.shape
         groups = parts * width // head_dim
         self.initial, self.name = initial, name
         self.coef_scale_PR = initial.coef_scale
-        self.coef = coefficients_of((parts, rank), dtype=dtype, device=self.device, quantization=initial.quantization)
+        self.coef = coefficients_of(
+            (parts, initial.rank), dtype=dtype, device=self.device, quantization=initial.quantization
+        )
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=self.device), dim=1)
         self._appends_exactly = not grows
         self._operands: Operands | None = None
@@ -88,9 +90,13 @@ class TokenStore:
 
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Rows (G, N, D), fp32, from their coefficients."""
-        no_rows, decoder_PWR = GrowingTensor(self.full.buffer[:, :0].float(), dim=1), self._decoder_PWR.float()
-        kept_PNR = coef_PNR[..., : decoder_PWR.shape[2]]  # a gate reads more than is kept
-        return Operands(Coefficients.from_rows(kept_PNR), decoder_PWR, no_rows).rebuild()
+        decoder_PWR = self._decoder_PWR.float()
+        return self.rows_of(coef_PNR[..., : decoder_PWR.shape[2]], decoder_PWR)  # a gate reads more than is kept
+
+    def rows_of(self, coef_PNR: Tensor, decoder_PWR: Tensor) -> Tensor:
+        """Rows (G, N, D) from coefficients and a decoder, in their dtype."""
+        no_rows = GrowingTensor(self.full.buffer[:, :0].to(decoder_PWR.dtype), dim=1)
+        return Operands(Coefficients.from_rows(coef_PNR), decoder_PWR, no_rows).rebuild()
 
     def forget_operands(self) -> None:
         """To be called before their tensors are replaced, which they would keep alive."""

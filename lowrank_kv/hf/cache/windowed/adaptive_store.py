@@ -1,0 +1,83 @@
+"""Coefficients in a shared basis with a few directions of each sequence's own.
+
+Shapes: P parts (1 here), N tokens, C coefficients of the shared basis, R that a plan keeps at most, W width.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from lowrank_kv.hf.cache.windowed.store import TokenStore
+from lowrank_kv.ops.lowrank_attention import Operands
+from lowrank_kv.stores.memory_report import BASES
+from lowrank_kv.stores.token_plans import TokenPlans
+
+
+class AdaptiveStore(TokenStore):
+    """A :class:`TokenStore` in a planned basis that has, for this sequence, up to `count` directions more.
+
+    Args:
+        count: own directions at most.
+        least_tokens: how many rows must come first, together, for directions to be found in them.
+
+    Attributes:
+        own: the directions; None before the prompt is compressed, and where none pays.
+    """
+
+    def __init__(self, initial: InitialBasis, *, count: int, least_tokens: int, **settings: Any):
+        super().__init__(initial, **settings)
+        self.count, self.least_tokens = count, least_tokens
+        self.own: OwnDirections | None = None
+
+    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """Find the directions in the first rows that are compressed, if they are enough."""
+        super().follow(rows_PNW, is_prompt=is_prompt)
+        if self.coef.length or self.own is not None or rows_PNW.shape[1] < self.least_tokens:
+            return
+        [coef_NC] = self.projected(rows_PNW)
+        self.own = OwnDirections.find(coef_NC, self._ranks(coef_NC), self.initial.shared.weight_C, self.count)
+
+    def _ranks(self, coef_NC: Tensor) -> Tensor:
+        """How many coefficients the plan keeps of each token, (N,) int64."""
+        plan = self.initial.quantization
+        if isinstance(plan, TokenPlans):
+            return plan.keeps(plan.classes(coef_NC)).sum(dim=1)
+        return torch.full((len(coef_NC),), self.initial.rank, device=coef_NC.device)
+
+    def append(self, coef_PNR: Tensor) -> None:
+        """Append rows, given by their coefficients of the shared basis, by which a token's class is told."""
+        [coef_NC] = coef_PNR
+        row_NR = coef_NC if self.own is None else self.own.encode(coef_NC, self.initial.shared, self.initial.rank)
+        plan = self.initial.quantization
+        if isinstance(plan, TokenPlans):
+            self.coef.append(row_NR[None], exact=self._appends_exactly, class_N=plan.classes(coef_NC))
+        else:
+            self.coef.append(row_NR[None, :, : self.initial.rank], exact=self._appends_exactly)
+
+    def operands(self) -> Operands:
+        if self.own is None:
+            return super().operands()
+        # Made anew each time: it would be a whole basis more for each sequence to keep and count.
+        decoder_WR = self.own.decoder(self.initial.shared, self.initial.rank).to(self.coef.dtype)
+        return Operands(self.coef, decoder_WR[None], self.full)
+
+    def rebuilt(self, coef_PNR: Tensor) -> Tensor:
+        if self.own is None:
+            return super().rebuilt(coef_PNR)
+        shared = self.initial.shared
+        row_NR = self.own.encode(coef_PNR[0], shared, self.initial.rank)
+        return self.rows_of(row_NR[None], self.own.decoder(shared, self.initial.rank)[None])
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        if not length:
+            self.own = None
+
+    def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors_by_kind(num_pinned)
+        for tensor in () if self.own is None else self.own.tensors():
+            yield BASES, tensor

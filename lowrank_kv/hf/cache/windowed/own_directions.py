@@ -1,0 +1,142 @@
+"""A few directions of one text's own, beside a shared basis: what the shared plan drops of this text and the loss asks for.
+
+A calibration's basis fits other texts. Of the coefficients that its plan drops, a text may hold much along a few directions.
+They are found when a prompt is compressed. Their coefficients take places in the plan of bits as if the basis had always had
+them: where they stand in the order of importance. The last ones of a row make room, so that no row has more bytes. What the
+own coefficients say is taken from the shared ones.
+
+Shapes: N tokens, C coefficients of the shared basis, R that a plan keeps at most, K own directions, W width of a state.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# The sketch has so many directions more than are asked for, and the text is read so often (Halko, Martinsson and Tropp 2011,
+# algorithm 4.4, arXiv 0909.4061).
+_OVERSAMPLING, _PASSES = 4, 3
+_LARGEST_CODE = 127
+# A text is reckoned to become so many times as long as the prompt that directions are found in (docs/log/bit-plans.md).
+_GOES_ON = 2
+_BITS_PER_BYTE = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedSpace:
+    """What all sequences share of one layer's keys, or values, so that each can have directions of its own.
+
+    Attributes:
+        weight_C: the root of what the loss asks of each coefficient, which have mean square 1; falling, fp32.
+        decoder_WC: states are decoder · coefficients, of all coefficients; fp32.
+    """
+
+    weight_C: Tensor
+    decoder_WC: Tensor
+
+    def to(self, device: torch.device) -> "SharedSpace":
+        return SharedSpace(weight_C=self.weight_C.to(device), decoder_WC=self.decoder_WC.to(device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnDirections:
+    """Directions of weighted coefficients, and where their coefficients stand in a row.
+
+    Attributes:
+        code_CK: the directions, int8.
+        scale_K: what a code's unit is, fp32.
+        size_K: root mean square of each own coefficient over the text they were found in, fp32.
+        places: of the own coefficients in a row, rising.
+    """
+
+    code_CK: Tensor
+    scale_K: Tensor
+    size_K: Tensor
+    places: tuple[int, ...]
+
+    @classmethod
+    def find(cls, coef_NC: Tensor, rank_N: Tensor, weight_C: Tensor, count: int) -> "OwnDirections | None":
+        """The leading directions of what is not kept, as many as pay; None where none does.
+
+        The last coefficient that a token keeps makes room. As plans are made it is worth about one bit, and equally much in
+        tokens of all classes: so what is dropped is told in units of it. A direction pays where it saves more than one unit
+        for each token, and as many more as it has bits itself for each token of a text twice as long as this prompt.
+
+        Args:
+            coef_NC: the text's coefficients in the shared basis, fp32.
+            rank_N: how many of them its plan keeps of each token, at least one; int64.
+            weight_C: see :class:`SharedSpace`.
+            count: K at most.
+        """
+        tokens, width = coef_NC.shape
+        weighted_NC = coef_NC * weight_C
+        is_kept_NC = torch.arange(width, device=coef_NC.device) < rank_N[:, None]
+        dropped_NC = weighted_NC.masked_fill(is_kept_NC, 0.0) / weight_C[rank_N - 1][:, None]
+        vector_CK = leading_directions(dropped_NC, count)
+        saved_K = (dropped_NC @ vector_CK).square().mean(dim=0)
+        vector_CK = vector_CK[:, saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (_GOES_ON * tokens)]
+        if not vector_CK.shape[1]:
+            return None
+        scale_K = vector_CK.abs().amax(dim=0) / _LARGEST_CODE
+        code_CK = (vector_CK / scale_K).round().to(torch.int8)
+        size_K = (weighted_NC @ (code_CK * scale_K)).square().mean(dim=0).sqrt()
+        order_K = size_K.argsort(descending=True)
+        # Own coefficient j stands behind the shared ones that matter more, and behind the j own ones before it.
+        before_K = torch.searchsorted(-weight_C, -size_K[order_K], right=True)
+        return cls(
+            code_CK=code_CK[:, order_K].contiguous(),
+            scale_K=scale_K[order_K],
+            size_K=size_K[order_K],
+            places=tuple(int(before) + j for j, before in enumerate(before_K.tolist())),
+        )
+
+    def encode(self, coef_NC: Tensor, shared: SharedSpace, rank: int) -> Tensor:
+        """The first `rank` coefficients of rows as a plan packs them, own ones among them, (N, R) fp32."""
+        vector_CK = self._vectors()
+        own_NK = (coef_NC * shared.weight_C) @ vector_CK
+        rest_NC = coef_NC - own_NK @ (vector_CK / shared.weight_C[:, None]).mT
+        return self._among(rest_NC[:, :rank], own_NK / self.size_K, rank)
+
+    def decoder(self, shared: SharedSpace, rank: int) -> Tensor:
+        """States are decoder · the coefficients of :meth:`encode`, (W, R) fp32."""
+        own_WK = shared.decoder_WC @ (self._vectors() / shared.weight_C[:, None]) * self.size_K
+        return self._among(shared.decoder_WC[:, :rank], own_WK, rank)
+
+    def _vectors(self) -> Tensor:
+        return self.code_CK * self.scale_K
+
+    def _among(self, shared_XC: Tensor, own_XK: Tensor, rank: int) -> Tensor:
+        """Columns in the order of a row: the own ones at their places, the shared ones in theirs between them."""
+        parts, taken = [], 0
+        for j, place in enumerate(self.places):
+            if place >= rank:
+                break
+            parts += [shared_XC[:, taken : place - j], own_XK[:, j : j + 1]]
+            taken = place - j
+        room = rank - sum(part.shape[1] for part in parts)
+        return torch.cat([*parts, shared_XC[:, taken : taken + room]], dim=1)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.code_CK, self.scale_K, self.size_K)
+
+    @staticmethod
+    def nbytes(width: int, count: int) -> int:
+        """Bytes of the tensors of `count` directions of C coefficients."""
+        return count * (width + 4 + 4)
+
+
+def leading_directions(row_NC: Tensor, count: int) -> Tensor:
+    """About the `count` leading right singular vectors of rows, (C, K) fp32, by a randomized range finder.
+
+    Each pass is a step of Oja's rule on all rows whose rate has no bound, made orthonormal. Torch's random state stays as it
+    is: the same rows have the same directions.
+    """
+    width = row_NC.shape[1]
+    sketch = min(count + _OVERSAMPLING, *row_NC.shape)
+    generator = torch.Generator().manual_seed(0)
+    range_CS = torch.randn(width, sketch, generator=generator).to(row_NC.device)
+    for _ in range(_PASSES):
+        range_CS = torch.linalg.qr(row_NC.mT @ (row_NC @ range_CS)).Q
+    _, _, right_SS = torch.linalg.svd(row_NC @ range_CS, full_matrices=False)
+    return range_CS @ right_SS[:count].mT
