@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo-installed
 
-.PHONY: help install test test-all test-gpu test-vllm lint format report docs docs-check first demo assets clean
+.PHONY: help install test test-all test-gpu sanitize fuzz test-vllm lint format report docs docs-check first demo assets clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,17 @@ test-all: $(INSTALLED) ## run the slow tests, too
 
 test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
 	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
+
+# gcc's runtimes are loaded before Python; ubsan ends the process at its first finding, as address does. Leaks are torch's.
+SANITIZED := tests/lowrank_kv/ops/test_pages.py tests/lowrank_kv/ops/test_ragged_attention.py tests/lowrank_kv/ops/test_lowrank_attention.py
+sanitize: $(INSTALLED) ## run the compiled kernels under the address and undefined-behaviour sanitizers (minutes)
+	LOWRANK_KV_HOME=$$(mktemp -d) CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -g" \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest $(SANITIZED)
+
+FUZZ_CASES ?= 5000
+fuzz: $(INSTALLED) ## try random models, caches, prompts and masks against the uncompressed model; FUZZ_CASES of them
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/contracts/test_fuzz.py
 
 # vLLM's wheel pins other versions, so it has an environment of its own. Some of its dependencies do not load beside its torch.
 VLLM_BIN := .venv-vllm/bin

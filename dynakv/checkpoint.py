@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors
+from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
@@ -250,9 +252,38 @@ def read_state(path: Path) -> dict[str, Tensor]:
 def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) -> None:
     """Fill the compressors of `model`; names, shapes and dtypes must match, all numbers be finite, and nothing
     is filled unless all do."""
+    _fill(compressors(model), state, origin)
+
+
+def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, LayerCompressor]:
+    """The compressors of a checkpoint without a model, layer index → compressor, in fp32 and for inference.
+
+    Args:
+        directory, overrides: as :func:`attach` takes them.
+
+    Raises:
+        UserError: the checkpoint is damaged, or an override is unknown, out of range, or would change nothing.
+    """
+    config = read_config(directory)
+    geometry, settings = config.geometry, config.compressor.overridden(**overrides)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # a server builds its model with another
+    try:
+        layers = {
+            index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
+            for index in geometry.layers
+        }
+    finally:
+        torch.set_default_dtype(default)
+    _fill(layers, read_state(Path(directory) / WEIGHTS), str(directory))
+    return layers
+
+
+@torch.no_grad()
+def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: str) -> None:
     targets = {
         f"layers.{index}.{name}": tensor
-        for index, layer in compressors(model).items()
+        for index, layer in layers.items()
         for name, tensor in layer.state_dict().items()
     }
     if targets.keys() != state.keys():

@@ -4,6 +4,7 @@ Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have b
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,12 @@ class PlannedBits(nn.Module):
         self.leading.fill_(plan.gate.leading)
         self.bounds[: len(plan.bounds_K)] = plan.bounds_K
         self.shares[: len(plans)] = torch.tensor(plan.shares)
+
+    @torch.no_grad()
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Say how tokens are divided into classes, which changes nothing but what they are expected to take."""
+        self.shares[: len(shares)] = torch.tensor(shares)
+        self._plans = None
 
     @property
     def plan(self) -> BitPlan | TokenPlans:

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import difflib
 import html
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .report import figures
 
+_INTEGERS = "integers"  # of a few bits, beside which ours stand
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -82,21 +84,17 @@ def continuation(
 def picture(record: Mapping[str, Any]) -> dict[str, bytes]:
     """Divergence against bytes, a panel for each text of a comparison's record; see :func:`figures.pictures`."""
     rows = [row for row in record["rows"] if row["method"] != "full"]
-    panels = [
-        {
-            "title": text,
-            "lines": [
-                {
-                    "label": row["method"],
-                    "points": [(row["rate"], row["kl"])],
-                    **({} if "int" in row["method"] else {"ours": True}),
-                }
-                for row in rows
-                if row["dataset"] == text
-            ],
-        }
-        for text in dict.fromkeys(row["dataset"] for row in rows)
-    ]
+    panels = []
+    for text in dict.fromkeys(row["dataset"] for row in rows):
+        families: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row["dataset"] == text:
+                families.setdefault(_family(row["method"]), []).append((row["rate"], row["kl"]))
+        lines = [
+            {"label": name, "points": sorted(points), **({} if name == _INTEGERS else {"ours": True})}
+            for name, points in families.items()
+        ]
+        panels.append({"title": text, "lines": lines})
     return figures.pictures(
         {
             "x": {"label": "bytes held / full cache"},
@@ -152,6 +150,11 @@ Lower and further to the left is better.</p>
 <pre>{html.escape(chr(10).join(commands))}</pre>
 </body></html>
 """
+
+
+def _family(method: str) -> str:
+    """A method without its budget: the line that it is a point of."""
+    return _INTEGERS if "int" in method else re.sub(r" [\d.]+$", "", method)
 
 
 def _rows(record: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ COMMANDS = {
         "calibrate the bases of an OjaKV cache, or of a training run, on any text",
     ),
     "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
+    "launch": ("lowrank_kv_cli.launch", "start a command in several processes, as `accelerate launch` does"),
     "generate": ("lowrank_kv_cli.generate", "generate text from a compressed cache and report its bytes"),
     "serve": ("lowrank_kv_cli.serve", "serve a model with compressed caches through vLLM"),
     "compare": ("lowrank_kv_cli.evaluation.compare_command", "compare methods at equal bytes"),
@@ -31,6 +32,10 @@ COMMANDS = {
     ),
     "report": ("lowrank_kv_cli.evaluation.page.command", "show records of comparisons as one HTML page"),
     "sweep": ("lowrank_kv_cli.evaluation.sweep_command", "train and measure compressors at several retain rates"),
+    "measure": (
+        "lowrank_kv_cli.training.measure_command",
+        "measure on a text how much a compressor keeps, for the pages of a server",
+    ),
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\
@@ -41,7 +46,7 @@ first steps, without training (TEXT.jsonl has a document a line, under the key `
 
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
 
-    accelerate launch -m lowrank_kv_cli train --config train.yaml
+    lowrank-kv launch -m lowrank_kv_cli train --config train.yaml  # or accelerate launch
 """
 
 

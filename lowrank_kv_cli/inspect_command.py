@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dynakv.checkpoint import read_config
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
@@ -33,7 +34,7 @@ from lowrank_kv_cli.planned_cache import (
     sliding_window_nbytes,
     tokens_within,
 )
-from lowrank_kv_cli.saved import describe, measured_rates
+from lowrank_kv_cli.saved import describe
 from ojakv import Plan, break_even_tokens
 
 # Keys of a training run's configuration that the text shows; `--json` has all.

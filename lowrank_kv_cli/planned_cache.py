@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from dynakv.checkpoint import CheckpointConfig
+from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
@@ -17,7 +18,6 @@ from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_cli.saved import Rates
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
 from ojakv.byte_budget import PlannedSequence, planned_rate
 

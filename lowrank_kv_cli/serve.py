@@ -12,6 +12,8 @@ import importlib.util
 import json
 import sys
 
+from lowrank_kv.hf.cache.windowed.config import PREFILLS
+from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import served_geometry
@@ -26,10 +28,15 @@ def main(argv: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
-    parser.add_argument("--checkpoint", metavar="DIR", help="compressor with `rank_policy: plan`")
-    parser.add_argument("--bases", metavar="DIR", help="calibration with `read_gradients`")
+    parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor")
+    parser.add_argument("--bases", metavar="DIR", help="calibration, for mixed presets with `read_gradients`")
     parser.add_argument("--preset", choices=PRESETS, help=f"with --bases [default: {PRESETS[-1]}]")
     parser.add_argument("--rate", type=float, help="with --bases: bytes of a token over those in 16 bits")
+    parser.add_argument(
+        "--cache-dtype", choices=tuple(CACHE_DTYPES), help="of gated compressors, and of static-joint-pf"
+    )
+    parser.add_argument("--group-size", type=int, metavar="N", help="with integers: coefficients that share a scale")
+    parser.add_argument("--prefill", choices=PREFILLS, help="what a prompt's tokens see of each other")
     parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
     parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.05]")
     arguments, rest = parser.parse_known_args(argv)

@@ -7,8 +7,8 @@ it does nothing.
 - `plugin`: what vLLM calls; where it is asked for, it gives attention layers the backend and pages of fewer bytes.
 - `refusals`: what cannot be served, each with the reason, before the engine starts.
 - `rotation`: the model's rotation of keys, read from its own table.
-- `step`: what one step of the engine is about, once for all layers. `backend`: attention over pages
-  (`lowrank_kv/stores/arena.py`).
+- `statistics`: what a worker counts. `step`: what one step of the engine is about, once for all layers. `prompts`: attention
+  of many new tokens. `backend`: attention over pages (`lowrank_kv/stores/arena.py`).
 
 Only `settings` and `plans` may be imported where vLLM is not installed.
 """

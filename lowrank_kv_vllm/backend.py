@@ -2,7 +2,8 @@
 
 A prompt that is read at once is attended exactly, as `generate()` does with `prefill: exact`. What an earlier step read, the
 chunk of a long prompt or a prefix that another request left, is read from its pages: rebuilt for many new tokens, in the
-compressed form for a few. New tokens see each other exactly, and are written when they have been attended.
+compressed form for one. The new tokens of a prompt see each other exactly; generated ones see all others in the compressed
+form, also where several are read at once, as guesses or after a preemption.
 
 Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C = G·D, Q new tokens of one sequence, R
 coefficients.
@@ -12,21 +13,22 @@ import logging
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages
+from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.stores.arena import PageLayout
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.plans import plan_of
-from lowrank_kv_vllm.rotation import RotaryPairs
+from lowrank_kv_vllm import statistics
+from lowrank_kv_vllm.plans import served
+from lowrank_kv_vllm.prompts import PromptPages
+from lowrank_kv_vllm.rotation import rotated, rotation_of_model
 from lowrank_kv_vllm.settings import ServingConfig
-from lowrank_kv_vllm.step import Prompt, Step, StepBuilder
+from lowrank_kv_vllm.step import Step, StepBuilder
 
 logger = logging.getLogger("lowrank_kv")
 
@@ -89,24 +91,21 @@ class PagedAttention(AttentionImpl[Step]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self._pages: Pages | None = None
-        self.num_cut = self.num_rows = 0
 
     def bind(self, layer_name: str, settings: ServingConfig, config: VllmConfig) -> None:
-        """Take the layer's bases, and work out its pages."""
-        plan, cache_config = plan_of(settings), config.cache_config
-        self._key, self._value = plan.layers[extract_layer_index(layer_name)]
+        """Take what compresses the layer, and work out its pages."""
         self._settings, self._dtype = settings, config.model_config.dtype
-        self._most_tokens = config.model_config.max_model_len + cache_config.block_size
-        self._decoders: PageDecoders | None = None
-        self._decoder_matrices = tuple(_decoder(side, self._dtype) for side in (self._key, self._value))
+        self._served = served(settings, self._dtype)
+        self._key, self._value = self._served.layers[extract_layer_index(layer_name)]
+        self._most_tokens = config.model_config.max_model_len + config.cache_config.block_size
 
     def layout(self, block_size: int) -> PageLayout:
         """A page of so many tokens."""
         return PageLayout.of(
-            self._key.quantization,
-            self._value.quantization,
+            self._key.rows,
+            self._value.rows,
             block_size=block_size,
-            num_sinks=self._settings.num_sink_tokens,
+            num_sinks=self._served.num_sinks,
             sink_bytes=self.num_kv_heads * self.head_size * self._dtype.itemsize,
             margin=self._settings.page_margin,
         )
@@ -123,7 +122,7 @@ class PagedAttention(AttentionImpl[Step]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend, then write the new tokens. Queries (T, H, D), keys and values (T, G, D) and output (T, H, D) as the model
+        """Write the new tokens, and attend. Queries (T, H, D), keys and values (T, G, D) and output (T, H, D) as the model
         has them, keys and queries rotated; `kv_cache` as :meth:`layout` says, (pages, 1, block size, bytes of a token)."""
         if attn_metadata is None:  # a model that is only warmed up
             return output
@@ -131,18 +130,22 @@ class PagedAttention(AttentionImpl[Step]):
         if self._pages is None:
             self._open(kv_cache)
         new = NewTokens(key[:tokens], value[:tokens], step.position_T, step.slot_T)
+        self._write(new, step)
         if len(step.decoding_N):
             self._decode(query[:tokens], new, step, output[:tokens])
-        for prompt in step.prompts:
-            output[prompt.new] = self._read_prompt(query[prompt.new], new, prompt, step)
-        self._write(new, step)
+        if step.prompts:
+            self._read_prompts(query[:tokens], new, step, output[:tokens])
         return output
 
     def _open(self, kv_cache: Tensor) -> None:
         """Look at the pages that the engine has made."""
-        self._rotary = RotaryPairs.of_model()
-        self._decoders = PageDecoders(*self._decoder_matrices, self._dtype)
+        self._rotation = rotation_of_model()
+        self._projection = self._projected()
+        decoders = self._key.decoder_RC, self._value.decoder_RC
+        self._decoders = PageDecoders(*decoders, in_pairs=self._key.multiplies_pairs and self._value.multiplies_pairs)
         count, _, block_size, token_bytes = kv_cache.shape
+        self._statistics = statistics.of_process()
+        self._statistics.add_layer(token_bytes, 2 * self.num_kv_heads * self.head_size * self._dtype.itemsize)
         self._pages = Pages(
             kv_cache.as_strided((count, block_size * token_bytes), (kv_cache.stride(0), 1)),
             self.layout(block_size),
@@ -151,6 +154,15 @@ class PagedAttention(AttentionImpl[Step]):
             dtype=self._dtype,
             most_tokens=self._most_tokens,
         )
+
+    def _projected(self) -> Projection | None:
+        """The compiled way to coefficients; None where they are a codec's."""
+        key_CR, value_CR = self._key.vectors_CR, self._value.vectors_CR
+        if key_CR is None:
+            return None
+        back = self._rotation.inverse
+        turn_back = back.cos_BTF[0].contiguous(), back.sin_BTF[0].contiguous()
+        return Projection(key_CR, value_CR, turn_back, num_kv_heads=self.num_kv_heads)
 
     def _decode(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
         is_direct = output_THD.dtype == torch.float32 and output_THD.is_contiguous()
@@ -161,10 +173,11 @@ class PagedAttention(AttentionImpl[Step]):
             step.sequences,
             step.decoding_N,
             self._decoders,
-            self._rotary.packed,
+            (self._rotation.cos_BTF[0], self._rotation.sin_BTF[0]),
             scaling=self.scale,
             softcap=None,
             output_THD=found_THD,
+            sees_itself=self._served.sees_itself,
         )
         if is_direct:
             return
@@ -173,42 +186,45 @@ class PagedAttention(AttentionImpl[Step]):
         else:
             output_THD[step.decoding_rows] = found_THD[step.decoding_rows].to(output_THD.dtype)
 
-    def _read_prompt(self, query_QHD: Tensor, new: NewTokens, prompt: Prompt, step: Step) -> Tensor:
-        """Attention of many new tokens over rebuilt states of those before them, (Q, H, D)."""
-        key_TGD, value_TGD = new.key_TGD[prompt.new], new.value_TGD[prompt.new]
-        mask_QT = None
-        if prompt.past:
-            past = self._rebuilt(step.sequences.page_BP[prompt.sequence], prompt.past)
-            key_TGD, value_TGD = (torch.cat(pair) for pair in zip(past, (key_TGD, value_TGD), strict=True))
-            mask_QT = torch.ones(len(query_QHD), len(key_TGD), dtype=torch.bool).tril(prompt.past)
-        query, key, value = (states.transpose(0, 1)[None] for states in (query_QHD, key_TGD, value_TGD))
-        found = F.scaled_dot_product_attention(
-            query, key, value, mask_QT, is_causal=mask_QT is None, scale=self.scale, enable_gqa=True
-        )
-        return found[0].transpose(0, 1)
+    def _read_prompts(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
+        """Attention of many new tokens over rebuilt states of those before them."""
+        if step.prompt_pages is None:
+            step.prompt_pages = PromptPages(
+                [prompt.new for prompt in step.prompts],
+                [prompt.past for prompt in step.prompts],
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_size,
+                dtype=self._dtype,
+            )
+        exactly = self._served.reads_prompts_exactly
+        for i, prompt in enumerate(step.prompts):
+            rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
+            if rebuilt:
+                page_P = step.sequences.page_BP[prompt.sequence]
+                step.prompt_pages.hold(i, *self._rebuilt(page_P, rebuilt))
+        if exactly:
+            step.prompt_pages.hold_new(new.key_TGD, new.value_TGD)
+        step.prompt_pages.attend(query_THD, output_THD, scale=self.scale)
 
     def _rebuilt(self, page_P: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of a sequence's first tokens, (T, G, D) each in the model's dtype."""
-        sinks = min(past, self._settings.num_sink_tokens)
+        sinks = min(past, self._served.num_sinks)
         exact = self._pages.sinks(int(page_P[0]), sinks)
         rows = self._pages.rows(page_P, past - sinks)
         key_TGD, value_TGD = (
-            (row_TR.to(self._dtype) @ decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
-            for row_TR, decoder_RC in zip(rows, self._decoder_matrices, strict=True)
+            (row_TR.to(self._dtype) @ side.decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
+            for row_TR, side in zip(rows, (self._key, self._value), strict=True)
         )
-        key_TGD = self._rotary.rotate(key_TGD, slice(sinks, past)).to(self._dtype)
+        key_TGD = rotated(self._rotation, key_TGD, torch.arange(sinks, past)).to(self._dtype)
         return torch.cat([exact[0], key_TGD]), torch.cat([exact[1], value_TGD])
 
     def _write(self, new: NewTokens, step: Step) -> None:
-        if step.turn is None:
-            step.turn = self._rotary.turn_back(step.position_T)
-        unrotated_TGD = self._rotary.unrotate(new.key_TGD, step.turn)
-        key_TC = unrotated_TGD.flatten(1) @ self._key.vectors_PWR[0]
-        value_TC = new.value_TGD.float().flatten(1) @ self._value.vectors_PWR[0]
-        self.num_cut += self._pages.write(new, key_TC, value_TC)
-        self.num_rows += 2 * step.num_tokens
-
-
-def _decoder(side: InitialBasis, dtype: torch.dtype) -> Tensor:
-    """The map from coefficients to states, (R, C)."""
-    return side.decoder(dtype)[0].mT.contiguous()
+        if self._projection is not None:
+            (key_TC, value_TC), ranks = self._projection(new), None
+        else:
+            unrotated_TGD = rotated(self._rotation.inverse, new.key_TGD, step.position_T)
+            key_TC, key_rank_T = self._key.encode(unrotated_TGD.flatten(1))
+            value_TC, value_rank_T = self._value.encode(new.value_TGD.float().flatten(1))
+            ranks = key_rank_T, value_rank_T
+        self._statistics.add_rows(2 * step.num_tokens, self._pages.write(new, key_TC, value_TC, ranks))

@@ -1,23 +1,41 @@
-"""The bases and plans of bits that are served, without a transformers model.
+"""What is served, without a transformers model: a trained compressor, or a calibration's bases.
 
 A server keeps no state of a sequence but its pages. So a token is compressed as soon as it has been read, and of the tokens
 that `generate()` would keep at full rank only the first ones stay exact.
 """
 
+import dataclasses
 import functools
-from pathlib import Path
 
 import torch
 
-from dynakv.checkpoint import WEIGHTS, read_config, read_state
+from dynakv.checkpoint import load_compressors, read_config
 from dynakv.compressor import LayerCompressor
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.hf.cache.windowed.config import WindowedConfig
-from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
+from lowrank_kv_vllm.sides import Side, side_of_basis, side_of_codec
 from ojakv import OjaKVConfig, make_plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """How a model's layers are compressed.
+
+    Attributes:
+        layers: layer index → (keys, values).
+        num_sinks: first tokens of a sequence that stay exact.
+        reads_prompts_exactly: whether the tokens that a step reads of a prompt see each other exactly; else they see what
+            is in pages.
+        sees_itself: whether a generated token sees itself exactly; else its row.
+    """
+
+    layers: dict[int, tuple[Side, Side]]
+    num_sinks: int
+    reads_prompts_exactly: bool
+    sees_itself: bool
 
 
 def retention(settings: ServingConfig) -> dict[str, int]:
@@ -36,22 +54,26 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
         calibration = Calibration.load(settings.bases)
         return calibration.geometry, calibration.origin
     config = read_config(settings.checkpoint)
-    if not config.compressor.has_plan:
-        raise UserError(
-            f"the checkpoint `{settings.checkpoint}` has `rank_policy: {config.compressor.rank_policy}`, and pages hold "
-            f"plans of bits; serve one that was trained with `rank_policy: plan`, or bases with a preset"
-        )
-    if config.compressor.eviction.is_on:
+    compressor = config.compressor.overridden(**settings.overrides())
+    if compressor.eviction.is_on:
         raise UserError(
             f"the checkpoint `{settings.checkpoint}` evicts tokens of prompts, which pages that sequences share cannot; "
             f"train one without `eviction`"
+        )
+    if measured_rates(settings.checkpoint, config) is None:
+        raise UserError(
+            f"the checkpoint `{settings.checkpoint}` does not say how much its gates keep, for which pages are made; run "
+            f"`lowrank-kv measure --checkpoint {settings.checkpoint} --name TEXT`, which writes it there"
         )
     return config.geometry, f"the checkpoint `{settings.checkpoint}`"
 
 
 @functools.lru_cache(maxsize=2)
-def plan_of(settings: ServingConfig) -> Plan:
-    """Bases and plans of every layer.
+def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
+    """How every layer is compressed.
+
+    Args:
+        dtype: of the model.
 
     Raises:
         UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
@@ -60,29 +82,55 @@ def plan_of(settings: ServingConfig) -> Plan:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # vLLM builds a model with that of its weights
     try:
-        return _made_plan(settings)
+        return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
     finally:
         torch.set_default_dtype(default)
 
 
-def _made_plan(settings: ServingConfig) -> Plan:
-    if settings.checkpoint is not None:
-        return _plan_of_checkpoint(Path(settings.checkpoint), settings)
+def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
     rate = {} if settings.rate is None else {"rate": settings.rate}
-    config = OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings))
-    return make_plan(Calibration.load(settings.bases), config)
+    preset = settings.preset or PRESETS[-1]
+    config = OjaKVConfig.preset(preset, **rate, **retention(settings), **settings.overrides())
+    exact = config.prefill == "exact"
+    plan = make_plan(Calibration.load(settings.bases), config)
+    return Served(
+        layers={index: tuple(side_of_basis(side, dtype) for side in kv) for index, kv in plan.layers.items()},
+        num_sinks=settings.num_sink_tokens,
+        reads_prompts_exactly=exact,
+        sees_itself=exact,
+    )
 
 
-def _plan_of_checkpoint(directory: Path, settings: ServingConfig) -> Plan:
-    config = read_config(directory)
-    geometry, state, layers = config.geometry, read_state(directory / WEIGHTS), {}
-    for index in geometry.layers:
-        layer = LayerCompressor(geometry.width, geometry.head_dim, config.compressor, index).eval()
-        prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-        try:
-            layer.load_state_dict(own)
-        except RuntimeError as error:
-            raise UserError(f"{directory / WEIGHTS} does not fit its configuration: {error}; copy it again") from error
-        layers[index] = layer.key.initial_basis(), layer.value.initial_basis()
-    return Plan(config=WindowedConfig(**retention(settings)), geometry=geometry, layers=layers)
+def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype) -> Served:
+    directory = settings.checkpoint
+    layers = load_compressors(directory, **settings.overrides())
+    compressor = next(iter(layers.values())).key.config
+    exact = compressor.prefill == "exact"
+    if compressor.has_plan:
+        planned = {
+            index: tuple(side_of_basis(side.initial_basis(), dtype) for side in (layer.key, layer.value))
+            for index, layer in layers.items()
+        }
+        sinks = settings.num_sink_tokens
+        return Served(layers=planned, num_sinks=sinks, reads_prompts_exactly=exact, sees_itself=exact)
+    rates = measured_rates(directory, read_config(directory))
+    ranked = {
+        index: _ranked_sides(layer, rates.keys[i], rates.values[i], dtype)
+        for i, (index, layer) in enumerate(layers.items())
+    }
+    return Served(layers=ranked, num_sinks=0, reads_prompts_exactly=exact, sees_itself=False)
+
+
+def _ranked_sides(layer: LayerCompressor, key_rate: float, value_rate: float, dtype: torch.dtype) -> tuple[Side, Side]:
+    """Of a layer whose gates keep these shares of the coefficients on average."""
+    codec, granularity = layer.codec(), layer.key.config.granularity
+    return tuple(
+        side_of_codec(
+            side,
+            granularity=granularity,
+            mean_rank=rate * side.width,
+            dtype=dtype,
+            quantization=codec.quantization,
+        )
+        for side, rate in ((codec.key, key_rate), (codec.value, value_rate))
+    )

@@ -1,7 +1,7 @@
 """What vLLM calls in each of its processes: give attention layers our backend, and pages their bytes, where it is asked for.
 
-vLLM has no hook that tells a backend which layer it is of, and its CPU platform always answers its own backend. So three of
-its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
+vLLM has no hook that tells a backend which layer it is of or where a prompt ends, and its CPU platform always answers its
+own backend. So four of its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
 """
 
 import dataclasses
@@ -74,6 +74,7 @@ def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: A
         return
     from lowrank_kv_vllm.backend import PagedBackend
 
+    _wrap_runner()
     original(self, *args, **{**kwargs, "attn_backend": PagedBackend})
     self.impl.bind(self.layer_name, settings, get_current_vllm_config_or_none())
 
@@ -86,6 +87,25 @@ def _get_kv_cache_spec(original: Callable, self: Attention, vllm_config: VllmCon
     layout = self.impl.layout(spec.block_size)
     token_bytes = layout.page_bytes // spec.block_size
     return dataclasses.replace(spec, dtype=torch.uint8, num_head_slots=1, state_content_bytes=token_bytes)
+
+
+def _wrap_runner() -> None:
+    """The same of what runs models, which only processes that build one import."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not hasattr(GPUModelRunner, _WRAPPED):
+        setattr(GPUModelRunner, _WRAPPED, True)
+        _wrap(GPUModelRunner, "_build_attention_metadata", _build_attention_metadata)
+
+
+def _build_attention_metadata(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell our backend where each request's prompt ends."""
+    if settings_in(self.vllm_config.additional_config) is None:
+        return original(self, *args, **kwargs)
+    from lowrank_kv_vllm.step import describing
+
+    with describing(self.input_batch.num_prompt_tokens.tolist()):
+        return original(self, *args, **kwargs)
 
 
 def _current_settings() -> ServingConfig | None:

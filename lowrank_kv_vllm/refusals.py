@@ -6,6 +6,7 @@ from vllm.platforms import current_platform
 from lowrank_kv.hf.geometry import geometry_of_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.prompts import HEAD_SIZES
 from lowrank_kv_vllm.settings import ServingConfig
 
 DTYPES = ("torch.float32", "torch.bfloat16")
@@ -51,6 +52,11 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
         raise UserError(
             f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
             f"which vLLM would keep in pages of another kind; serve a model of full attention"
+        )
+    if geometry.head_dim not in HEAD_SIZES:
+        raise UserError(
+            f"heads of this {text_config.model_type} model have {geometry.head_dim} dims, and vLLM's attention on CPUs, by "
+            f"which prompts are read, is made for {', '.join(map(str, HEAD_SIZES))}"
         )
     made_for, origin = served_geometry(settings)
     geometry.check_equal(made_for, origin)

@@ -3,31 +3,51 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lowrank_kv.hf.cache.windowed.config import PREFILLS
+from lowrank_kv.stores.quantization import CACHE_DTYPES, GROUP_SIZE_HELP
 from lowrank_kv.utils.config import build, configuration, option, require
 
 KEY = "lowrank_kv"  # in `--additional-config`
-PRESETS = ("static-mixed", "tokenwise-mixed")
+# Bases that all sequences share. The others' follow each text, and a server keeps nothing of a sequence but its pages, which
+# others may share.
+PRESETS = ("static-joint-pf", "static-mixed", "tokenwise-mixed")
 
 
 @configuration
 class ServingConfig:
     """Which compressed cache vLLM serves: of a trained compressor, or of a calibration's bases and a preset."""
 
-    checkpoint: str | None = option(None, help="directory of a DynaKV compressor with `rank_policy: plan`")
-    bases: str | None = option(None, help="directory of a calibration with `read_gradients`")
+    checkpoint: str | None = option(None, help="directory of a DynaKV compressor")
+    bases: str | None = option(None, help="directory of a calibration, for the mixed presets with `read_gradients`")
     preset: str | None = option(
         None, help="with `bases`: how they are used [default: tokenwise-mixed]", choices=PRESETS
     )
     rate: float | None = option(
-        None, help="with `bases`: bytes of a token over those in 16 bits [default: the preset's]"
+        None,
+        help="with `bases`: bytes of a token over those in 16 bits, or with static-joint-pf the share of coefficients "
+        "[default: the preset's]",
+    )
+    cache_dtype: str | None = option(
+        None,
+        help="with gates, or static-joint-pf: how coefficients are stored [default: the checkpoint's or the preset's]",
+        choices=tuple(CACHE_DTYPES),
+    )
+    group_size: int | None = option(None, help=GROUP_SIZE_HELP)
+    prefill: str | None = option(
+        None,
+        help="what a prompt's tokens see of each other: exact states where one step reads them, or always rebuilt ones, "
+        "with which a text depends on nothing but its tokens [default: the checkpoint's or the preset's]",
+        choices=PREFILLS,
     )
     num_sink_tokens: int = option(
-        1, help="first tokens of a sequence that stay exact; each takes a share of every page", unit="tokens"
+        1,
+        help="first tokens of a sequence that stay exact, each of which takes a share of every page; gates keep none",
+        unit="tokens",
     )
     page_margin: float = option(
         0.05,
-        help="where tokens have classes: room in a page beyond what they take on average; a full page codes its last tokens "
-        "more coarsely",
+        help="where tokens differ in size: room in a page beyond what they take on average; a full page codes its last "
+        "tokens more coarsely, or keeps fewer of their coefficients",
     )
 
     def __post_init__(self):
@@ -41,6 +61,11 @@ class ServingConfig:
         require(
             self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.05 leaves room for 5 % more"
         )
+
+    def overrides(self) -> dict[str, Any]:
+        """What replaces settings of the checkpoint or the preset."""
+        given = {"cache_dtype": self.cache_dtype, "group_size": self.group_size, "prefill": self.prefill}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 def settings_in(additional_config: Any) -> ServingConfig | None:

@@ -217,6 +217,9 @@ def token_nbytes(plan: Plan, itemsize: int) -> float:
     return sum(initial.parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
 
 
+_LONGEST = 2**40  # tokens of no sequence
+
+
 def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     """From how many tokens on one sequence, read as a prompt, takes fewer bytes than an uncompressed cache.
 
@@ -232,6 +235,8 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     low, high = 0, 1
     while not is_smaller(high):
         low, high = high, high * 2
+        if high > _LONGEST:  # such as where all of every prompt stays at full rank
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_smaller(middle) else (middle, high)

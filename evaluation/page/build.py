@@ -14,6 +14,7 @@ from lowrank_kv.utils.errors import UserError
 from . import curves, fronts, sentence
 from .bars import bars, has_one_budget, horizontal
 from .points import WHOLE, Point, datasets_of, front, points_of, series_of
+from .tasks import task_table
 
 MEASURES = {
     "kl": "KL, nats",
@@ -31,11 +32,11 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     Raises:
         UserError: none of them has anything that the page shows.
     """
-    points = points_of(records)
+    points, tasks = points_of(records), task_table(records)
     verdicts = [record for record in records if "verdicts" in record["summary"]]
-    if not points and not verdicts:
+    if not points and not verdicts and tasks is None:
         raise UserError(
-            "none of the records compares methods by `rate` and `kl`; name those that `lowrank-kv compare` wrote"
+            "none of the records compares methods; name those of `lowrank-kv compare`, `tasks` or `hypothesis`"
         )
     newest = max(records, key=lambda record: record["run_id"])
     anatomies = [record["summary"]["anatomy"] for record in records if "anatomy" in record["summary"]]
@@ -44,6 +45,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         runs=[_run(record) for record in records],
         **(_comparison(points) if points else {}),
         anatomy=_anatomy(anatomies[-1], _colours(points)) if anatomies else None,
+        tasks=tasks,
         hypotheses=[_hypothesis(record) for record in verdicts],
     )
 

@@ -33,7 +33,7 @@ def panel(points: Sequence[Point], colours: dict[str, str], *, field: str, y_lab
     """(the drawing, what lies beyond its axes in words) of one text."""
     shown = [point for point in points if point.family != WHOLE]
     best = front(shown, field)
-    x_high = _rounded_up(sorted(point.rate for point in shown)[int(0.88 * (len(shown) - 1))] * 1.12)
+    x_high = _rounded_up(1.08 * sorted(point.rate for point in shown)[min(int(0.9 * len(shown)), len(shown) - 1)])
     of_use = [point.values[field] for point in best if point.values[field] <= USEFUL] or [best[-1].values[field]]
     quarter = sorted(point.values[field] for point in shown)[len(shown) // 4]
     y_high = _rounded_up(MARGIN * max(max(of_use), min(quarter, USEFUL)))

@@ -1,10 +1,10 @@
 """What is published: `results/published.yaml`, and the values it picks from the runs.
 
 A *selection* picks values: of the run `run` (or of several, `runs`) either the `field` of the rows that agree with
-`where`, or the `path` of a value elsewhere in the record (`summary.heldout.*.hard_rate`; `*` stands for every key). It is
-shown by the format specification `format`. Exactly one value must be found, unless `show` says how several are shown. `each`
-lists selections that replace parts of this one; they are shown one after the other, `join` between them, or in the places
-`{}` of it. `–` in their place is a measurement that was not made.
+`where`, or the `path` of a value elsewhere in the record (`summary.heldout.*.hard_rate`, or a list of keys where one holds
+a dot; `*` stands for every key). It is shown by the format specification `format`. Exactly one value must be found, unless
+`show` says how several are shown. `each` lists selections that replace parts of this one; they are shown one after the
+other, `join` between them, or in the places `{}` of it. `–` in their place is a measurement that was not made.
 """
 
 import collections
@@ -122,7 +122,8 @@ class Published:
         found = []
         for short in shorts:
             if "path" in selection:
-                found += _at(self.record(short, where), str(selection["path"]).split("."))
+                path = selection["path"]
+                found += _at(self.record(short, where), path if isinstance(path, list) else str(path).split("."))
                 continue
             field = selection.get("field")
             for row in self.rows(short, selection.get("where", {}), where):

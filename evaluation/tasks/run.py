@@ -144,6 +144,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
     form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
         for part in parts:
+            digests = {number: _digest(part.task.items[number]) for number in part.numbers}
             for method in part.methods:
                 bar.set_postfix_str(f"{part.task.label}, {method.label}", refresh=False)
                 of_method = setting | method.of | {"task": part.task.label, "query": part.task.query}
@@ -152,7 +153,10 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
                     share = held_share(list(progress.scores(part.task.label, method.bytes_of).values()))
                 if "bytes" in method.of:
                     of_method |= {"bytes": share or method.of["bytes"], "text": methods.text_of(part.task)}
-                wanted = [_wanted(part.task.items[number], number, of_method) for number in part.numbers]
+                wanted = [
+                    _Wanted(number, part.task.items[number], of_method | {"item": digest})
+                    for number, digest in digests.items()
+                ]
                 missing = [each for each in wanted if cells.get(each.of) is None]
                 if missing:
                     fresh = FreshReader(model, method.make(share), step=config.step)
@@ -208,9 +212,8 @@ def _groups(task: Task, count: int) -> Iterator[list[int]]:
         yield from (numbers[i : i + _TOGETHER] for i in range(0, len(numbers), _TOGETHER))
 
 
-def _wanted(item: Item, number: int, of: dict[str, Any]) -> _Wanted:
-    content = hashlib.sha256(json.dumps(item.content()).encode("utf-8")).hexdigest()
-    return _Wanted(number, item, of | {"item": content})
+def _digest(item: Item) -> str:
+    return hashlib.sha256(json.dumps(item.content()).encode("utf-8")).hexdigest()
 
 
 def _answers(task: Task, wanted: Sequence[_Wanted], fresh: FreshReader) -> Iterator[ItemScore]:

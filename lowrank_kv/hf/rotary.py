@@ -49,8 +49,7 @@ class Rotary:
         """The rotation of a model; None for a family without rotary embeddings.
 
         Raises:
-            UserError: the model has several rotary modules, or none that is found, or its compressed layers rotate
-                differently.
+            UserError: the model has several rotary modules, or its compressed layers rotate differently.
         """
         decoder = model.get_decoder()
         modules = [module for name, module in decoder.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
@@ -60,13 +59,8 @@ class Rotary:
             raise UserError(f"{type(model).__name__} has {len(modules)} rotary modules; models with one are supported")
         functions = [rotary_function(module) for module in attention_modules(model).values()]
         function = next((each for each in functions if each is not None), None)
-        if function is None:
+        if not modules or function is None:
             return None
-        if not modules:
-            raise UserError(
-                f"{type(model).__name__} rotates keys by a module that was not found, and a compressed cache could not "
-                f"rotate them again; use a model of another family"
-            )
         [module] = modules
         return cls(function, module, _layer_type(model) if isinstance(_rope_type(module), dict) else None)
 

@@ -64,11 +64,12 @@ def self_check(model: PreTrainedModel) -> None:
         UserError: hidden states differ by more than the rounding of the model's dtype explains, or the model cannot run
             with a compressed cache. A model that was not prepared is not prepared then.
     """
+    geometry = geometry_of(model)  # first, as it knows the reasons of families that cannot be served
     base = model.base_model
     limit = position_limit(model)
     if base in _checked or not _is_here(model) or has_compressors(model) or (limit or sum(_CALLS)) < sum(_CALLS):
         return
-    geometry, was_prepared = geometry_of(model), is_prepared(model)
+    was_prepared = is_prepared(model)
     if not was_prepared:
         check_backend(model.config._attn_implementation)
     device = next(model.parameters()).device

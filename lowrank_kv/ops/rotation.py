@@ -83,6 +83,12 @@ class RotaryTable:
         rotated = [first * cos - second * sin, second * cos + first * sin]
         return torch.cat([*rotated, key_BGND[..., 2 * half :]], dim=-1)
 
+    @functools.cached_property
+    def inverse(self) -> "RotaryTable":
+        """The table that undoes this one. It divides by the square of a pair's length, as some kinds scale both."""
+        square_BTF = self.cos_BTF.square() + self.sin_BTF.square()
+        return RotaryTable(self.cos_BTF / square_BTF, -self.sin_BTF / square_BTF)
+
     def prepare(self, query_GMD: Tensor, decoder_XC: Tensor) -> tuple[Tensor, Tensor, Rotate]:
         """See :meth:`Rotation.prepare`; for a batch of one.
 

@@ -2,13 +2,14 @@
 
 A page has a part for a layer's keys and one for its values:
 
-    classes of rows | starts of rows | rows, one behind another … | exact states of the first tokens
+    levels of rows | starts of rows | rows, one behind another … | exact states of the first tokens
 
-The first tokens of a sequence, which are read by all others, stay exact; only a sequence's first page holds some, and in
-other pages rows may take their room. Where tokens have classes, rows differ in size. A row is then of the class that its
-token asks for, or of the next cheaper one that leaves room for the cheapest rows of all tokens still to come. This depends
-on nothing but the tokens before it in its page. So a page has the same bytes however its tokens were divided into calls, a
-row that is written again takes all later ones with it, and sequences that begin alike may share pages.
+The first tokens of a sequence, which are read by all others, may stay exact; only a sequence's first page holds some, and in
+other pages rows may take their room. Where tokens have classes, or ranks of their own, rows differ in size: these are their
+levels. A row is then of the level that its token asks for, or of the next cheaper one that leaves room for the cheapest
+rows of all tokens still to come. This depends on nothing but the tokens before it in its page. So a page has the same bytes
+however its tokens were divided into calls, a row that is written again takes all later ones with it, and sequences that
+begin alike may share pages.
 
 This file says where everything is, and writes and reads it in plain torch. Servers call `lowrank_kv/ops/native/pages.py`.
 
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.ranked_rows import RANK_BYTES, RankedRows
 from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, MARK_BYTES, ROWS_BETWEEN_MARKS, TokenPlans
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
 _ALIGNMENT = 16  # bytes
+
+Rows = BitPlan | TokenPlans | RankedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +38,17 @@ class SideLayout:
     """Where a layer's keys, or its values, are in a page; places are bytes from the page's start.
 
     Attributes:
-        quantization: how rows are packed: by one plan, or by that of their class.
+        quantization: how rows are packed: by one plan, by that of their class, or as numbers of one width.
         block_size: tokens of a page.
         num_sinks: first tokens of a sequence, which stay exact.
-        packed: where the classes of rows are, four to a byte, the first in its low bits.
+        packed: where the levels of rows are: classes four to a byte, the first in its low bits, or ranks as uint16.
         marks: where the starts of every 32nd row are, int32, counted from the first row.
         rows: where the first row is.
         sinks: where exact states are in a sequence's first page, (F, C) in the model's dtype.
         end: what follows belongs to something else.
     """
 
-    quantization: BitPlan | TokenPlans
+    quantization: Rows
     block_size: int
     num_sinks: int
     packed: int
@@ -57,7 +61,7 @@ class SideLayout:
     def after(
         cls,
         start: int,
-        quantization: BitPlan | TokenPlans,
+        quantization: Rows,
         *,
         block_size: int,
         num_sinks: int,
@@ -70,17 +74,18 @@ class SideLayout:
             sink_bytes: of a token's exact state.
             margin: room for rows beyond their mean size over the calibration's tokens, as a share of it.
         """
-        has_classes = isinstance(quantization, TokenPlans)
-        sizes = _row_sizes(quantization)
-        require(sizes == sorted(sizes), "plans", sizes, "of rows that take more bytes from class to class")
+        if isinstance(quantization, TokenPlans):
+            sizes = quantization.row_bytes()
+            require(sizes == sorted(sizes), "plans", sizes, "of rows that take more bytes from class to class")
+        differ, least = has_levels(quantization), _size(quantization, _least(quantization))
         packed = _aligned(start)
-        marks = packed + _aligned(-(-block_size // CLASSES_PER_BYTE), MARK_BYTES) * has_classes
-        rows = marks + -(-block_size // ROWS_BETWEEN_MARKS) * MARK_BYTES * has_classes
+        marks = packed + _aligned(_level_bytes(quantization, block_size), MARK_BYTES)
+        rows = marks + -(-block_size // ROWS_BETWEEN_MARKS) * MARK_BYTES * differ
 
         def room(tokens: int) -> int:
-            if not has_classes:
-                return tokens * sizes[0]
-            return max(math.ceil(tokens * quantization.mean_row_bytes * (1 + margin)), tokens * sizes[0])
+            if not differ:
+                return tokens * least
+            return max(math.ceil(tokens * quantization.mean_row_bytes * (1 + margin)), tokens * least)
 
         sinks = _aligned(rows + room(block_size - num_sinks))
         end = max(sinks + num_sinks * sink_bytes, rows + room(block_size))
@@ -96,9 +101,9 @@ class SideLayout:
         )
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of a row of each class."""
-        return _row_sizes(self.quantization)
+    def fixed_row_bytes(self) -> int:
+        """Of every row, where rows have no levels."""
+        return _size(self.quantization, _least(self.quantization))
 
     def row_capacity(self, *, is_first: bool) -> int:
         """Rows of a page, which in a sequence's first one follow its sinks."""
@@ -125,8 +130,8 @@ class PageLayout:
     @classmethod
     def of(
         cls,
-        keys: BitPlan | TokenPlans,
-        values: BitPlan | TokenPlans,
+        keys: Rows,
+        values: Rows,
         *,
         block_size: int,
         num_sinks: int,
@@ -139,11 +144,8 @@ class PageLayout:
             UserError: blocks have no room for rows, or the margin is negative.
         """
         for quantization in (keys, values):
-            if not isinstance(quantization, (BitPlan, TokenPlans)):
-                raise UserError(
-                    "pages hold coefficients packed by a plan of bits; take a preset with `cache_dtype: mixed` "
-                    "(static-mixed, tokenwise-mixed), or a checkpoint with `rank_policy: plan`"
-                )
+            if not isinstance(quantization, Rows):
+                raise UserError(f"pages hold rows of {Rows}, not of {type(quantization).__name__}")
         require(0 <= num_sinks < block_size, "num_sink_tokens", num_sinks, f"below the block size, {block_size} tokens")
         require(margin >= 0, "page_margin", margin, "zero or positive; 0.05 leaves room for 5 % more")
         shared = {"block_size": block_size, "num_sinks": num_sinks, "sink_bytes": sink_bytes, "margin": margin}
@@ -152,77 +154,122 @@ class PageLayout:
         return cls(keys=key_side, values=value_side, page_bytes=-(-value_side.end // block_size) * block_size)
 
 
-def write_rows(layout: SideLayout, page_Y: Tensor, first: int, coef_NC: Tensor, *, is_first: bool) -> int:
+def write_rows(
+    layout: SideLayout, page_Y: Tensor, first: int, coef_NC: Tensor, *, is_first: bool, rank_N: Tensor | None = None
+) -> int:
     """Write rows `first` and following of a page; rows that were there are gone.
 
     Args:
         page_Y: uint8.
         coef_NC: all coefficients of the tokens.
         is_first: whether it is its sequence's first page.
+        rank_N: how many coefficients each token asks for, where rows have ranks.
 
     Returns:
-        how many rows are of a cheaper class than their tokens asked for.
+        how many rows are of a cheaper level than their tokens asked for.
     """
-    capacity, room, sizes = layout.row_capacity(is_first=is_first), layout.row_room(is_first=is_first), layout.sizes
-    plans = _plans(layout)
-    wanted = layout.quantization.classes(coef_NC).tolist() if _has_classes(layout) else [0] * len(coef_NC)
-    start, cut = sum(sizes[k] for k in classes_of(layout, page_Y, first)), 0
-    for row, (coef_C, k) in enumerate(zip(coef_NC, wanted, strict=True), start=first):
-        reserved = (capacity - row - 1) * sizes[0]
-        held = max(j for j in range(k + 1) if j == 0 or start + sizes[j] + reserved <= room)
-        cut += held < k
-        if _has_classes(layout):
+    capacity, room, rows = (
+        layout.row_capacity(is_first=is_first),
+        layout.row_room(is_first=is_first),
+        layout.quantization,
+    )
+    least = _least(rows)
+    if isinstance(rows, TokenPlans):
+        wanted = rows.classes(coef_NC).tolist()
+    else:
+        wanted = [least] * len(coef_NC) if rank_N is None else rank_N.tolist()
+    start, cut = sum(_size(rows, level) for level in levels_of(layout, page_Y, first)), 0
+    for row, (coef_C, level) in enumerate(zip(coef_NC, wanted, strict=True), start=first):
+        reserved, held = (capacity - row - 1) * _size(rows, least), level
+        while held > least and start + _size(rows, held) + reserved > room:
+            held = rows.cheaper(held) if isinstance(rows, RankedRows) else held - 1
+        cut += held < level
+        if has_levels(rows):
             _note(layout, page_Y, row, held, start)
-        code_1Y, _ = plans[held].encode(coef_C[None, : plans[held].num_coefficients])
-        page_Y[layout.rows + start : layout.rows + start + sizes[held]] = code_1Y[0]
-        start += sizes[held]
+        size = _size(rows, held)
+        page_Y[layout.rows + start : layout.rows + start + size] = _encoded(rows, held, coef_C)
+        start += size
     return cut
 
 
 def read_rows(layout: SideLayout, page_Y: Tensor, count: int) -> Tensor:
     """The first `count` rows of a page, (N, R) fp32, zero where a token has no coefficient."""
-    plans = _plans(layout)
-    row_NR = torch.zeros(count, layout.quantization.num_coefficients)
-    start = layout.rows
-    for row_R, k in zip(row_NR, classes_of(layout, page_Y, count), strict=True):
-        plan, end = plans[k], start + layout.sizes[k]
+    rows, start = layout.quantization, layout.rows
+    row_NR = torch.zeros(count, rows.num_coefficients)
+    for row_R, level in zip(row_NR, levels_of(layout, page_Y, count), strict=True):
+        end = start + _size(rows, level)
         code_1Y = page_Y[None, start:end]
-        row_R[: plan.num_coefficients] = plan.decode(code_1Y, code_1Y[:, :0], plan.num_coefficients, torch.float32)[0]
+        if isinstance(rows, RankedRows):
+            row_R[:level] = rows.decode(code_1Y, level)[0]
+        else:
+            plan = _plan(rows, level)
+            rank = plan.num_coefficients
+            row_R[:rank] = plan.decode(code_1Y, code_1Y[:, :0], rank, torch.float32)[0]
         start = end
     return row_NR
 
 
-def classes_of(layout: SideLayout, page_Y: Tensor, count: int) -> list[int]:
-    """The classes of the first `count` rows of a page."""
-    if not _has_classes(layout):
-        return [0] * count
+def levels_of(layout: SideLayout, page_Y: Tensor, count: int) -> list[int]:
+    """The levels of the first `count` rows of a page."""
+    rows = layout.quantization
+    if not has_levels(rows):
+        return [_least(rows)] * count
+    if isinstance(rows, RankedRows):
+        byte_Y = page_Y[layout.packed : layout.packed + RANK_BYTES * count]
+        return (byte_Y[::2].int() | byte_Y[1::2].int() << 8).tolist()
     return [
         int(page_Y[layout.packed + row // CLASSES_PER_BYTE]) >> 2 * (row % CLASSES_PER_BYTE) & 3 for row in range(count)
     ]
 
 
-def _note(layout: SideLayout, page_Y: Tensor, row: int, k: int, start: int) -> None:
-    """Note a row's class, and of every 32nd where it begins."""
-    place, shift = layout.packed + row // CLASSES_PER_BYTE, 2 * (row % CLASSES_PER_BYTE)
-    page_Y[place] = int(page_Y[place]) & ~(3 << shift) & 255 | k << shift
+def has_levels(rows: Rows) -> bool:
+    """Whether rows differ in size."""
+    return isinstance(rows, TokenPlans) or (isinstance(rows, RankedRows) and rows.granularity is not None)
+
+
+def _note(layout: SideLayout, page_Y: Tensor, row: int, level: int, start: int) -> None:
+    """Note a row's level, and of every 32nd where it begins."""
+    if isinstance(layout.quantization, RankedRows):
+        place = layout.packed + RANK_BYTES * row
+        page_Y[place], page_Y[place + 1] = level & 255, level >> 8
+    else:
+        place, shift = layout.packed + row // CLASSES_PER_BYTE, 2 * (row % CLASSES_PER_BYTE)
+        page_Y[place] = int(page_Y[place]) & ~(3 << shift) & 255 | level << shift
     if row % ROWS_BETWEEN_MARKS == 0:
         place = layout.marks + row // ROWS_BETWEEN_MARKS * MARK_BYTES
         page_Y[place : place + MARK_BYTES] = torch.tensor([start], dtype=torch.int32).view(torch.uint8)
 
 
-def _has_classes(layout: SideLayout) -> bool:
-    return isinstance(layout.quantization, TokenPlans)
+def _encoded(rows: Rows, level: int, coef_C: Tensor) -> Tensor:
+    """The bytes of a row, (Y,)."""
+    if isinstance(rows, RankedRows):
+        return rows.encode(coef_C[None, :level])[0]
+    plan = _plan(rows, level)
+    return plan.encode(coef_C[None, : plan.num_coefficients])[0][0]
 
 
-def _plans(layout: SideLayout) -> tuple[BitPlan, ...]:
-    """The plan of each class."""
-    return layout.quantization.plans if _has_classes(layout) else (layout.quantization,)
+def _least(rows: Rows) -> int:
+    """The cheapest level; the only one where there are none."""
+    return rows.least_rank if isinstance(rows, RankedRows) else 0
 
 
-def _row_sizes(quantization: BitPlan | TokenPlans) -> list[int]:
-    if isinstance(quantization, TokenPlans):
-        return quantization.row_bytes()
-    return [quantization.row_bytes(quantization.num_coefficients)]
+def _size(rows: Rows, level: int) -> int:
+    """Bytes of a row of this level."""
+    if isinstance(rows, RankedRows):
+        return rows.row_bytes(level)
+    plan = _plan(rows, level)
+    return plan.row_bytes(plan.num_coefficients)
+
+
+def _level_bytes(rows: Rows, tokens: int) -> int:
+    """Bytes that say of which levels the rows of a page are."""
+    if not has_levels(rows):
+        return 0
+    return RANK_BYTES * tokens if isinstance(rows, RankedRows) else -(-tokens // CLASSES_PER_BYTE)
+
+
+def _plan(rows: BitPlan | TokenPlans, level: int) -> BitPlan:
+    return rows.plans[level] if isinstance(rows, TokenPlans) else rows
 
 
 def _aligned(place: int, to: int = _ALIGNMENT) -> int:

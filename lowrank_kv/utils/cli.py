@@ -12,6 +12,8 @@ from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.disk_errors import explained
 from lowrank_kv.utils.errors import UserError
 
+INTERRUPTED = 130  # status of a command that Ctrl-C ended, as shells have it
+
 
 def output_directory(text: str) -> Path:
     """A parser's type: a directory to be written when the work is done, which must not fail then."""
@@ -44,7 +46,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         _end(f"error: {mended}", 2)
     except KeyboardInterrupt:
         # Every process of a launch is interrupted, and one line says so.
-        _end("interrupted" if os.environ.get("RANK", "0") == "0" else None, 130)
+        _end("interrupted" if os.environ.get("RANK", "0") == "0" else None, INTERRUPTED)
 
 
 def _end(message: str | None, status: int) -> NoReturn:

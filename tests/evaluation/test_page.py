@@ -117,7 +117,7 @@ def test_the_front_is_what_nothing_beats(record):
     points = [point for point in points_of([record]) if point.dataset == "novels"]
     assert [point.label for point in front(points)] == ["learned 0.06", "tokenwise-mixed 0.1", "tokenwise-mixed 0.2"]
     drawn, beyond = panel(points, colours_of(points), field="kl", y_label="KL")
-    assert [each.split(" (")[0] for each in beyond] == ["rotated-int2", "snapkv at 0.2"]
+    assert [each.split(" (")[0] for each in beyond] == ["rotated-int2", "snapkv at 0.2"]  # of too much divergence
     assert drawn.count("beyond") == 2
     assert "on the front: learned 0.06, tokenwise-mixed 0.1" in drawn
     for point in points:
@@ -134,6 +134,33 @@ def test_one_budget_is_drawn_as_bars(record):
     assert 'class="bar' in text
     assert "polyline points" in text  # intervals
     assert "learned 0.06, 8%" in text
+
+
+def test_scores_of_tasks_stand_in_a_table_of_their_own(record):
+    rows = [
+        {
+            "method": "full",
+            "dataset": "niah",
+            "rate": 1.0,
+            "score": 90.0,
+            "items": 20,
+            "of_full": 100.0,
+            "metric": "match",
+        },
+        {
+            **{"method": "learned 0.06", "dataset": "niah", "rate": 0.08, "score": 81.0, "items": 20, "of_full": 90.0},
+            **{"difference": -9.0, "difference_low": -17.5, "difference_high": -2.5, "metric": "match"},
+        },
+        {"method": "full", "dataset": "vt", "rate": 1.0, "score": 0.0, "items": 20, "of_full": None, "metric": "match"},
+    ]
+    text = page([record, record | {"rows": rows}])
+    read(text)
+    table = text[text.index('id="tasks"') :]
+    assert "81.0" in table
+    assert "−17.5 to −2.5" in table
+    assert table.count('<td data-value="-1">–</td>') == 1  # not measured
+    assert "niah: match, 20 items" in table
+    assert 'id="fronts"' not in page([record | {"rows": rows}])
 
 
 def test_labels_do_not_lie_on_one_another():

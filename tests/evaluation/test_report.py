@@ -347,7 +347,9 @@ def test_a_part_that_was_not_measured_is_a_dash(root):
 
 
 def test_values_elsewhere_in_a_record_are_found(root):
-    assert Published(root / "results").text({"run": "a", "path": "n.*"}, "x") == "2"
+    published = Published(root / "results")
+    assert published.text({"run": "a", "path": "n.*"}, "x") == "2"
+    assert published.text({"run": "a", "path": ["n", "*"]}, "x") == "2"
 
 
 def test_this_repositorys_documents_say_what_its_results_say():

@@ -8,6 +8,7 @@ from methods import spread_gates
 
 import dynakv
 from dynakv.checkpoint import read_config
+from dynakv.measured_rates import Rates
 from dynakv.objective import RateRecorder
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
@@ -16,7 +17,6 @@ from lowrank_kv.hf.loading import load_model, load_shape
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.inspect_command import main
 from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes
-from lowrank_kv_cli.saved import Rates
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 
 IDS = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))

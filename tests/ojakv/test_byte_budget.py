@@ -65,6 +65,12 @@ def test_a_cache_that_never_pays_has_no_such_length(calibration):
     assert break_even_tokens(plan, 4) is None
 
 
+def test_a_cache_that_keeps_every_prompt_at_full_rank_never_pays(calibration):
+    settings = {"update_period": 1, "full_rank_ratio": 1.0, "num_sink_tokens": 0, "recent_window": 0}
+    plan = make_plan(calibration, OjaKVConfig.preset("ojakv", rate=0.3, **settings))
+    assert break_even_tokens(plan, 4) is None
+
+
 def test_bases_that_outweigh_what_they_save_are_told():
     wide = tiny_model(hidden_size=256, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=1)
     calibration = calibration_of(wide, blocks=20)

@@ -8,12 +8,13 @@ from methods import calibration_of, planned_model, tiny_model
 from training_runs import STILL, losses, merged, summary, train_here
 
 import dynakv
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.planned_cache import dynakv_nbytes
-from lowrank_kv_cli.saved import describe, measured_rates
+from lowrank_kv_cli.saved import describe
 from training.config import TrainConfig
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits

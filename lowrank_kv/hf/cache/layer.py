@@ -170,7 +170,11 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
             )
         past = self.get_seq_length()
-        assert context.rope is None or self.history is not None or not self.rotates, "rotations would be forgotten"
+        if context.rope is not None and self.history is None and self.rotates:
+            raise UserError(
+                "the model rotates keys by a module that was not found, so that a compressed cache could not rotate them "
+                "again; use a model of another family"
+            )
         if self.history is not None and self.rotates and context.rope is not None:
             context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
         try:

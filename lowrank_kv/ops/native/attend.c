@@ -174,8 +174,9 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
+        const int64_t rank = largest_rank(store, bucket, first, count);
         if (!task->decoder) {
-            score_rows(part_heads, count, bucket->rank, query, depth, rows.start, rows.stride, score, lanes);
+            score_rows(part_heads, count, rank, query, depth, rows.start, rows.stride, score, lanes);
             continue;
         }
         const float *decoder = task->decoder + part * store->rank * stride;
@@ -184,12 +185,12 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
             float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
             if (in_registers) {
                 const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, bucket->rank, depth, NULL, NULL};
+                                             rows.stride, stride, rank, depth, NULL, NULL};
                 rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
             if (kv_head % together == 0)
-                product(count, columns, bucket->rank, rows.start, rows.stride, 1, decoder + kv_head * depth, stride, key, columns, 0);
+                product(count, columns, rank, rows.start, rows.stride, 1, decoder + kv_head * depth, stride, key, columns, 0);
             for (int64_t t = 0; task->cos && t < count; t++)
                 rotate(task->pairs, task->cos + place[t], task->sin + place[t], key + t * columns);
             score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
@@ -240,13 +241,14 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
         float *latent = scratch->latent + part * part_heads * stride;
-        const int64_t full_vectors = store->kind == FLOAT32 ? bucket->rank / LANES * LANES : padded(bucket->rank);
+        const int64_t rank = largest_rank(store, bucket, first, count);
+        const int64_t full_vectors = store->kind == FLOAT32 && !store->ranked ? rank / LANES * LANES : padded(rank);
         product(part_heads, full_vectors, count, weight, 1, lanes, rows.start, rows.stride, latent, stride, 1);
-        if (full_vectors >= bucket->rank) continue;
+        if (full_vectors >= rank) continue;
         for (int64_t t = 0; t < count; t++) { /* the rest, which does not fill a vector, and zeros */
             float *rest = scratch->coef + t * LANES;
             *(vector *)rest = (vector){0};
-            for (int64_t r = full_vectors; r < bucket->rank; r++) rest[r - full_vectors] = rows.start[t * rows.stride + r];
+            for (int64_t r = full_vectors; r < rank; r++) rest[r - full_vectors] = rows.start[t * rows.stride + r];
         }
         product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + full_vectors, stride, 1);
     }

@@ -68,6 +68,7 @@ def library() -> ctypes.CDLL | None:
     kernels.multiplies_pairs.argtypes = [number, number, number]
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
     kernels.angles.restype = None
+    kernels.project_states.argtypes = [address]
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
     kernels.read_pages.argtypes = [address, number, address, number, address]
     kernels.attend_pages.argtypes = [address, address]

@@ -1,9 +1,11 @@
 /* Packing rows by plans of bits, and telling which class a row is in: see lowrank_kv/stores/bit_plan.py, token_plans.py. */
 #pragma once
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 
 #include "plan.h"
+#include "store.h"
 
 /* How rows are packed by one plan. Neighbours of one width are a run. */
 struct coder {
@@ -75,6 +77,44 @@ static void pack_row(const struct coder *coder, const float *coef, float *unit, 
         }
     }
     if (held) *row = bits;
+}
+
+/* Writes one row of floats, or of scales and then integers: see lowrank_kv/stores/ranked_rows.py. */
+static void pack_ranked(int64_t kind, int64_t group_size, const float *coef, int64_t rank, uint8_t *row) {
+    if (kind == FLOAT32) {
+        memcpy(row, coef, rank * sizeof(float));
+        return;
+    }
+    if (kind == BFLOAT16) {
+        for (int64_t r = 0; r < rank; r++) ((uint16_t *)row)[r] = to_bfloat16(coef[r]);
+        return;
+    }
+    const int64_t size = group_size ? group_size : rank, groups = (rank + size - 1) / size, half = (rank + 1) / 2;
+    uint16_t *scale = (uint16_t *)row;
+    uint8_t *code = row + 4 * groups;
+    const int64_t codes = kind == INT8 ? rank : half;
+    const float most = kind == INT8 ? 255 : 15, rounding = 0.00390625f; /* 2^-8 */
+    memset(code, 0, codes + codes % 2);
+    for (int64_t k = 0; k < groups; k++) {
+        const int64_t end = (k + 1) * size < rank ? (k + 1) * size : rank;
+        float low = coef[k * size], high = low;
+        for (int64_t r = k * size + 1; r < end; r++) {
+            low = coef[r] < low ? coef[r] : low;
+            high = coef[r] > high ? coef[r] : high;
+        }
+        scale[groups + k] = to_bfloat16(low - fabsf(low) * rounding);
+        low = from_bfloat16(scale[groups + k]);
+        scale[k] = to_bfloat16((high - low) * (1 + rounding) / most);
+        const float step = from_bfloat16(scale[k]), divisor = step > FLT_MIN ? step : FLT_MIN;
+        for (int64_t r = k * size; r < end; r++) {
+            const float level = nearbyintf((coef[r] - low) / divisor);
+            const uint8_t found = level < 0 ? 0 : level > most ? most : level;
+            if (kind == INT8)
+                code[r] = found;
+            else
+                code[r < half ? r : r - half] |= r < half ? found : found << 4;
+        }
+    }
 }
 
 /* The class of a row of all coefficients. */

@@ -5,6 +5,7 @@
 
 #include "common.h"
 #include "pack.h"
+#include "states.h"
 #include "store.h"
 #include "task.h"
 
@@ -16,6 +17,7 @@ struct side {
     const struct classes *classes; /* else */
     const struct importance *gate; /* else */
     const struct coder *coder[CLASSES];
+    int64_t kind, group_size, granularity; /* of ranked rows; else PLANNED. Granularity: 0 where all have one rank */
 };
 
 /* The pages of one layer. */
@@ -28,12 +30,6 @@ struct pages {
     struct side sides[2];  /* keys, values */
 };
 
-/* Exact states of new tokens, rotated where they are keys; strides in bytes, the dims of a head side by side. */
-struct states {
-    const uint8_t *start;
-    int64_t token_stride, head_stride;
-};
-
 static inline int64_t itemsize(const struct pages *pages) { return pages->kind == FLOAT32 ? 4 : 2; }
 
 /* -- writing ------------------------------------------------------------------------------------------------------- */
@@ -42,22 +38,46 @@ struct writing {
     struct states states[2];
     const float *coef[2];
     int64_t coef_stride[2];       /* floats */
+    const int64_t *rank[2];       /* of each token, where rows have ranks of their own */
     const int64_t *position, *slot; /* of each token; slot: page · block + place within the page, negative where it has none */
     int64_t tokens, threads;
 };
 
 /* Where a token goes: the row, or the exact states of a sink; NULL where it has no page. */
-struct target { uint8_t *at; uint8_t class, is_sink; };
+struct target { uint8_t *at; uint16_t level; uint8_t is_sink; }; /* level: its class, or rank */
+
+/* Whether rows differ in size. */
+static inline int has_levels(const struct side *side) { return side->classes || side->granularity; }
+
+static inline int64_t size_of_level(const struct side *side, int64_t level) {
+    return side->classes ? side->classes->row_bytes[level] : ranked_bytes(side->kind, side->group_size, level);
+}
+
+static inline int64_t least_level(const struct side *side) {
+    if (side->classes) return 0;
+    return side->granularity < side->rank ? side->granularity : side->rank;
+}
+
+static inline int64_t next_cheaper(const struct side *side, int64_t level) {
+    return side->classes ? level - 1 : (level - 1) / side->granularity * side->granularity;
+}
+
+static struct store store_of(const struct side *side, struct bucket *buckets, int64_t count) {
+    return (struct store){.buckets = buckets, .num_buckets = count, .rank = side->rank, .kind = side->kind, .slot_bytes = 4,
+                          .group_size = side->group_size, .plan = side->plan, .classes = side->classes, .ranked = side->kind != PLANNED};
+}
 
 static struct bucket page_rows(const struct side *side, uint8_t *page) {
     return (struct bucket){.rows = page + side->rows, .rank = side->rank, .row_bytes = side->mean_bytes,
-                           .packed = page + side->packed, .mark = (const int32_t *)(page + side->mark)};
+                           .packed = page + side->packed, .mark = has_levels(side) ? (const int32_t *)(page + side->mark) : NULL};
 }
 
 /* Finds the places of all tokens in their order, and notes the classes of those that have some. Returns how many rows are of
  * a cheaper class than they asked for, because their page is full. */
 static int64_t place_all(const struct pages *pages, const struct side *side, const struct writing *task, struct target *target) {
     int64_t cut = 0, last_page = -1, last_row = -1, next = 0;
+    const struct store store = store_of(side, NULL, 0);
+    const int64_t least = least_level(side), least_bytes = has_levels(side) ? size_of_level(side, least) : 0;
     for (int64_t t = 0; t < task->tokens; t++) {
         target[t].at = NULL;
         if (task->slot[t] < 0) continue;
@@ -70,24 +90,29 @@ static int64_t place_all(const struct pages *pages, const struct side *side, con
             target[t].at = page + side->sinks + (row + skipped) * pages->num_kv_heads * pages->head_dim * itemsize(pages);
             continue;
         }
-        if (!side->classes) {
-            target[t].at = page + side->rows + row * side->coder[0]->row_bytes;
+        if (!has_levels(side)) {
+            target[t].at = page + side->rows + row * side->mean_bytes;
+            target[t].level = side->kind == PLANNED ? 0 : side->rank;
             continue;
         }
         struct bucket rows = page_rows(side, page);
-        const struct store store = {.classes = side->classes};
-        if (number != last_page || row != last_row + 1) next = row ? row_at(&store, &rows, row - 1) - rows.rows + side->classes->row_bytes[class_of(&rows, row - 1)] : 0;
+        if (number != last_page || row != last_row + 1)
+            next = row ? row_at(&store, &rows, row - 1) - rows.rows + size_of_row(&store, &rows, row - 1) : 0;
         const int64_t budget = (is_first ? side->sinks : side->end) - side->rows;
-        const int64_t reserved = (pages->block - skipped - row - 1) * side->classes->row_bytes[0];
-        int class = target[t].class;
-        while (class && next + side->classes->row_bytes[class] + reserved > budget) class--;
-        cut += class < target[t].class;
-        target[t].class = class;
+        const int64_t reserved = (pages->block - skipped - row - 1) * least_bytes;
+        int64_t level = target[t].level;
+        while (level > least && next + size_of_level(side, level) + reserved > budget) level = next_cheaper(side, level);
+        cut += level < target[t].level;
+        target[t].level = level;
         target[t].at = rows.rows + next;
-        uint8_t *packed = page + side->packed + row / 4;
-        *packed = (*packed & ~(3 << row % 4 * 2)) | class << row % 4 * 2;
+        if (side->classes) {
+            uint8_t *packed = page + side->packed + row / 4;
+            *packed = (*packed & ~(3 << row % 4 * 2)) | level << row % 4 * 2;
+        } else {
+            ((uint16_t *)(page + side->packed))[row] = level;
+        }
         if (row % ROWS_BETWEEN_MARKS == 0) ((int32_t *)(page + side->mark))[row / ROWS_BETWEEN_MARKS] = next;
-        next += side->classes->row_bytes[class];
+        next += size_of_level(side, level);
         last_page = number;
         last_row = row;
     }
@@ -98,7 +123,10 @@ static void write_one(const struct pages *pages, const struct side *side, const 
                       const struct target *target, float *unit, int32_t *code) {
     if (!target->at) return;
     if (!target->is_sink) {
-        pack_row(side->coder[side->classes ? target->class : 0], coef, unit, code, target->at);
+        if (side->kind == PLANNED)
+            pack_row(side->coder[target->level], coef, unit, code, target->at);
+        else
+            pack_ranked(side->kind, side->group_size, coef, target->level, target->at);
         return;
     }
     const int64_t bytes = pages->head_dim * itemsize(pages);
@@ -118,7 +146,8 @@ int64_t write_pages(const struct pages *pages, const struct writing *task) {
         for (int64_t i = 0; i < 2 * tokens; i++) {
             const struct side *side = pages->sides + i / tokens;
             const float *coef = task->coef[i / tokens] + i % tokens * task->coef_stride[i / tokens];
-            targets[i].class = side->gate ? class_of_row(side->gate, coef) : 0;
+            const int64_t *rank = task->rank[i / tokens];
+            targets[i].level = side->gate ? class_of_row(side->gate, coef) : rank ? rank[i % tokens] : 0;
         }
         for (int which = 0; which < 2; which++) cut += place_all(pages, pages->sides + which, task, targets + which * tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -149,11 +178,6 @@ static void fill_buckets(const struct pages *pages, const struct side *side, con
         buckets[page].slot = (void *)(pages->order + slot);
         slot += lengths[page];
     }
-}
-
-static struct store store_of(const struct side *side, struct bucket *buckets, int64_t count) {
-    return (struct store){.buckets = buckets, .num_buckets = count, .rank = side->rank, .kind = PLANNED, .slot_bytes = 4,
-                          .plan = side->plan, .classes = side->classes};
 }
 
 static inline int64_t pages_of(const struct pages *pages, int64_t rows) {
@@ -197,7 +221,9 @@ struct querying {
     const float *decoder, *decoder_pairs; /* of keys; the latter NULL where coefficients are not rounded */
     int64_t decoder_stride, pairs_stride;
     const float *value_decoder;
-    int64_t value_width, heads, threads;
+    int64_t value_width, heads;
+    int64_t sees_itself; /* whether a token sees itself exactly; else its row, and sequences have one new token each */
+    int64_t threads;
     float scaling, softcap;
 };
 
@@ -217,7 +243,7 @@ struct sequence {
 };
 
 static int attend_one(const struct pages *pages, const struct querying *all, int64_t s, int64_t threads) {
-    const int64_t start = all->first[s], queries = all->first[s + 1] - start, past = all->length[s] - queries;
+    const int64_t start = all->first[s], queries = all->first[s + 1] - start, past = all->length[s] - (all->sees_itself ? queries : 0);
     int64_t sinks = past < pages->num_sinks ? past : pages->num_sinks, rows = past - sinks, count = pages_of(pages, rows), new = queries;
     const int64_t dim = pages->head_dim, sharing = all->heads / pages->num_kv_heads, bytes = dim * itemsize(pages);
     const int32_t *table = all->table + s * all->table_stride;
@@ -259,14 +285,16 @@ static int attend_one(const struct pages *pages, const struct querying *all, int
             tasks[n] = common;
             tasks[n].keys = store + 2, tasks[n].values = store + 3, tasks[n++].slots = sinks;
         }
-        for (int which = 0; which < 2; which++) {
-            struct states held = all->states[which];
-            held.start += start * held.token_stride;
-            store[4 + which] = exact_store(pages, &held, exact + 2 + which, &new);
+        if (all->sees_itself) {
+            for (int which = 0; which < 2; which++) {
+                struct states held = all->states[which];
+                held.start += start * held.token_stride;
+                store[4 + which] = exact_store(pages, &held, exact + 2 + which, &new);
+            }
+            tasks[n] = common;
+            tasks[n].keys = store + 4, tasks[n].values = store + 5, tasks[n].slots = queries;
+            tasks[n].mask = queries > 1 ? own.mask : NULL, tasks[n++].mask_stride = queries;
         }
-        tasks[n] = common;
-        tasks[n].keys = store + 4, tasks[n].values = store + 5, tasks[n].slots = queries;
-        tasks[n].mask = queries > 1 ? own.mask : NULL, tasks[n++].mask_stride = queries;
         failed = attend(tasks, n);
     }
     free(own.mask);

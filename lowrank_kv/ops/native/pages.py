@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowrank_kv.ops.native.attention import PackedDecoders
 from lowrank_kv.ops.native.library import CPU, contiguous_fp32, lanes, library
-from lowrank_kv.ops.native.store_view import KINDS, PackedClasses, packed_plan
-from lowrank_kv.stores.arena import PageLayout, SideLayout
+from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED, PackedClasses, packed_plan
+from lowrank_kv.stores.arena import PageLayout, SideLayout, has_levels
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
@@ -22,8 +22,8 @@ from lowrank_kv.utils.errors import UserError
 
 # The members of `struct coder` and `struct importance` in pack.h, and those of the structs in pages.c, in their order.
 _CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
-_SIDE, _PAGES = struct.Struct("14q"), struct.Struct("7q")
-_WRITING, _QUERYING = struct.Struct("14q"), struct.Struct("25q2f")
+_SIDE, _PAGES = struct.Struct("17q"), struct.Struct("7q")
+_WRITING, _QUERYING = struct.Struct("16q"), struct.Struct("26q2f")
 
 
 class NewTokens(NamedTuple):
@@ -103,22 +103,26 @@ class Pages:
         self._buffer = ctypes.create_string_buffer(memory, len(memory))
         self._address = ctypes.addressof(self._buffer)
 
-    def write(self, new: NewTokens, key_TC: Tensor, value_TC: Tensor) -> int:
+    def write(
+        self, new: NewTokens, key_TC: Tensor, value_TC: Tensor, ranks: tuple[Tensor, Tensor] | None = None
+    ) -> int:
         """Write tokens.
 
         Args:
             key_TC, value_TC: all coefficients of each, fp32, those of a token side by side.
+            ranks: how many of them each token asks to keep, of keys and of values, (T,) int64, where rows have ranks.
 
         Returns:
-            how many rows are of a cheaper class than asked for, because their pages are full.
+            how many rows are of a cheaper level than asked for, because their pages are full.
         """
         call = _WRITING.pack(
-            *_states(new.key_TGD),
-            *_states(new.value_TGD),
+            *states_of(new.key_TGD),
+            *states_of(new.value_TGD),
             key_TC.data_ptr(),
             value_TC.data_ptr(),
             key_TC.stride(0),
             value_TC.stride(0),
+            *((0, 0) if ranks is None else (rank_T.data_ptr() for rank_T in ranks)),
             new.position_T.data_ptr(),
             new.slot_T.data_ptr(),
             len(new.slot_T),
@@ -164,6 +168,7 @@ class Pages:
         scaling: float,
         softcap: float | None,
         output_THD: Tensor,
+        sees_itself: bool = True,
     ) -> None:
         """Attention of some sequences' new tokens over their pages and, exactly, over the new tokens up to their own.
 
@@ -173,14 +178,16 @@ class Pages:
             rotation: cos and sin of each place and pair, fp32, contiguous.
             scaling, softcap: of scores.
             output_THD: fp32, contiguous; rows of sequences that are not served stay as they are.
+            sees_itself: False where a token sees its own row instead; each sequence served then has one new token, which has
+                been written.
         """
         query_THD = contiguous_fp32(query_THD)
         cos_XF, sin_XF = rotation
         call = _QUERYING.pack(
             query_THD.data_ptr(),
             output_THD.data_ptr(),
-            *_states(new.key_TGD),
-            *_states(new.value_TGD),
+            *states_of(new.key_TGD),
+            *states_of(new.value_TGD),
             sequences.first_B.data_ptr(),
             sequences.length_B.data_ptr(),
             sequences.page_BP.data_ptr(),
@@ -192,6 +199,7 @@ class Pages:
             cos_XF.shape[1],
             *decoders.members,
             query_THD.shape[1],
+            sees_itself,
             torch.get_num_threads(),
             scaling,
             softcap or 0.0,
@@ -205,12 +213,13 @@ class PageDecoders:
 
     Args:
         key_RC, value_RC: rebuild keys, and values, from coefficients.
-        dtype: of the model; coefficients are rounded to bf16 where it is that.
+        in_pairs: whether coefficients are packed by plans of bits, and the model computes in bf16: they are then rounded to
+            it.
     """
 
-    def __init__(self, key_RC: Tensor, value_RC: Tensor, dtype: torch.dtype):
+    def __init__(self, key_RC: Tensor, value_RC: Tensor, *, in_pairs: bool):
         rows = PackedDecoders(key_RC[None], value_RC)
-        pairs = PackedDecoders(key_RC[None], value_RC, paired=True) if dtype == torch.bfloat16 else None
+        pairs = PackedDecoders(key_RC[None], value_RC, paired=True) if in_pairs else None
         self._keepalive = rows, pairs
         self.members = (
             rows.key_address,
@@ -227,12 +236,18 @@ class _PackedSide:
 
     def __init__(self, side: SideLayout):
         quantization = side.quantization
-        has_classes = isinstance(quantization, TokenPlans)
-        plans = quantization.plans if has_classes else (quantization,)
-        coders = [_PackedCoder(plan) for plan in plans]
-        classes = PackedClasses(quantization) if has_classes else None
-        plan = None if has_classes else packed_plan(quantization)
-        gate = _PackedGate(quantization.gate, quantization.bounds_K) if has_classes else None
+        classes = plan = gate = None
+        coders: list[_PackedCoder] = []
+        form = PLANNED, 0, 0
+        if isinstance(quantization, TokenPlans):
+            coders = [_PackedCoder(plan) for plan in quantization.plans]
+            classes, gate = PackedClasses(quantization), _PackedGate(quantization.gate, quantization.bounds_K)
+        elif isinstance(quantization, BitPlan):
+            coders, plan = [_PackedCoder(quantization)], packed_plan(quantization)
+        else:
+            integers = quantization.quantization
+            kind = KINDS[quantization.dtype] if integers is None else INTEGER_KINDS[integers.bits]
+            form = kind, 0 if integers is None else integers.group_size or 0, quantization.granularity or 0
         self._keepalive = coders, classes, plan, gate
         self.packed = _SIDE.pack(
             side.packed,
@@ -241,10 +256,11 @@ class _PackedSide:
             side.sinks,
             side.end,
             quantization.num_coefficients,
-            (side.end - side.rows) // side.block_size if has_classes else side.sizes[0],
+            (side.end - side.rows) // side.block_size if has_levels(quantization) else side.fixed_row_bytes,
             *(0 if each is None else each.address for each in (plan, classes, gate)),
             *(coder.address for coder in coders),
             *[0] * (MOST_CLASSES - len(coders)),
+            *form,
         )
 
 
@@ -280,6 +296,6 @@ class _PackedGate:
         self.address = ctypes.addressof(self._buffer)
 
 
-def _states(state_TGD: Tensor) -> tuple[int, int, int]:
+def states_of(state_TGD: Tensor) -> tuple[int, int, int]:
     """Address, and bytes from token to token and from head to head."""
     return state_TGD.data_ptr(), *(stride * state_TGD.itemsize for stride in state_TGD.stride()[:2])

@@ -15,8 +15,8 @@ struct bucket {
     void *slot;            /* each token's row in the scores, rising; NULL: 0, 1, … */
     int64_t *length;       /* tokens; Python reads the same number */
     int64_t capacity, rank, row_bytes, part_bytes, scale_part_bytes;
-    /* Where rows are of classes, else NULL: */
-    const uint8_t *packed; /* those of four rows to a byte, the first in its low bits */
+    /* Where rows are of classes or of ranks of their own, else NULL: */
+    const uint8_t *packed; /* classes of four rows to a byte, the first in its low bits; ranks as uint16 */
     const int32_t *mark;   /* the first byte of every ROWS_BETWEEN_MARKS rows */
 };
 
@@ -37,20 +37,46 @@ struct store {
     int64_t group_size; /* integers: coefficients that share a scale; 0 when all of a row do */
     const struct plan *plan; /* of planned rows that are all of one class */
     const struct classes *classes; /* of others; NULL where there are none */
+    int64_t ranked; /* whether floats, or scales and then integers, lie one row behind another, of ranks of their own where
+                     * buckets have marks; `rank` of the bucket is then the largest */
 };
+
+/* Bytes of such a row, which are even. */
+static inline int64_t ranked_bytes(int32_t kind, int64_t group_size, int64_t rank) {
+    if (kind == FLOAT32 || kind == BFLOAT16) return rank * (kind == FLOAT32 ? 4 : 2);
+    const int64_t groups = group_size ? (rank + group_size - 1) / group_size : 1, codes = kind == INT8 ? rank : (rank + 1) / 2;
+    return 4 * groups + codes + codes % 2;
+}
 
 static inline int class_of(const struct bucket *bucket, int64_t token) {
     return bucket->packed[token / 4] >> token % 4 * 2 & 3;
 }
 
+static inline int64_t rank_of(const struct bucket *bucket, int64_t token) {
+    return bucket->mark ? ((const uint16_t *)bucket->packed)[token] : bucket->rank;
+}
+
+/* Bytes of a token's row. */
+static inline int64_t size_of_row(const struct store *store, const struct bucket *bucket, int64_t token) {
+    if (store->classes) return store->classes->row_bytes[class_of(bucket, token)];
+    return store->ranked ? ranked_bytes(store->kind, store->group_size, rank_of(bucket, token)) : bucket->row_bytes;
+}
+
 /* Where the row of a token of one part begins. */
 static const uint8_t *row_at(const struct store *store, const struct bucket *bucket, int64_t token) {
-    const struct classes *classes = store->classes;
-    if (!classes) return bucket->rows + token * bucket->row_bytes;
+    if (!bucket->mark) return bucket->rows + token * bucket->row_bytes;
     int64_t i = token / ROWS_BETWEEN_MARKS * ROWS_BETWEEN_MARKS;
     const uint8_t *row = bucket->rows + bucket->mark[token / ROWS_BETWEEN_MARKS];
-    for (; i < token; i++) row += classes->row_bytes[class_of(bucket, i)];
+    for (; i < token; i++) row += size_of_row(store, bucket, i);
     return row;
+}
+
+/* The largest rank of tokens `first` to `first + count`. */
+static int64_t largest_rank(const struct store *store, const struct bucket *bucket, int64_t first, int64_t count) {
+    if (!store->ranked || !bucket->mark) return bucket->rank;
+    int64_t largest = 0;
+    for (int64_t t = first; t < first + count; t++) largest = rank_of(bucket, t) > largest ? rank_of(bucket, t) : largest;
+    return largest;
 }
 
 static inline int64_t slot_of(const struct store *store, const struct bucket *bucket, int64_t token) {
@@ -87,6 +113,18 @@ static void dequantize(const struct store *store, const uint8_t *row, const uint
     }
 }
 
+/* A row whose scales stand before its coefficients. */
+static void read_ranked(const struct store *store, const uint8_t *row, int64_t rank, float *out) {
+    if (store->kind == FLOAT32) {
+        memcpy(out, row, rank * sizeof(float));
+    } else if (store->kind == BFLOAT16) {
+        for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
+    } else {
+        const int64_t groups = store->group_size ? (rank + store->group_size - 1) / store->group_size : 1;
+        dequantize(store, row + 4 * groups, (const uint16_t *)row, rank, out);
+    }
+}
+
 /* Tokens `first` to `first + count` of a bucket's part as floats, (count, padded(rank)), zero beyond the rank. */
 static void read_block(const struct store *store, const struct bucket *bucket, int64_t part, int64_t first, int64_t count,
                        float *out) {
@@ -100,6 +138,16 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
             read_row(classes->plan[k], row, classes->row_bytes[k], classes->rank[k], out);
             for (int64_t r = classes->rank[k]; r < width; r++) out[r] = 0;
             row += classes->row_bytes[k];
+        }
+        return;
+    }
+    if (store->ranked) {
+        const uint8_t *row = row_at(store, bucket, first);
+        for (int64_t t = 0; t < count; t++, out += width) {
+            const int64_t own = rank_of(bucket, first + t);
+            read_ranked(store, row, own, out);
+            for (int64_t r = own; r < width; r++) out[r] = 0;
+            row += ranked_bytes(store->kind, store->group_size, own);
         }
         return;
     }
@@ -127,7 +175,7 @@ struct rows { const float *start; int64_t stride; };
 
 static struct rows rows_of(const struct store *store, const struct bucket *bucket, int64_t part, int64_t first, int64_t count,
                            float *scratch) {
-    if (store->kind == FLOAT32)
+    if (store->kind == FLOAT32 && !store->ranked)
         return (struct rows){(const float *)(bucket->rows + part * bucket->part_bytes + first * bucket->row_bytes),
                              bucket->row_bytes / (int64_t)sizeof(float)};
     read_block(store, bucket, part, first, count, scratch);

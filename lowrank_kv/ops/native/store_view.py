@@ -20,9 +20,9 @@ from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INTEGERS, _PLANNED = {8: 2, 4: 3}, 4
+INTEGER_KINDS, PLANNED = {8: 2, 4: 3}, 4  # integers by their bits
 # The members of `struct bucket` and `struct store` in store.h, in their order.
-_BUCKET, _STORE, _CLASSES = struct.Struct("11q"), struct.Struct("4q2i3q"), struct.Struct("12q")
+_BUCKET, _STORE, _CLASSES = struct.Struct("11q"), struct.Struct("4q2i4q"), struct.Struct("12q")
 # Those of `struct plan` in plan.h, and what it says of coefficients that are read together.
 _PLAN, _AT_ONCE, _AT_ONCE_NARROW = struct.Struct("13q"), 16, 64
 _IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
@@ -105,7 +105,7 @@ class RankBucketView:
             byte_1NY,
             rank=coef.rank,
             row_count=coef.row_count,
-            kind=_PLANNED,
+            kind=PLANNED,
             classes=classes,
             class_of_rows=(coef.classes.buffer, coef.marks.buffer),
         )
@@ -132,10 +132,10 @@ class StoreView:
     """
 
     def __init__(self, buckets: list[RankBucketView], rank: int, row_count: ctypes.c_int64 | None = None):
-        first = (0, 0, 0, 0, 0)
+        first = (0, 0, 0, 0, 0, 0)
         if buckets:
             addresses = (0 if each is None else each.address for each in (buckets[0].plan, buckets[0].classes))
-            first = buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size, *addresses
+            first = buckets[0].kind, buckets[0].slot_bytes, buckets[0].group_size, *addresses, 0
         self._keepalive = buckets, row_count  # addresses in them follow
         self._memory = ctypes.create_string_buffer(_STORE.size + len(buckets) * _BUCKET.size)
         self.address = ctypes.addressof(self._memory)
@@ -215,8 +215,8 @@ def _form_of(coef: Coefficients) -> dict[str, Any]:
     if quantization is None:
         return {"kind": KINDS[coef.dtype]}
     if isinstance(quantization, BitPlan):
-        return {"kind": _PLANNED, "plan": packed_plan(quantization)}
-    return {"kind": _INTEGERS[quantization.bits], "group_size": quantization.group_size or 0}
+        return {"kind": PLANNED, "plan": packed_plan(quantization)}
+    return {"kind": INTEGER_KINDS[quantization.bits], "group_size": quantization.group_size or 0}
 
 
 def _table_of(plan: BitPlan) -> tuple[Tensor, dict[int, int]]:

@@ -35,3 +35,31 @@ def test_a_refused_call_leaves_no_rotations(method, monkeypatch):
         found, expected = (model(tokens, past_key_values=each).logits for each in (cache, untouched))
         assert torch.equal(found, expected)
     assert cache.nbytes == untouched.nbytes
+
+
+@every_method
+@pytest.mark.parametrize("is_known_by_class", [True, False])
+@torch.no_grad()
+def test_a_rotary_module_of_another_name_is_found_or_its_model_refused(method, is_known_by_class):
+    class Turning(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.forward = inner.forward
+
+    model = tiny_model()
+    ids = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(0))
+    dense = model(ids, use_cache=False).logits
+    rotary = model.model._modules.pop("rotary_emb")
+    model.model._modules["turn"] = rotary if is_known_by_class else Turning(rotary)
+    # The model calls it by its old name.
+    type(model.model).rotary_emb = property(lambda self: self._modules.get("turn", self._modules.get("rotary_emb")))
+    try:
+        if not is_known_by_class:
+            with pytest.raises(UserError, match="rotates keys by a module that was not found"):
+                model(ids, past_key_values=method.build(model, 1.0)())
+            return
+        cache = method.build(model, 1.0)()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([24, 1, 5], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), dense, atol=2e-4, rtol=0)
+    finally:
+        del type(model.model).rotary_emb

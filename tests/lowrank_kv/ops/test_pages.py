@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_rows import HEAD_DIM, HEADS, LAYOUTS, WIDTH, coefficients, layout_of
+from paged_rows import FORMS, HEAD_DIM, HEADS, LAYOUTS, RANKED, WIDTH, coefficients, layout_of, ranks
 from torch import Tensor
 
 from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages, Sequences
@@ -27,6 +27,10 @@ class Written:
         memory = torch.full((len(lengths) * count, layout.page_bytes + 48), 0xA5, dtype=torch.uint8)
         self.page_XY = memory[:, : layout.page_bytes]
         self.coef_SBTC = [[coefficients(n, seed + 7 * b + side) for b, n in enumerate(lengths)] for side in range(2)]
+        rows = (layout.keys.quantization, layout.values.quantization)
+        self.rank_SBT = [
+            [ranks(each, n, seed + 3 * b + i) for b, n in enumerate(lengths)] for i, each in enumerate(rows)
+        ]
         self.state_SBTGD = [
             [torch.randn(n, HEADS, HEAD_DIM, generator=generator).to(dtype) for n in lengths] for _ in range(2)
         ]
@@ -44,7 +48,10 @@ class Written:
         )
         key_TGD, value_TGD = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.state_SBTGD)
         key_TC, value_TC = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.coef_SBTC)
-        return self.pages.write(NewTokens(key_TGD, value_TGD, position_T, slot_T), key_TC, value_TC)
+        rank_ST = None
+        if self.rank_SBT[0][0] is not None:
+            rank_ST = [torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.rank_SBT]
+        return self.pages.write(NewTokens(key_TGD, value_TGD, position_T, slot_T), key_TC, value_TC, rank_ST)
 
     def write_all(self) -> int:
         return self.write([(b, 0, length) for b, length in enumerate(self.lengths)])
@@ -57,7 +64,9 @@ class Written:
                 for p, start in enumerate(range(0, length, self.block)):
                     coef_TC = self.coef_SBTC[which][b][start : start + self.block]
                     page_Y, skipped = page_XY[self.page_BP[b, p]], self.sinks * (p == 0)
-                    cut += write_rows(side, page_Y, 0, coef_TC[skipped:], is_first=p == 0)
+                    rank_T = self.rank_SBT[which][b]
+                    rank_T = None if rank_T is None else rank_T[start : start + self.block][skipped:]
+                    cut += write_rows(side, page_Y, 0, coef_TC[skipped:], is_first=p == 0, rank_N=rank_T)
                     if p == 0:
                         sink_Y = self.state_SBTGD[which][b][: self.sinks].contiguous().view(-1).view(torch.uint8)
                         page_Y[side.sinks : side.sinks + len(sink_Y)] = sink_Y
@@ -75,7 +84,7 @@ class Written:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    classes=st.sampled_from([1, 2, 4]),
+    classes=FORMS,
     layout=LAYOUTS,
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     pieces=st.lists(st.integers(1, 60), min_size=0, max_size=4),
@@ -113,9 +122,11 @@ def test_tokens_without_a_place_are_not_written():
     assert torch.equal(tokens.page_XY, before)
 
 
-def dense(tokens: Written, b: int, query_QHD: Tensor, new: int, decoders, cos_XF, sin_XF, scaling, softcap) -> Tensor:
+def dense(
+    tokens: Written, b: int, query_QHD: Tensor, new: int, decoders, cos_XF, sin_XF, scaling, softcap, sees_itself=True
+) -> Tensor:
     """Attention of a sequence's last `new` tokens in fp64: sinks and new tokens exact, the others rebuilt."""
-    past = tokens.lengths[b] - new
+    past = tokens.lengths[b] - new if sees_itself else tokens.lengths[b]
     states = []
     for which in range(2):
         exact_TGD = tokens.state_SBTGD[which][b].double()
@@ -131,22 +142,23 @@ def dense(tokens: Written, b: int, query_QHD: Tensor, new: int, decoders, cos_XF
     score_HQT = torch.einsum("qhd,thd->hqt", query_QHD.double(), key_TGD) * scaling
     if softcap is not None:
         score_HQT = softcap * torch.tanh(score_HQT / softcap)
-    sees_QT = torch.ones(new, past + new, dtype=torch.bool).tril(past)
+    sees_QT = torch.ones(new, len(key_TGD), dtype=torch.bool).tril(len(key_TGD) - new)
     return torch.einsum("hqt,thd->qhd", score_HQT.masked_fill(~sees_QT, -torch.inf).softmax(-1), value_TGD)
 
 
-@pytest.mark.parametrize("classes", [1, 4])
+@pytest.mark.parametrize("classes", [1, 4, *RANKED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lengths", "new", "num_sinks", "softcap"),
+    ("lengths", "new", "num_sinks", "softcap", "sees_itself"),
     [
-        ([70], [1], 2, None),
-        ([150, 33, 3, 97], [1, 2, 1, 3], 2, None),
-        ([130, 65], [1, 1], 0, 5.0),
-        ([5, 1], [1, 1], 4, None),
+        ([70], [1], 2, None, True),
+        ([150, 33, 3, 97], [1, 2, 1, 3], 2, None, True),
+        ([130, 65], [1, 1], 0, 5.0, True),
+        ([5, 1], [1, 1], 4, None, True),
+        ([150, 33, 1], [1, 1, 1], 0, None, False),
     ],
 )
-def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_sinks, softcap):
+def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_sinks, softcap, sees_itself):
     tokens = Written(layout_of(classes, num_sinks=num_sinks, itemsize=dtype.itemsize), lengths, dtype)
     tokens.write_all()
     generator = torch.Generator().manual_seed(3)
@@ -168,16 +180,17 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         NewTokens(key_TGD, value_TGD, torch.empty(0), torch.empty(0)),
         Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
         served_N,
-        PageDecoders(*decoders, dtype),
+        PageDecoders(*decoders, in_pairs=dtype == torch.bfloat16 and classes not in RANKED),
         (cos_XF, sin_XF),
         scaling=0.25,
         softcap=softcap,
         output_THD=output_THD,
+        sees_itself=sees_itself,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for b in served_N.tolist():
         rows = slice(first_B[b], first_B[b + 1])
-        expected = dense(tokens, b, query_THD[rows], new[b], decoders, cos_XF, sin_XF, 0.25, softcap)
+        expected = dense(tokens, b, query_THD[rows], new[b], decoders, cos_XF, sin_XF, 0.25, softcap, sees_itself)
         torch.testing.assert_close(output_THD[rows].double(), expected, atol=tolerance, rtol=tolerance)
     if len(lengths) > 1:
         assert (output_THD[first_B[-2] :] == 9).all()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_rows import LAYOUTS, LEVELS, WIDTH, coefficients, layout_of, plan_of
+from paged_rows import FORMS, LAYOUTS, LEVELS, RANKED, WIDTH, coefficients, layout_of, plan_of, ranks
 
-from lowrank_kv.stores.arena import PageLayout, SideLayout, classes_of, read_rows, write_rows
+from lowrank_kv.stores.arena import PageLayout, SideLayout, levels_of, read_rows, write_rows
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.utils.errors import UserError
 
@@ -18,29 +18,44 @@ def blank(layout: PageLayout) -> torch.Tensor:
     return torch.full((layout.page_bytes,), 0xA5, dtype=torch.uint8)
 
 
-def written(side: SideLayout, page_Y: torch.Tensor, coef_NC: torch.Tensor, pieces: list[int], is_first: bool) -> int:
+def written(
+    side: SideLayout,
+    page_Y: torch.Tensor,
+    coef_NC: torch.Tensor,
+    pieces: list[int],
+    is_first: bool,
+    rank_N: torch.Tensor | None = None,
+) -> int:
     """Writes the rows piece by piece, the last piece what is left."""
     row, cut = 0, 0
     for piece in [*pieces, len(coef_NC)]:
         part_NC = coef_NC[row : row + piece]
-        cut += write_rows(side, page_Y, row, part_NC, is_first=is_first)
+        part_N = None if rank_N is None else rank_N[row : row + piece]
+        cut += write_rows(side, page_Y, row, part_NC, is_first=is_first, rank_N=part_N)
         row += len(part_NC)
     return cut
 
 
+def bytes_of(side: SideLayout, levels: list[int]) -> int:
+    """Of rows of these levels."""
+    rows = side.quantization
+    if isinstance(rows, BitPlan):
+        return len(levels) * side.fixed_row_bytes
+    sizes = rows.row_bytes if rows in RANKED.values() else rows.row_bytes().__getitem__
+    return sum(map(sizes, levels))
+
+
 def used(side: SideLayout, page_Y: torch.Tensor, count: int) -> list[torch.Tensor]:
     """What says something about the first `count` rows."""
-    size = sum(side.sizes[k] for k in classes_of(side, page_Y, count))
+    size = bytes_of(side, levels_of(side, page_Y, count))
     marks = (
         page_Y[side.marks : side.rows].view(torch.int32)[: -(-count // 32)] if side.marks < side.rows else page_Y[:0]
     )
-    return [page_Y[side.rows : side.rows + size], marks, torch.tensor(classes_of(side, page_Y, count))]
+    return [page_Y[side.rows : side.rows + size], marks, torch.tensor(levels_of(side, page_Y, count))]
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    classes=st.sampled_from([1, 2, 4]), layout=LAYOUTS, pieces=PIECES, is_first=st.booleans(), seed=st.integers(0, 99)
-)
+@given(classes=FORMS, layout=LAYOUTS, pieces=PIECES, is_first=st.booleans(), seed=st.integers(0, 99))
 def test_any_division_into_calls_gives_the_same_bytes(classes, layout, pieces, is_first, seed):
     block_size, num_sinks, margin = layout
     layout = layout_of(classes, block_size=block_size, num_sinks=num_sinks, margin=margin)
@@ -48,24 +63,34 @@ def test_any_division_into_calls_gives_the_same_bytes(classes, layout, pieces, i
         count = side.row_capacity(is_first=is_first)
         coef_NC = coefficients(count, seed)
         at_once, piecewise = blank(layout), blank(layout)
-        cut = written(side, at_once, coef_NC, [], is_first)
-        assert written(side, piecewise, coef_NC, pieces, is_first) == cut
+        rank_N = ranks(side.quantization, count, seed)
+        cut = written(side, at_once, coef_NC, [], is_first, rank_N)
+        assert written(side, piecewise, coef_NC, pieces, is_first, rank_N) == cut
         assert torch.equal(at_once, piecewise)
-        wanted = torch.zeros(count) if classes == 1 else side.quantization.classes(coef_NC)
-        assert cut == sum(held < k for held, k in zip(classes_of(side, at_once, count), wanted.tolist(), strict=True))
+        held = levels_of(side, at_once, count)
+        if rank_N is not None:
+            wanted = rank_N.tolist()
+        else:
+            wanted = side.quantization.classes(coef_NC).tolist() if classes in (2, 4) else held
+        assert cut == sum(level < asked for level, asked in zip(held, wanted, strict=True))
+        assert bytes_of(side, held) <= side.row_room(is_first=is_first)
         untouched = torch.cat([at_once[: side.packed], at_once[side.rows + side.row_room(is_first=is_first) :]])
         assert (untouched == 0xA5).all()
 
 
 @settings(deadline=None, max_examples=20)
-@given(classes=st.sampled_from([1, 2, 4]), kept=st.integers(0, 30), seed=st.integers(0, 99))
+@given(classes=FORMS, kept=st.integers(0, 30), seed=st.integers(0, 99))
 def test_rewritten_rows_take_the_later_ones_with_them(classes, kept, seed):
     layout = layout_of(classes)
     side, coef_NC = layout.keys, coefficients(30, seed)
     page_Y, fresh_Y = blank(layout), blank(layout)
-    written(side, page_Y, torch.cat([coef_NC[:kept], coefficients(30 - kept, seed + 1)]), [], True)  # drafts
-    write_rows(side, page_Y, kept, coef_NC[kept:], is_first=True)
-    written(side, fresh_Y, coef_NC, [], True)
+    rank_N, other_N = (ranks(side.quantization, 30, seed + i) for i in range(2))
+    drafts_NC = torch.cat([coef_NC[:kept], coefficients(30 - kept, seed + 1)])
+    drafts_N = None if rank_N is None else torch.cat([rank_N[:kept], other_N[kept:]])
+    written(side, page_Y, drafts_NC, [], True, drafts_N)
+    left_N = None if rank_N is None else rank_N[kept:]
+    write_rows(side, page_Y, kept, coef_NC[kept:], is_first=True, rank_N=left_N)
+    written(side, fresh_Y, coef_NC, [], True, rank_N)
     for found, expected in zip(used(side, page_Y, 30), used(side, fresh_Y, 30), strict=True):
         assert torch.equal(found, expected)
 
@@ -85,6 +110,20 @@ def test_rows_are_read_as_their_plan_rounds_them():
         torch.testing.assert_close(read_rows(side, page_Y, 20), expected_NR)
 
 
+def test_rows_with_ranks_are_read_as_their_quantization_rounds_them():
+    for name, rows in RANKED.items():
+        side, rank_N, coef_NC = layout_of(name, margin=5.0).values, ranks(rows, 20), coefficients(20)
+        page_Y = torch.zeros(layout_of(name, margin=5.0).page_bytes, dtype=torch.uint8)
+        assert write_rows(side, page_Y, 0, coef_NC, is_first=True, rank_N=rank_N) == 0
+        kept_N = [rows.num_coefficients] * 20 if rank_N is None else rank_N.tolist()
+        for found_R, coef_C, kept in zip(read_rows(side, page_Y, 20), coef_NC, kept_N, strict=True):
+            expected_1R = coef_C[None, :kept].to(rows.dtype).float()
+            if rows.quantization is not None:
+                expected_1R = rows.quantization.decode(*rows.quantization.encode(expected_1R), kept, torch.float32)
+            assert torch.equal(found_R[:kept], expected_1R[0])
+            assert not found_R[kept:].any()
+
+
 def test_full_pages_fall_to_cheaper_classes_and_hold_every_token():
     layout = layout_of(4, num_sinks=0, margin=0.0)
     side = layout.keys
@@ -93,10 +132,10 @@ def test_full_pages_fall_to_cheaper_classes_and_hold_every_token():
     assert side.quantization.classes(wanting_NC).min() == 3
     page_Y = blank(layout)
     cut = written(side, page_Y, wanting_NC, [5, 9], False)
-    held = classes_of(side, page_Y, 32)
+    held = levels_of(side, page_Y, 32)
     assert 0 < cut < 32
     assert held == sorted(held, reverse=True)
-    assert sum(side.sizes[k] for k in held) <= side.row_room(is_first=False)
+    assert bytes_of(side, held) <= side.row_room(is_first=False)
 
 
 def test_sinks_leave_room_in_first_pages_and_give_it_to_rows_in_others():
@@ -108,7 +147,7 @@ def test_sinks_leave_room_in_first_pages_and_give_it_to_rows_in_others():
 
 def test_a_page_of_one_plan_has_no_header():
     layout = layout_of(1, block_size=128, num_sinks=0)
-    size = layout.keys.sizes[0]
+    size = layout.keys.fixed_row_bytes
     assert layout.keys.rows == 0
     assert layout.page_bytes <= -(-(2 * 128 * size + 64) // 128) * 128
 
@@ -125,8 +164,8 @@ def test_mistakes_are_named(changed, message):
         layout_of(4, **changed)
 
 
-def test_pages_hold_only_plans_of_bits():
-    with pytest.raises(UserError, match="plan of bits"):
+def test_pages_hold_only_rows():
+    with pytest.raises(UserError, match="not of NoneType"):
         PageLayout.of(None, plan_of(1), block_size=32, num_sinks=0, sink_bytes=64)
 
 

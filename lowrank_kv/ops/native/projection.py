@@ -1,0 +1,57 @@
+"""Calling the compiled way from new tokens' keys and values to their coefficients.
+
+Shapes: T tokens, G KV heads, D head dim, C = G·D joint width, R coefficients, X positions, F pairs of dims.
+"""
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowrank_kv.ops.native.library import CPU, lanes, library
+from lowrank_kv.ops.native.pages import NewTokens, states_of
+from lowrank_kv.ops.native.store_view import KINDS
+
+_PROJECTING = struct.Struct("21q")  # the members of `struct projecting` in project.c, in their order
+
+
+class Projection:
+    """One layer's way from states to coefficients, where it is a product with a matrix.
+
+    Args:
+        key_CR, value_CR: coefficients are states · these; of keys before rotation.
+        turn_back: cos and sin that undo the rotation at each place, (X, F) fp32, contiguous.
+        num_kv_heads: G.
+    """
+
+    def __init__(self, key_CR: Tensor, value_CR: Tensor, turn_back: tuple[Tensor, Tensor], *, num_kv_heads: int):
+        self._ranks = key_CR.shape[1], value_CR.shape[1]
+        self._vectors = [F.pad(each.float(), (0, -each.shape[1] % lanes())).contiguous() for each in (key_CR, value_CR)]
+        self._turn_back, self._num_kv_heads = turn_back, num_kv_heads
+        self._head_dim = len(key_CR) // num_kv_heads
+
+    def __call__(self, new: NewTokens) -> tuple[Tensor, Tensor]:
+        """The coefficients of tokens' keys and values, (T, R) fp32 each, those of a token side by side."""
+        tokens, (cos_XF, sin_XF) = len(new.position_T), self._turn_back
+        coefs = [torch.empty(tokens, vectors.shape[1], dtype=torch.float32, device=CPU) for vectors in self._vectors]
+        call = _PROJECTING.pack(
+            *states_of(new.key_TGD),
+            *states_of(new.value_TGD),
+            *(vectors.data_ptr() for vectors in self._vectors),
+            *(coef.data_ptr() for coef in coefs),
+            *(vectors.shape[1] for vectors in self._vectors),
+            new.position_T.data_ptr(),
+            cos_XF.data_ptr(),
+            sin_XF.data_ptr(),
+            cos_XF.shape[1],
+            tokens,
+            self._num_kv_heads,
+            self._head_dim,
+            KINDS[new.key_TGD.dtype],
+            torch.get_num_threads(),
+        )
+        if library().project_states(call):
+            raise MemoryError("no memory for the scratch space of projecting states")
+        key_TR, value_TR = (coef[:, :rank] for coef, rank in zip(coefs, self._ranks, strict=True))
+        return key_TR, value_TR

@@ -1,0 +1,29 @@
+"""Start a command of this project in several processes, as `accelerate launch` does, with errors and ends of one line.
+
+    lowrank-kv launch --config_file configs/accelerate/ddp.yaml -m lowrank_kv_cli train --config train.yaml
+
+The arguments are those of `accelerate launch`. A mistake in the command, or Ctrl-C, shows what the command says of it and no
+traceback of the launcher.
+"""
+
+import argparse
+import subprocess
+import sys
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+from lowrank_kv.utils.cli import INTERRUPTED
+
+
+def main(argv: list[str]) -> None:
+    parser = launch_command_parser()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.prog, parser.description = sys.argv[0], __doc__
+    arguments = parser.parse_args(argv)
+    try:
+        launch_command(arguments)
+    except subprocess.CalledProcessError as error:
+        # The command has said what is wrong.
+        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)  # and that it was interrupted

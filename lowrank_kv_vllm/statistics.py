@@ -1,0 +1,70 @@
+"""What a worker counts, for vLLM's log: bytes of a token, and rows that full pages coded more coarsely than asked for.
+
+vLLM's own statistics are made in the scheduler's process and in the server's, and a worker cannot add to them.
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+
+from vllm import envs
+
+logger = logging.getLogger("vllm.lowrank_kv")  # below vLLM's own, so that lines go where its do
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Of all layers of this process.
+
+    Attributes:
+        interval: seconds from line to line of the log, which has one only where rows were written.
+        token_bytes: that pages take of one token.
+        uncompressed_bytes: that stock pages would.
+        num_rows, num_cut: rows written, and those of a cheaper class than they asked for.
+    """
+
+    interval: float
+    token_bytes: float = 0.0
+    uncompressed_bytes: float = 0.0
+    num_rows: int = 0
+    num_cut: int = 0
+
+    def __post_init__(self):
+        self._last, self._said = time.monotonic(), 0
+
+    def add_layer(self, token_bytes: float, uncompressed_bytes: float) -> None:
+        """Count a layer's pages."""
+        self.token_bytes += token_bytes
+        self.uncompressed_bytes += uncompressed_bytes
+
+    def add_rows(self, rows: int, cut: int) -> None:
+        """Count what a layer has written."""
+        self.num_rows += rows
+        self.num_cut += cut
+
+    @property
+    def cut_share(self) -> float:
+        """Of all rows so far."""
+        return self.num_cut / self.num_rows if self.num_rows else 0.0
+
+    def say(self) -> None:
+        """Write a line where it is time."""
+        now = time.monotonic()
+        if now - self._last < self.interval or self.num_rows == self._said:
+            return
+        self._last, self._said = now, self.num_rows
+        logger.info(str(self))
+
+    def __str__(self) -> str:
+        return (
+            f"pages take {self.token_bytes:.0f} bytes a token ({self.token_bytes / self.uncompressed_bytes:.3f} of the "
+            f"uncompressed); {self.num_cut} of {self.num_rows} rows ({self.cut_share:.2%}) were coded more coarsely than "
+            f"asked for, because their page was full"
+        )
+
+
+@functools.cache
+def of_process() -> Statistics:
+    """Those of this process; their interval is that of vLLM's own, ``$VLLM_LOG_STATS_INTERVAL``."""
+    return Statistics(interval=envs.VLLM_LOG_STATS_INTERVAL)

@@ -1,0 +1,88 @@
+"""What cannot be served, and what is malformed: one clear error before the engine starts."""
+
+import pytest
+from methods import calibration_of, dynakv_model, tiny_model
+from served_engines import arguments
+
+import dynakv
+from lowrank_kv.utils.errors import UserError
+
+
+def configured(files, settings, **changed):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return EngineArgs(**arguments(files, settings, **changed)).create_engine_config()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bases": "/nowhere"}, "no calibration"),
+        ({"checkpoint": "/nowhere"}, "checkpoint"),
+        ({"rate": 2.0}, "rate"),
+        ({"rat": 0.1}, "did you mean `rate`"),
+        ({"preset": "ojakv"}, "preset"),
+    ],
+)
+def test_malformed_settings_are_one_clear_error(files, changed, message):
+    with pytest.raises(UserError, match=message):
+        configured(files, {**files.settings, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"dtype": "float16"}, "float16"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(files, changed, message):
+    with pytest.raises(UserError, match=message):
+        configured(files, files.settings, **changed)
+
+
+def test_another_models_bases_are_refused(files, tmp_path):
+    other = tiny_model(num_hidden_layers=2, head_dim=32)
+    calibration_of(other, read=True).save(tmp_path / "bases", model="other", text=["random"])
+    with pytest.raises(UserError, match="made for"):
+        configured(files, {**files.settings, "bases": str(tmp_path / "bases")})
+
+
+def test_heads_for_which_prompts_cannot_be_read_are_refused(files, tmp_path):
+    other = tiny_model()
+    other.save_pretrained(tmp_path / "model")
+    calibration_of(other, read=True).save(tmp_path / "bases", model="other", text=["random"])
+    with pytest.raises(UserError, match="16 dims"):
+        configured(files, {**files.settings, "bases": str(tmp_path / "bases")}, model=str(tmp_path / "model"))
+
+
+def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257, "max_position_embeddings": 256}
+    other = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=64))
+    other.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="use a model without a window"):
+        configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_gates_that_nobody_measured_are_refused_and_the_remedy_is_named(files, tmp_path):
+    model = tiny_model(head_dim=32, vocab_size=257)
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    with pytest.raises(UserError, match="lowrank-kv measure --checkpoint"):
+        configured(files, {"checkpoint": str(tmp_path / "checkpoint")})
+
+
+def test_bases_that_follow_the_text_are_no_choice(files):
+    with pytest.raises(UserError, match="static-joint-pf, static-mixed, tokenwise-mixed"):
+        configured(files, {**files.settings, "preset": "ojakv-joint"})

@@ -1,0 +1,144 @@
+"""`lowrank-kv serve` as its users meet it: streams, stop strings, clients that hang up, and errors when it starts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from methods import calibration_of, planned_model, tiny_model
+from served_engines import BATCHED, BLOCK, MEMORY, NEW, prompt_of
+
+import dynakv
+from benchmarks.openai_server import COMPRESSED, Answer, Server, Watch
+
+REBUILT = {"prefill": "reconstructed"}  # so that no text depends on who else asks
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOG_STATS_INTERVAL": "1"}
+
+
+def words(files, **changed) -> list[str]:
+    settings = {
+        **{"model": files.directory / "model", "bases": files.directory / "bases", "rate": 0.3, "page-margin": 5.0},
+        **{"dtype": "float32", "max-model-len": 256, "max-num-seqs": 16, "max-num-batched-tokens": BATCHED},
+        **{"block-size": BLOCK, "kv-cache-memory-bytes": MEMORY, "prefill": REBUILT["prefill"]},
+        **changed,
+    }
+    return [word for key, value in settings.items() if value is not None for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def server(files, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server([*COMPRESSED, *words(files), "--enforce-eager"], log, ENVIRONMENT, seconds_to_start=300) as server:
+        yield server
+
+
+def test_sixteen_streams_at_once_say_what_generate_says(server, files):
+    prompts = [prompt_of(9 + 5 * i, 70 + i) for i in range(16)]
+    with Watch(server, "vllm:num_requests_running") as watch:
+        answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
+    assert [answer.token_ids for answer in answers] == [files.generated(prompt, **REBUILT) for prompt in prompts]
+    assert watch.largest["vllm:num_requests_running"] > 1
+    again = server.complete(prompts[5], max_tokens=NEW, ignore_eos=True)
+    assert again.text == answers[5].text != ""
+    assert all(answer.started < answer.first < answer.last for answer in answers)
+
+
+def test_a_stop_string_ends_the_text_before_it(server, files):
+    prompt = prompt_of(30, 3)
+    full = server.complete(prompt, max_tokens=NEW, ignore_eos=True)
+    assert full.finish_reason == "length"
+    stop = full.text[8:10]
+    answer = server.complete(prompt, max_tokens=NEW, ignore_eos=True, stop=[stop])
+    assert answer.finish_reason == "stop"
+    assert answer.text == full.text[: full.text.index(stop)]
+
+
+def test_a_client_that_hangs_up_ends_its_request_and_no_other(server, files):
+    prompts = [prompt_of(30 + i, 90 + i) for i in range(6)]
+
+    def hangs_up(answer: Answer) -> bool:
+        return len(answer.token_ids) >= 2
+
+    for prompt in prompts[:3]:
+        answer = server.complete(prompt, max_tokens=200, ignore_eos=True, until=hangs_up)
+        assert answer.finish_reason is None
+        assert answer.token_ids == files.generated(prompt, len(answer.token_ids), **REBUILT)
+    answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
+    assert [answer.token_ids for answer in answers] == [files.generated(prompt, **REBUILT) for prompt in prompts]
+    for _ in range(100):
+        if not server.metrics()["vllm:num_requests_running"]:
+            break
+        time.sleep(0.1)
+    assert server.metrics()["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_the_log_says_what_pages_take_and_what_was_cut(server):
+    for seed in range(3):
+        server.complete(prompt_of(60, seed), max_tokens=NEW, ignore_eos=True)
+        time.sleep(1)
+    found = re.findall(
+        r"pages take (\d+) bytes a token \((0\.\d+) of the uncompressed\); (\d+) of (\d+) rows", server.tail(100_000)
+    )
+    assert found
+    size, share, cut, rows = map(float, found[-1])
+    assert share == pytest.approx(size / (3 * 2 * 64 * 4), abs=1e-3)
+    assert cut == 0 < rows
+
+
+def refused(*command: object, **environment: str) -> str:
+    """What a command says that ends with an error."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def test_a_missing_or_damaged_checkpoint_is_one_paragraph(files, tmp_path):
+    said = refused(
+        *COMPRESSED, *words(files, bases=None, rate=None, prefill=None), "--checkpoint", tmp_path / "nothing"
+    )
+    assert said.startswith("error: ")
+    assert "nothing" in said
+    assert "Traceback" not in said
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/config.json").write_text('{"method": "dynakv"')
+    said = refused(
+        *COMPRESSED, *words(files, bases=None, rate=None, prefill=None), "--checkpoint", tmp_path / "damaged"
+    )
+    assert said.startswith("error: ")
+    assert "damaged" in said
+    assert "Traceback" not in said
+
+
+def test_another_models_checkpoint_is_one_paragraph(files, tmp_path):
+    other = tiny_model(num_hidden_layers=2, head_dim=32)
+    planned_model(other, 0.3)
+    dynakv.save_compressor(other, tmp_path / "checkpoint")
+    said = refused(
+        *COMPRESSED, *words(files, bases=None, rate=None, prefill=None), "--checkpoint", tmp_path / "checkpoint"
+    )
+    assert said.splitlines()[-1].startswith("error: ")
+    assert "made for" in said
+    assert "Traceback" not in said
+
+
+def test_malformed_settings_end_vllms_own_command(files, tmp_path):
+    other = tiny_model(head_dim=32, num_hidden_layers=2)
+    calibration_of(other, read=True).save(tmp_path / "bases", model="other", text=["random"])
+    for settings, message in (
+        ({"basis": "x"}, "did you mean `bases`"),
+        ({"bases": str(tmp_path / "bases")}, "made for"),
+    ):
+        said = refused(
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", files.directory / "model", "--dtype", "float32"),
+            *("--additional-config", json.dumps({"lowrank_kv": settings})),
+        )
+        assert message in said.splitlines()[-1]

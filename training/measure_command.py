@@ -1,0 +1,89 @@
+"""Measure on a text how much a compressor keeps of its tokens, which is what a server's pages are made for.
+
+    lowrank-kv measure --checkpoint runs/demo/checkpoint --name ~/.cache/lowrank-kv/text/addresses-heldout.jsonl
+
+Training measures it on the text that it held out. This command writes another text's numbers into the checkpoint, in front
+of those: the retain rates of gates, the shares of classes of tokens. Predictions do not change.
+"""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import dynakv
+from dynakv.checkpoint import read_config
+from dynakv.compressor import TokenCompressor
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.token_plans import TokenPlans
+from lowrank_kv.utils.config import option, parse_config
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.provenance import name_trainer, trained_by
+from lowrank_kv.utils.text_data import CalibrationText
+
+from .data import Batch
+from .validation import measure, run_uncached
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureConfig(CalibrationText):
+    """One measurement."""
+
+    checkpoint: str = option(help="directory of a DynaKV compressor; its measurements are replaced")
+    model: str | None = option(None, help="hub id or directory [default: the one it was trained on]")
+    dtype: str = option("float32", help="of the model", choices=DTYPES)
+    device: str | None = option(None, help=DEVICE_HELP)
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse_config(MeasureConfig, argv, description=__doc__)
+    saved = read_config(config.checkpoint)
+    name = config.model or saved.base_model
+    model = dynakv.attach(load_model(name, dtype=config.dtype, device=config.device), config.checkpoint)
+    check_length(model, min(config.length, config.tokens), "length")
+    blocks_NT = config.blocks(load_tokenizer(name))
+    text = ", ".join(name_of(each) for each in config.name)
+    summary = measure_again(
+        model, [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)], text, saved.summary
+    )
+    run = trained_by(config.checkpoint)
+    dynakv.save_compressor(model, config.checkpoint, summary=summary)
+    if run is not None:
+        name_trainer(config.checkpoint, run)
+    print(f"{Path(config.checkpoint)}: measured on {blocks_NT.numel():,} tokens of {text}")
+
+
+def measure_again(model: PreTrainedModel, batches: list[Batch], text: str, summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a checkpoint with what `model` keeps of a text's tokens in front; shares of classes are put into the
+    compressors themselves.
+
+    Raises:
+        UserError: the compressors keep equally much of every token.
+    """
+    compressors = dynakv.token_compressors(model)
+    settings = compressors[0].config
+    if settings.has_gates:
+        return {**summary, "heldout": {text: measure(model, batches), **(summary.get("heldout") or {})}}
+    classed = [each for each in compressors if settings.has_plan and isinstance(each.gate.plan, TokenPlans)]
+    if not classed:
+        raise UserError(
+            f"the compressor has `rank_policy: {settings.rank_policy}` and one class of tokens, so that all take equally "
+            f"many bytes; there is nothing to measure"
+        )
+    counts = {each: Counter() for each in classed}
+
+    def count(compressor: TokenCompressor, arguments: tuple[Tensor, ...], _: Any) -> None:
+        basis_CC, _ = compressor.projection.fixed_matrices(torch.float32, arguments[0].device)
+        coef_NC = arguments[0].float().flatten(0, -2) @ basis_CC
+        counts[compressor].update(compressor.gate.plan.classes(coef_NC).tolist())
+
+    run_uncached(model, batches, dict.fromkeys(classed, count))
+    for compressor, found in counts.items():
+        classes = len(compressor.gate.plan.plans)
+        compressor.gate.set_shares([found[k] / found.total() for k in range(classes)])
+    return {**summary, "classes_measured_on": text}
