@@ -1,9 +1,25 @@
-"""The texts of `generate()` however a prompt is divided, by plans for all tokens alike, and in bfloat16."""
+"""The texts of `generate()` after preemption, from a compiled model, and however a prompt is divided."""
 
 import copy
 
 import torch
-from served_engines import prompt_of, served, serving, texts
+from served_engines import metric, prompt_of, served, serving, texts
+
+
+def test_requests_that_were_preempted_go_on_as_they_began(files):
+    prompts = [prompt_of(18 + i, i) for i in range(6)]  # which one step can read
+    with serving(files, files.settings, num_gpu_blocks_override=10, enable_prefix_caching=False) as engine:
+        found = texts(served(engine, prompts, 60))
+        assert metric(engine, "vllm:num_preemptions") > 0
+    assert found == [files.generated(prompt, 60) for prompt in prompts]
+
+
+def test_a_compiled_model_says_the_same(files):
+    prompts = [prompt_of(length, length) for length in (5, 40, 80)]
+    with serving(files, files.settings, enforce_eager=False) as engine:
+        found = texts(served(engine, prompts))
+        assert engine.llm_engine.vllm_config.compilation_config.mode
+    assert found == [files.generated(prompt) for prompt in prompts]
 
 
 def test_with_rebuilt_prompts_no_text_depends_on_how_its_prompt_is_read(files):
