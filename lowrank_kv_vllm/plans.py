@@ -60,6 +60,11 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
             f"the checkpoint `{settings.checkpoint}` evicts tokens of prompts, which pages that sequences share cannot; "
             f"train one without `eviction`"
         )
+    if compressor.own_directions:
+        raise UserError(
+            f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, for "
+            f"which pages that sequences share have no place; save it with `own_directions: 0`"
+        )
     if measured_rates(settings.checkpoint, config) is None:
         raise UserError(
             f"the checkpoint `{settings.checkpoint}` does not say how much its gates keep, for which pages are made; run "

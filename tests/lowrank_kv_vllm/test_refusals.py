@@ -1,11 +1,13 @@
 """What cannot be served, and what is malformed: one clear error before the engine starts."""
 
 import pytest
-from methods import calibration_of, dynakv_model, tiny_model
+from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from served_engines import arguments
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.settings import ServingConfig
 
 
 def configured(files, settings, **changed):
@@ -81,6 +83,15 @@ def test_gates_that_nobody_measured_are_refused_and_the_remedy_is_named(files, t
     dynakv.save_compressor(model, tmp_path / "checkpoint")
     with pytest.raises(UserError, match="lowrank-kv measure --checkpoint"):
         configured(files, {"checkpoint": str(tmp_path / "checkpoint")})
+
+
+def test_directions_of_a_sequences_own_are_refused(files, tmp_path):
+    model = tiny_model(head_dim=32, vocab_size=257)
+    planned_model(model, 0.3)
+    dynakv.configure(model, own_directions=2)
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    with pytest.raises(UserError, match="own_directions: 0"):
+        served_geometry(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
 
 
 def test_bases_that_follow_the_text_are_no_choice(files):
