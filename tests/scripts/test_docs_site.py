@@ -93,7 +93,7 @@ def test_every_command_in_the_pages_is_one_there_is():
             assert name in COMMANDS, f"{page.name}: there is no `lowrank-kv {name}`"
         for name in re.findall(r"`make ([a-z-]+)`", text):
             assert name in targets, f"{page.name}: there is no `make {name}`"
-        for name in re.findall(r"\b(configs/[\w./-]+\.yaml|scripts/\w+\.py)\b", text):
+        for name in re.findall(r"(?<![\w/])(configs/[\w./-]+\.yaml|scripts/\w+\.py)\b", text):
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
 
 
