@@ -62,8 +62,8 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
         )
     if compressor.own_directions:
         raise UserError(
-            f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, for "
-            f"which pages that sequences share have no place; save it with `own_directions: 0`"
+            f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, "
+            f"for which pages that sequences share have no place; save it with `own_directions: 0`"
         )
     if measured_rates(settings.checkpoint, config) is None:
         raise UserError(

@@ -44,12 +44,15 @@ def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
     if len(found) < count:
         _warn(engine, f"`average_checkpoints` is {count}, and the mean is of {len(found)}: `{root}` holds no more")
     mean: dict[str, dict[str, Tensor]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
     for directory in found.values():
         for name, tensors in read_weights(directory).items():
+            dtypes[name] = {key: tensor.dtype for key, tensor in tensors.items()}
             sums = mean.setdefault(name, {key: torch.zeros_like(tensor).double() for key, tensor in tensors.items()})
             for key, tensor in tensors.items():
                 sums[key] += tensor.double() / len(found)
-    load_weights(engine, mean, f"the mean of {len(found)} checkpoints under {root}")
+    rounded = {name: {key: sums[key].to(dtypes[name][key]) for key in sums} for name, sums in mean.items()}
+    load_weights(engine, rounded, f"the mean of {len(found)} checkpoints under {root}")
     return sorted(found)
 
 

@@ -119,9 +119,12 @@ def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_p
 def test_states_that_are_not_finite_name_their_layer(calibration, ids, side):
     model = tiny_model()
     model.model.layers[1].self_attn.get_submodule(f"{side[0]}_proj").weight[0, 0] = torch.nan
-    cache = OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration)
-    with pytest.raises(UserError, match=f"layer 1 {side}s hold NaN or infinite entries"):
-        model(ids, past_key_values=cache)
+    for self_check in (True, False):  # the check of the model finds them, too
+        with pytest.raises(UserError, match=f"layer 1 {side}s hold NaN or infinite entries"):
+            model(
+                ids,
+                past_key_values=OjaKVCache.from_model(model, OjaKVConfig(), bases=calibration, self_check=self_check),
+            )
 
 
 @torch.no_grad()
