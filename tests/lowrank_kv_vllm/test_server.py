@@ -12,7 +12,7 @@ from methods import calibration_of, planned_model, tiny_model
 from served_engines import BATCHED, BLOCK, MEMORY, NEW, prompt_of
 
 import dynakv
-from benchmarks.openai_server import COMPRESSED, Answer, Server, Watch
+from benchmarks.openai_server import COMPRESSED, Answer, Server
 
 REBUILT = {"prefill": "reconstructed"}  # so that no text depends on who else asks
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOG_STATS_INTERVAL": "1"}
@@ -37,10 +37,9 @@ def server(files, tmp_path_factory):
 
 def test_sixteen_streams_at_once_say_what_generate_says(server, files):
     prompts = [prompt_of(9 + 5 * i, 70 + i) for i in range(16)]
-    with Watch(server, "vllm:num_requests_running") as watch:
-        answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
+    answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
     assert [answer.token_ids for answer in answers] == [files.generated(prompt, **REBUILT) for prompt in prompts]
-    assert watch.largest["vllm:num_requests_running"] > 1
+    assert any(a.first < b.first < a.last for a in answers for b in answers)  # they ran together
     again = server.complete(prompts[5], max_tokens=NEW, ignore_eos=True)
     assert again.text == answers[5].text != ""
     assert all(answer.started < answer.first < answer.last for answer in answers)
