@@ -10,11 +10,10 @@ Every key of the YAML file can be given on the command line as ``--section.key v
 `lowrank-kv generate`, `compare` and `inspect` read.
 """
 
-from accelerate import PartialState
-
 from lowrank_kv.utils.config import parse_config
 
 from .config import TrainConfig
+from .engine import end_process, is_first_process
 from .loop import train
 from .memory_plan import report
 
@@ -39,5 +38,6 @@ def main(argv: list[str]) -> None:
         print(report(config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory))
         return
     checkpoint = train(config, resume=arguments.resume)
-    if PartialState().is_main_process:
+    if is_first_process():
         print(f"checkpoint: {checkpoint}")
+    end_process()
