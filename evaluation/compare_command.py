@@ -8,28 +8,20 @@ directory, anew after every window, and prints the table. Records of earlier run
 `report.html`, the run's page.
 """
 
-from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.config import parse_config
-from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import CompareConfig, compare, markdown
+from .output import output_argument, written
 from .page.command import write_page
 
 REPORT = "report.html"
 
 
 def main(argv: list[str]) -> None:
-    output = {
-        "flag": "--output",
-        "type": cli.output_directory,
-        "metavar": "DIR",
-        "required": True,
-        "help": "of the cells and the records",
-    }
-    config, arguments = parse_config(CompareConfig, argv, description=__doc__, extra=[output])
-    with run_lock(arguments.output):
-        for record in compare(config, arguments.output):
-            path = run_record.write(record, arguments.output)
+    config, arguments = parse_config(
+        CompareConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
+    )
+    record, path = written(compare(config, arguments.output), arguments.output)
     print(markdown(record))
     write_page([record], arguments.output / REPORT)
     print(f"record: {path}\npage: {arguments.output / REPORT}")

@@ -7,23 +7,16 @@ All runs start from one calibration. Writes its record into `quality/` of the ou
 sweep started again with the same output directory continues with the runs that are missing.
 """
 
-from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import markdown
+from .output import output_argument
 from .sweep import SweepConfig, sweep
 
 
 def main(argv: list[str]) -> None:
-    output = {
-        "flag": "--output",
-        "type": cli.output_directory,
-        "metavar": "DIR",
-        "required": True,
-        "help": "of the runs",
-    }
-    config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output])
+    config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output_argument("of the runs")])
     with run_lock(arguments.output):
         record = sweep(config, arguments.output)
     print(markdown(record))

@@ -8,26 +8,18 @@ A second start with the same output measures only the missing cells. Writes the 
 directory, anew after every window, and prints the verdicts.
 """
 
-from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.config import parse_config
-from lowrank_kv.utils.run_lock import run_lock
 
+from ..output import output_argument, written
 from .config import HypothesisConfig
 from .page import markdown
 from .suite import run_suite
 
 
 def main(argv: list[str]) -> None:
-    output = {
-        "flag": "--output",
-        "type": cli.output_directory,
-        "metavar": "DIR",
-        "required": True,
-        "help": "of the cells and the records",
-    }
-    config, arguments = parse_config(HypothesisConfig, argv, description=__doc__, extra=[output])
-    with run_lock(arguments.output):
-        for record in run_suite(config, arguments.output):
-            path = run_record.write(record, arguments.output)
+    config, arguments = parse_config(
+        HypothesisConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
+    )
+    record, path = written(run_suite(config, arguments.output), arguments.output)
     print(markdown(record))
     print(f"record: {path}")

@@ -9,10 +9,11 @@ only what is missing. The run's record goes into `quality/` of it, anew at least
 
 import time
 
-from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.run_lock import run_lock
 
+from ..output import output_argument
 from .rows import markdown
 from .run import TasksConfig, run_tasks
 
@@ -21,14 +22,9 @@ _WRITE_EVERY = 60.0
 
 
 def main(argv: list[str]) -> None:
-    output = {
-        "flag": "--output",
-        "type": cli.output_directory,
-        "metavar": "DIR",
-        "required": True,
-        "help": "of the cells and the records",
-    }
-    config, arguments = parse_config(TasksConfig, argv, description=__doc__, extra=[output])
+    config, arguments = parse_config(
+        TasksConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
+    )
     written = time.monotonic()
     with run_lock(arguments.output):
         for progress in run_tasks(config, arguments.output):
