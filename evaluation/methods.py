@@ -11,8 +11,8 @@ from transformers import Cache, PreTrainedModel
 import dynakv
 from dynakv.checkpoint import read_config
 from lowrank_kv.stores.quantization import MIXED
-from lowrank_kv.utils.config import configuration, nearest, option, require, within
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.config import configuration, option, require, within
+from lowrank_kv.utils.errors import UserError, nearest
 from lowrank_kv.utils.provenance import path_input
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 

@@ -6,8 +6,7 @@ import importlib.metadata
 import sys
 
 from lowrank_kv.utils import cli
-from lowrank_kv.utils.config import nearest
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import UserError, nearest
 
 PROGRAM = "lowrank-kv"
 # Command → its module, imported when it runs, since most take seconds; and what it does.

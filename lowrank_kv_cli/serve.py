@@ -14,6 +14,7 @@ import sys
 
 from lowrank_kv.hf.cache.windowed.config import PREFILLS
 from lowrank_kv.stores.quantization import CACHE_DTYPES
+from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import served_geometry
@@ -24,7 +25,7 @@ _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")

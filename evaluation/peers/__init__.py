@@ -9,8 +9,7 @@ import functools
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.utils.config import nearest
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import UserError, nearest
 
 from .eigen_attention import eigen_maker
 from .kq_svd import kq_svd_maker

@@ -1,6 +1,7 @@
 """Tasks by their names and settings, as a configuration lists them."""
 
-from lowrank_kv.utils.config import configuration, nearest, option, require
+from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.errors import nearest
 
 from . import longbench, ruler
 from .choices import CHOICE_TASKS

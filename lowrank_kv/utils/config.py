@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.arguments import ArgumentParser
+from lowrank_kv.utils.errors import UserError, nearest
 from lowrank_kv.utils.paths import expand
 
 Config = TypeVar("Config")
@@ -97,12 +97,6 @@ def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: s
         if not isinstance(values.get(key), kind):
             what = f"its `{key}` is {values[key]!r}" if key in values else f"it has no `{key}`"
             raise UserError(f"{source} is damaged: {what}; restore the file, or make it again")
-
-
-def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
-    """A 'did you mean …?' hint, or the list of valid names when nothing is near; `kind` says what they name."""
-    near = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"valid {kind}: {', '.join(sorted(valid))}"
 
 
 def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = "config") -> Config:
@@ -192,7 +186,7 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
     Returns:
         (configuration, namespace of the extra arguments)
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; every key below may stand in it")
@@ -202,10 +196,12 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
     keys = dict(_leaves(cls))
     group = parser.add_argument_group("configuration keys, as in the YAML file")
     for key, (field, hint) in keys.items():
-        group.add_argument(f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field))
-    namespace, unknown = parser.parse_known_args(list(argv))
-    for word in unknown:
-        raise UserError(f"unknown argument `{word}`; {nearest(word.lstrip('-'), list(keys))}")
+        # `--streaming` alone is `--streaming true`.
+        alone = {"nargs": "?", "const": "true"} if _plain(hint)[0] is bool else {}
+        group.add_argument(
+            f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field), **alone
+        )
+    namespace = parser.parse_args(list(argv))
     values = read_yaml(namespace.config) if namespace.config else {}
     typed = {key: getattr(namespace, key) for key in keys if hasattr(namespace, key)}
     for key, text in typed.items():

@@ -118,7 +118,7 @@ def test_the_calibrated_threshold_gives_the_target_rate(training_values, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--optimizer.stpes", "3"), "unknown argument `--optimizer.stpes`; did you mean `optimizer.steps`?"),
+        (("--optimizer.stpes", "3"), "unknown argument `--optimizer.stpes`; did you mean `--optimizer.steps`?"),
         (("--dataset.sequence_length", "513"), "`dataset.sequence_length` is 513 tokens, but this model has 512"),
         (("--dataset.name", "EMPTY"), "is empty"),
         (("--dataset.name", "nowhere.jsonl"), "`nowhere.jsonl` does not exist"),

@@ -89,8 +89,23 @@ def test_mistakes_are_named(tmp_path, text, message):
 
 
 def test_unknown_argument_names_the_nearest(tmp_path):
-    with pytest.raises(UserError, match="--optimizer.step`; did you mean `optimizer.steps`"):
+    with pytest.raises(UserError, match="--optimizer.step`; did you mean `--optimizer.steps`"):
         parse(tmp_path, "--optimizer.step", "3")
+
+
+@pytest.mark.parametrize("words", [["--dataset.heldout-share=0.5"], ["--dataset.heldout-share", "0.5"]])
+def test_hyphens_and_underscores_mean_the_same(tmp_path, words):
+    assert parse(tmp_path, *words).dataset.heldout_share == 0.5
+
+
+def test_a_switch_alone_is_true(tmp_path):
+    assert parse(tmp_path, "--dataset.streaming", "--seed", "3").dataset.streaming
+    assert not parse(tmp_path, "--dataset.streaming", "false").dataset.streaming
+
+
+def test_what_argparse_refuses_is_one_paragraph(tmp_path):
+    with pytest.raises(UserError, match="--seed: expected one argument; see `.* --help`"):
+        parse(tmp_path, "--seed")
 
 
 @pytest.mark.parametrize(
