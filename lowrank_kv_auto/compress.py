@@ -12,8 +12,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.utils.config import nearest
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import UserError, nearest
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 
 # The preset of a calibration that is given without one: the best that it has the moments for.
@@ -58,7 +57,8 @@ def compress(
             damaged or of another model shape, or the model does not pass the check. A model that was compressed
             before may then be stock.
     """
-    if str(source) in PRESETS:
+    # Nothing but a preset has bases beside it.
+    if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
         return _with_preset(model, str(source), rate, bases, settings, self_check)
     directory = Path(source).expanduser()
     if (directory / calibration.MOMENTS).is_file():
@@ -121,4 +121,4 @@ def _remedy(source: str, directory: Path) -> str:
         return f"did you mean `{directory / 'checkpoint'}`?"
     if directory.is_dir():
         return "such a directory was written by `lowrank-kv calibrate` or `lowrank-kv train`"
-    return f"there is no such directory, and as a preset {nearest(source, PRESETS, 'presets')}"
+    return f"there is no such directory, and no preset of this name: {nearest(source, PRESETS, 'presets')}"

@@ -24,6 +24,7 @@ from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
+from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.budget import Budget, parse_size
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -35,14 +36,15 @@ from lowrank_kv_cli.planned_cache import (
     tokens_within,
 )
 from lowrank_kv_cli.saved import describe
-from ojakv import Plan, break_even_tokens
+from ojakv import Plan
+from ojakv.byte_budget import break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="?", metavar="PATH", help="a checkpoint or calibration")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     group = parser.add_argument_group("the bytes of a cache")
@@ -156,9 +158,7 @@ def _notes_of(preset: Plan, arguments: argparse.Namespace, itemsize: int) -> lis
     if arguments.budget is not None:
         notes.append(f"`--budget {arguments.budget}` is a rate of {preset.config.rate:.4f}")
     if preset.config.follows_text:
-        pays = break_even_tokens(preset, itemsize)
-        length = "at no length" if pays is None else f"from {pays:,} tokens on"
-        notes.append(f"each sequence has bases of its own: it takes fewer bytes than uncompressed {length}")
+        notes.append(break_even(preset, itemsize))
     return notes
 
 

@@ -15,6 +15,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
@@ -96,7 +97,10 @@ def preset_plan(
             has none.
     """
     config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}))
-    calibrate = f"make one with `lowrank-kv calibrate --model {model} --output DIR` and give `--bases DIR`"
+    read = " --read_gradients true" if config.cache_dtype == MIXED else ""
+    calibrate = (
+        f"make one with `lowrank-kv calibrate --model {model} --name TEXT --output DIR{read}` and give `--bases DIR`"
+    )
     if calibration is not None:
         geometry.check_equal(calibration.geometry, calibration.origin)
         if budget is not None:

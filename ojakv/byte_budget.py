@@ -207,7 +207,8 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
     plan = _largest_plan(calibration, config, lambda plan: token_nbytes(plan, itemsize), budget.nbytes)
     if plan is None:
         raise UserError(
-            f"no rate brings a token to {budget.nbytes:,.0f} bytes; one coefficient of each layer takes more"
+            f"no rate brings a token to {budget.nbytes:,.0f} bytes; one coefficient of each layer takes more; give a "
+            f"larger budget"
         )
     return plan
 
@@ -241,6 +242,13 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if is_smaller(middle) else (middle, high)
     return high
+
+
+def break_even(plan: Plan, itemsize: int) -> str:
+    """:func:`break_even_tokens` of a plan whose bases follow the text, in words."""
+    pays = break_even_tokens(plan, itemsize)
+    length = "at no length" if pays is None else f"from {pays:,} tokens on"
+    return f"each sequence has bases of its own: it takes fewer bytes than uncompressed {length}"
 
 
 def _largest_plan(

@@ -18,7 +18,7 @@ from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
-from ojakv.byte_budget import break_even_tokens, plan_for_budget, planned_rate
+from ojakv.byte_budget import break_even, plan_for_budget, planned_rate
 from ojakv.config import OjaKVConfig
 from ojakv.online_store import OnlineStore, new_store
 
@@ -139,11 +139,8 @@ def _warn_of_bases(plan: Plan, itemsize: int, tokens: int) -> None:
     share = planned_rate(plan, prompt=tokens, tokens=tokens, itemsize=itemsize)
     if share < 1:
         return
-    pays = break_even_tokens(plan, itemsize)
-    pays_from = "at no length" if pays is None else f"from {pays:,} tokens on"
     warnings.warn(
-        f"each sequence has bases of its own: at {tokens:,} tokens this cache takes {share:.2f} times the bytes of an "
-        f"uncompressed one, and fewer {pays_from}; take a preset whose bases are shared, such as `tokenwise-mixed`, or say "
-        f"by `expected_tokens` that sequences are longer",
+        f"{break_even(plan, itemsize)}, and {share:.2f} times as many at {tokens:,} tokens; take a preset whose bases are "
+        f"shared, such as `tokenwise-mixed`, or say by `expected_tokens` that sequences are longer",
         stacklevel=3,
     )

@@ -14,8 +14,8 @@ from lowrank_kv.stores.quantization import (
     quantization_of,
 )
 from lowrank_kv.stores.token_plans import MOST_CLASSES
-from lowrank_kv.utils.config import build, configuration, nearest, option, read_yaml, require
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.config import build, configuration, option, read_yaml, require
+from lowrank_kv.utils.errors import UserError, nearest
 
 TRACKERS = ("fixed", "oja", "frequent_directions")
 UPDATES = ("periodic", "triggered")
@@ -139,12 +139,15 @@ class OjaKVConfig(WindowedConfig):
             f"layout per_head with rope post",
         )
 
-        most = MOST_CLASSES if self.cache_dtype == MIXED else 1
         require(
-            1 <= self.token_classes <= most,
-            "token_classes",
-            self.token_classes,
-            f"from 1 to {most} with `cache_dtype: {self.cache_dtype}`",
+            1 <= self.token_classes <= MOST_CLASSES, "token_classes", self.token_classes, f"from 1 to {MOST_CLASSES}"
+        )
+        require(
+            self.token_classes == 1 or self.cache_dtype == MIXED,
+            "cache_dtype",
+            self.cache_dtype,
+            f"{MIXED} with `token_classes: {self.token_classes}`: classes differ in their bits; leave it out, or take a "
+            f"preset without classes, such as `static-joint-pf`",
         )
         require(
             not self.own_directions or self.cache_dtype == MIXED,

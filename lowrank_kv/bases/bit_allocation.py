@@ -11,6 +11,14 @@ from torch import Tensor
 from lowrank_kv.utils.errors import UserError
 
 
+class BudgetTooSmallError(UserError):
+    """A budget does not hold one coefficient of each row; `needed` bytes would."""
+
+    def __init__(self, message: str, needed: float):
+        super().__init__(message)
+        self.needed = needed
+
+
 def allocate_bits(
     importances: Sequence[Tensor],
     distortions: Mapping[int, float],
@@ -35,7 +43,7 @@ def allocate_bits(
         the widths of each row's coefficients, falling; every row keeps at least one coefficient.
 
     Raises:
-        UserError: the budget does not even hold one coefficient of each row.
+        BudgetTooSmallError: the budget does not even hold one coefficient of each row.
     """
     steps = _worthwhile_steps({0: 1.0, **distortions})
     importance_N = torch.cat([importance_C.double() for importance_C in importances])
@@ -62,9 +70,10 @@ def allocate_bits(
 
     low, high = len(importances), len(owner_S)
     if num_bytes(low) > budget:
-        raise UserError(
+        raise BudgetTooSmallError(
             f"a budget of {budget:.0f} bytes for {len(importances)} rows does not hold one coefficient of each; at least "
-            f"{num_bytes(low):.0f} are needed"
+            f"{num_bytes(low):.0f} are needed",
+            num_bytes(low),
         )
     while low < high:  # the most steps that the budget holds
         middle = (low + high + 1) // 2

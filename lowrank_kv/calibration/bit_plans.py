@@ -6,12 +6,13 @@ Shapes: N rows, C = G·D joint width, R coefficients that are kept.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lowrank_kv.bases.bit_allocation import allocate_bits
+from lowrank_kv.bases.bit_allocation import BudgetTooSmallError, allocate_bits
 from lowrank_kv.bases.codebooks import distortion, lloyd_max
 from lowrank_kv.calibration.activation_moments import KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration, ReadStates
@@ -19,6 +20,7 @@ from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.stores.bit_plan import SCALE_BITS, UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import PLACE_BYTES, TokenPlans
+from lowrank_kv.utils.errors import UserError
 
 # Allocation and codebooks depend on each other; after two rounds neither moves.
 _ROUNDS = 2
@@ -71,14 +73,21 @@ def coded_bases(
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
     shares = [share for side in sides for share in side.shares]
     units = [unit_NC for side in sides for unit_NC in side.units]
-    budget = rate * itemsize * sum(len(side.spectrum.importance_C) for side in sides)
-    if token_classes > 1:
-        budget -= PLACE_BYTES * len(sides)
+    uncompressed = itemsize * sum(len(side.spectrum.importance_C) for side in sides)
+    places = PLACE_BYTES * len(sides) if token_classes > 1 else 0
 
     def allocated(distortions: Mapping[int, float]) -> list[list[int]]:
-        return allocate_bits(
-            importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares
-        )
+        budget = rate * uncompressed - places
+        try:
+            return allocate_bits(
+                importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares
+            )
+        except BudgetTooSmallError as error:
+            least = (error.needed + places) / uncompressed
+            raise UserError(
+                f"the rate {rate} leaves no bit for the keys and values of every layer; give at least "
+                f"{math.ceil(1e4 * least) / 1e4}"
+            ) from error
 
     widths = allocated(_NORMAL)
     for _ in range(_ROUNDS):

@@ -114,6 +114,7 @@ def test_every_mistake_names_its_remedy(bases, tmp_path):
     (tmp_path / "other").mkdir()
     for arguments, settings, message in [
         (["tokenwise"], {}, "did you mean `tokenwise-mixed`"),
+        (["tokenwise"], {"bases": bases}, "unknown preset `tokenwise`; did you mean `tokenwise-mixed`"),
         (["ojakv-joint"], {}, "lowrank-kv calibrate"),
         (["ojakv-joint"], {"bases": "nowhere"}, "make one with `lowrank-kv calibrate`"),
         (["ojakv-joint"], {"bases": bases, "rate": 3}, "`rate` must be"),

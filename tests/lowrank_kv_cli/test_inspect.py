@@ -222,6 +222,7 @@ def test_fractions_of_shapes_are_those_of_bases(tiny_dir, bases):
             ("--preset", "ojakv-joint"),
             "follow from a calibration .*`--bases DIR`, or take .* eigen, ojakv, ojakv-paper",
         ),
+        (("--preset", "tokenwise-mixed"), "`lowrank-kv calibrate .* --read_gradients true`"),
         (("--preset", "ojakv-jiont"), "did you mean `ojakv-joint`"),
         (("--preset", "ojakv-pf", "--rate", "2"), "`rate` must be in"),
         (("--rate", "0.5"), "`--rate` is of a preset: give `--preset`, too"),

@@ -79,7 +79,7 @@ def test_bases_that_outweigh_what_they_save_are_told():
     pays = break_even_tokens(plan, 4)
     taken = planned_rate(plan, prompt=100, tokens=100, itemsize=4)
     with pytest.warns(
-        UserWarning, match=f"at 100 tokens this cache takes {taken:.2f} times .* fewer from {pays:,} tokens on"
+        UserWarning, match=f"fewer .* from {pays:,} tokens on, and {taken:.2f} times as many at 100 tokens"
     ):
         OjaKVCache.from_model(wide, config, bases=calibration, expected_tokens=100)
     with warnings.catch_warnings():

@@ -25,6 +25,7 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_byte
         ({"update_window": 0}, "`update_window` must be at least 1, or null for all"),
         ({"max_loss": 1.5}, r"`max_loss` must be in \[0, 1\]; .*; got 1.5"),
         ({"max_loss": -0.1}, r"`max_loss` must be in \[0, 1\]"),
+        ({"token_classes": 4}, "`cache_dtype` must be mixed with `token_classes: 4`.* leave it out.*; got 'model'"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

@@ -106,6 +106,13 @@ def test_a_coder_takes_the_bytes_it_was_given(calibration, rate):
     assert taken >= rate * full - 2 * len(coded)  # rows are whole bytes
 
 
+@pytest.mark.parametrize("classes", [1, 2])
+def test_a_rate_without_a_bit_for_every_layer_names_the_least(calibration, classes):
+    with pytest.raises(UserError, match=r"the rate 0.001 leaves no bit .*; give at least 0\.\d+") as error:
+        coded_bases(calibration, 0.001, token_classes=classes)
+    assert coded_bases(calibration, float(str(error.value).split()[-1]), token_classes=classes)
+
+
 def test_more_bytes_lose_less(calibration):
     def lost(rate):
         total = 0.0
