@@ -40,9 +40,10 @@ class CalibrateConfig(CalibrationText):
 def main(argv: list[str]) -> None:
     config, _ = parse_config(CalibrateConfig, argv, description=__doc__)
     check_replaceable(config.output, MOMENTS)
+    # Before the model, which may take minutes to load: a text that is not there should not.
+    blocks_NT = config.blocks(load_tokenizer(config.model))
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
-    blocks_NT = config.blocks(load_tokenizer(config.model))
     calibration = Calibration.from_text(
         model, blocks_NT, gradients=config.gradients, read=config.read_gradients, self_check=config.self_check
     )
@@ -52,4 +53,7 @@ def main(argv: list[str]) -> None:
         text=[name_of(name) for name in config.name],
     )
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
-    print(f'next: lowrank-kv generate --model {config.model} --bases {config.output} --prompt "…"')
+    print(
+        f"next: lowrank-kv generate --model {config.model} --dtype {config.dtype} --bases {config.output} "
+        f"--prompt @LONG_PROMPT.txt"
+    )

@@ -16,13 +16,15 @@ from transformers import TextStreamer
 import dynakv
 import lowrank_kv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
+from lowrank_kv.calibration import calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
+from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.errors import UserError
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument("--checkpoint", metavar="DIR", help="compressor or full checkpoint")
     method.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; needs `--model`")
@@ -35,9 +37,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="of sampling [default %(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of coefficients [default: the checkpoint's]")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of coefficients [default: the method's own]")
     parser.add_argument(
-        "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the checkpoint's]"
+        "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the method's own]"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
@@ -58,12 +60,14 @@ def main(argv: list[str]) -> None:
         **inputs,
         **sampling,
         max_new_tokens=arguments.max_new_tokens,
-        streamer=TextStreamer(tokenizer),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
         pad_token_id=tokenizer.eos_token_id,
     )
     cache = output.past_key_values
     print(f"\n{cache.memory()}")
+    if cache.rate >= 1:
+        print("a text this short gains nothing: its first and latest tokens stay exact; give a longer `--prompt`")
     print(
         f"cache: {cache.nbytes:,} bytes for {cache.get_seq_length():,} tokens, rate {cache.rate:.3f} "
         f"(uncompressed: {cache.full_nbytes:,} bytes)"
@@ -81,6 +85,11 @@ def load(arguments: argparse.Namespace):
     if arguments.bases is not None:
         if arguments.model is None:
             raise UserError("`--bases` needs `--model`, the hub id or directory of the model they were calibrated on")
+        if not (Path(arguments.bases).expanduser() / calibration.MOMENTS).is_file():
+            raise UserError(
+                f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
+                f"compressor is given as `--checkpoint`"
+            )
         model = load_model(arguments.model, **loading)
         if arguments.preset is None:
             lowrank_kv.compress(model, arguments.bases, rate=arguments.rate, **settings)
@@ -93,6 +102,8 @@ def load(arguments: argparse.Namespace):
     directory = Path(arguments.checkpoint)
     if not directory.is_dir():
         raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with `lowrank-kv train`")
+    if (directory / calibration.MOMENTS).is_file():
+        raise UserError(f"`--checkpoint` must be a compressor, got the calibration `{directory}`; give it as `--bases`")
     if (directory / WEIGHTS).exists() or not (directory / CONFIG).exists():
         name = arguments.model or read_config(directory).base_model
         model = dynakv.attach(load_model(name, **loading), directory, **settings)

@@ -104,10 +104,11 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
-    looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
+    name = os.path.expanduser(name)
+    looks_local = name.startswith((".", os.sep)) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise UserError(
-            f"the model directory `{name}` does not exist; for the demo model run scripts/fetch_demo_assets.py, "
+            f"the model directory `{name}` does not exist; for the demo model run `make assets` in a checkout, "
             f"or pass `--model` with a hub id or another directory"
         )
     try:

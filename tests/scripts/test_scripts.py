@@ -16,7 +16,7 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     done = run(
         "scripts/generate.py", "--checkpoint", checkpoint, "--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample"
     )
-    assert done.stdout.startswith("the cache keeps")
+    assert not done.stdout.startswith("the cache keeps"), "a long prompt would fill the screen"
     report = done.stdout.splitlines()[-1]
     # 15 prompt tokens and 4 new ones, of which the last is never cached.
     assert "for 18 tokens" in report
@@ -94,6 +94,20 @@ def test_generate_needs_no_training(here, mistake, bases, tiny_dir):
     assert "needs `--model`" in mistake("scripts/generate.py", "--bases", bases, "--prompt", "x")
     stray = ("--checkpoint", "nowhere", "--rate", 0.1, "--prompt", "x")
     assert "`--rate` is of bases" in mistake("scripts/generate.py", *stray)
+    swapped = ("--checkpoint", bases, "--prompt", "x")
+    assert f"got the calibration `{bases}`; give it as `--bases`" in mistake("scripts/generate.py", *swapped)
+    absent = ("--model", tiny_dir, "--bases", "nowhere", "--prompt", "x")
+    assert "`--bases` must be a directory that `lowrank-kv calibrate` wrote" in mistake("scripts/generate.py", *absent)
+    unknown = ("--model", tiny_dir, "--bases", bases, "--preset", "ojakv-jiont", "--prompt", "x")
+    assert "unknown preset `ojakv-jiont`; did you mean `ojakv-joint`?" in mistake("scripts/generate.py", *unknown)
+
+
+def test_a_text_too_short_to_gain_says_so(here, bases, tiny_dir):
+    command = ("scripts/generate.py", "--model", tiny_dir, "--bases", bases, "--max-new-tokens", 4)
+    assert "a text this short gains nothing" in here(*command, "--prompt", "the cache")
+    assert "gains nothing" not in here(
+        *command, "--preset", "static-joint-pf", "--prompt", "the cache keeps what " * 20
+    )
 
 
 @pytest.mark.parametrize("results", ["file.json", "file.json/results"])
@@ -161,7 +175,7 @@ def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
         (("--tokens", "0"), "`tokens` must be at least 1; got 0"),
         (("--tokens", "2", "--name", "a.txt,b.txt,c.txt"), "`tokens` must be at least 3, one of every text in `name`"),
         (("--length", "4096", "--tokens", "4096"), "`length` is 4096 tokens, but this model has 512"),
-        (("--nmae", "x"), "did you mean `name`"),
+        (("--nmae", "x"), "did you mean `--name`"),
     ],
 )
 def test_calibrate_mistakes_end_in_one_paragraph(mistake, tiny_dir, text_file, tmp_path, arguments, message):
