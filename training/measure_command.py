@@ -8,6 +8,7 @@ of those: the retain rates of gates, the shares of classes of tokens. Prediction
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.checkpoint import read_config
 from dynakv.compressor import TokenCompressor
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.config import option, parse_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import name_trainer, trained_by
 from lowrank_kv.utils.text_data import CalibrationText
 
@@ -48,17 +51,20 @@ def main(argv: list[str]) -> None:
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(name))
     text = ", ".join(name_of(each) for each in config.name)
-    summary = measure_again(
-        model, [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)], text, saved.summary
-    )
+    batches = [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)]
+    summary = measure_again(model, progress_bar(batches, unit="block", desc="measuring"), text, saved.summary)
     run = trained_by(config.checkpoint)
     dynakv.save_compressor(model, config.checkpoint, summary=summary)
     if run is not None:
         name_trainer(config.checkpoint, run)
-    print(f"{Path(config.checkpoint)}: measured on {blocks_NT.numel():,} tokens of {text}")
+    rates = measured_rates(config.checkpoint, read_config(config.checkpoint))
+    kept = "of a token's bytes in 16 bits" if rates.of_bytes else "of its coefficients"
+    print(f"{Path(config.checkpoint)}: keeps {rates.mean:.3f} {kept}, on {blocks_NT.numel():,} tokens of {text}")
 
 
-def measure_again(model: PreTrainedModel, batches: list[Batch], text: str, summary: dict[str, Any]) -> dict[str, Any]:
+def measure_again(
+    model: PreTrainedModel, batches: Iterable[Batch], text: str, summary: dict[str, Any]
+) -> dict[str, Any]:
     """The summary of a checkpoint with what `model` keeps of a text's tokens in front; shares of classes are put into the
     compressors themselves.
 

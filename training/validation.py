@@ -1,7 +1,7 @@
 """Uncached passes over text with hard masks, as inference computes it: to measure a compressor, or to hook its modules."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .distillation import summed_kl, teacher_logits
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, Any]:
+def measure(model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
     """Hard retain rate, perplexity and divergence over text, through the uncached hard mask.
 
     Returns:
@@ -51,7 +51,7 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def run_uncached(model: PreTrainedModel, batches: list[Batch], hooks: Mapping[nn.Module, Callable]) -> None:
+def run_uncached(model: PreTrainedModel, batches: Iterable[Batch], hooks: Mapping[nn.Module, Callable]) -> None:
     """Run the model's uncached path, hard masks included, over all blocks.
 
     Args:

@@ -53,7 +53,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines = [
         f"# Tasks on {record['config']['model']}",
         "",
-        "Mean scores in per cent of the full cache's in brackets.",
+        "Mean scores in per cent; in brackets, the same in per cent of the full cache's.",
         "",
     ]
     lines += [f"| method | bytes | {' | '.join(tasks)} | mean |", f"|---|{'--:|' * (len(tasks) + 2)}"]

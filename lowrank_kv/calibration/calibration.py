@@ -182,6 +182,10 @@ class Calibration:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
             data = moments_path.read_bytes()
+        except FileNotFoundError as error:
+            lost = Path(error.filename).name
+            why = f"it has no `{lost}`" if Path(directory).is_dir() else "there is no such directory"
+            raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`") from error
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(
                 f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`"

@@ -103,14 +103,24 @@ def recompute_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
+def hub_id_or_directory(name: str) -> str:
+    """`name`, a leading ``~`` replaced.
+
+    Raises:
+        UserError: it is a path by its looks, and there is no such directory.
+    """
     name = os.path.expanduser(name)
     looks_local = name.startswith((".", os.sep)) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise UserError(
-            f"the model directory `{name}` does not exist; for the demo model run `make assets` in a checkout, "
-            f"or pass `--model` with a hub id or another directory"
+            f"the model directory `{name}` does not exist; for the demo model run `make assets` in a checkout, or pass "
+            f"`--model` with a hub id or another directory"
         )
+    return name
+
+
+def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
+    name = hub_id_or_directory(name)
     try:
         return factory.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:

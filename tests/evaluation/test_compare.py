@@ -71,6 +71,7 @@ def by_method(record, dataset="same"):
 def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
     done = run("scripts/compare.py", "--config", written(), "--output", tmp_path / "out")
     assert "leaving out `missing`" in done.stdout
+    assert " 12/12 " in done.stderr, "three methods on two windows of two texts, each counted once"
     [path] = (tmp_path / "out/quality").iterdir()
     assert f"record: {path}" in done.stdout
     record = run_record.load(path)

@@ -65,6 +65,15 @@ def test_an_unknown_command_names_the_nearest(argv, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("command", ["serve", "inspect", "generate", "calibrate"])
+def test_a_model_that_is_not_there_is_named(command, tmp_path):
+    needed = {"serve": ["--bases", "b"], "generate": ["--bases", str(tmp_path), "--prompt", "x"]}
+    needed["calibrate"] = ["--output", str(tmp_path / "new"), "--name", "t.txt"]
+    (tmp_path / "moments.safetensors").touch()  # looks like a calibration
+    with pytest.raises(UserError, match=r"the model directory `\./nowhere` does not exist"):
+        cli.dispatch([command, "--model", "./nowhere", *needed.get(command, [])])
+
+
 def test_help_needs_no_torch():
     code = """
 import sys

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "config.json").unlink(), "is no calibration"),
+        (lambda path: (path / "config.json").unlink(), "is no calibration: it has no `config.json`; make one with"),
+        (shutil.rmtree, "is no calibration: there is no such directory; make one with"),
         (lambda path: (path / "config.json").write_text("{}"), "names no `format: lowrank-kv calibration`"),
         (
             lambda path: (path / "moments.safetensors").write_bytes((path / "moments.safetensors").read_bytes()[:-9]),
@@ -94,7 +96,7 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
             "is damaged: it has no `geometry`",
         ),
     ],
-    ids=["missing", "foreign", "truncated", "incomplete"],
+    ids=["missing", "gone", "foreign", "truncated", "incomplete"],
 )
 def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, message):
     calibration.save(tmp_path / "bases", model="tiny", text=["random"])

@@ -1,8 +1,13 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
+import shutil
+
 import pytest
 
+from dynakv.checkpoint import read_config
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.utils import run_record
+from lowrank_kv_cli.__main__ import dispatch
 
 
 def only_record(output):
@@ -71,6 +76,17 @@ def test_a_stock_model_directory_is_no_checkpoint(run, tiny_dir):
     assert done.returncode == 2
     assert "no DynaKV compressor" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_measure_says_what_it_found(capsys, checkpoint, text_file, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    words = ("--checkpoint", tmp_path / "checkpoint", "--name", text_file, "--tokens", 256, "--length", 64)
+    dispatch(["measure", *map(str, words)])
+    told = capsys.readouterr()
+    rate = measured_rates(tmp_path / "checkpoint", read_config(tmp_path / "checkpoint")).mean
+    assert f"keeps {rate:.3f} of " in told.out
+    assert "256 tokens of text.jsonl" in told.out
+    assert "measuring: 100%" in told.err
 
 
 @pytest.fixture(scope="module")
