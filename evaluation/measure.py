@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import token_input
 
@@ -110,6 +111,10 @@ def _measure(
     full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
     for method, share, of in missing:
         bar.set_postfix_str(method.label, refresh=False)
-        score = score_window(model, window_T, full_SV, method.make(share), prefix=reading.prefix, step=reading.step)
+        try:
+            make_cache = method.make(share)
+        except UserError as error:  # such as bytes that no rate comes down to
+            raise UserError(f"`{method.label}`: {error}") from error
+        score = score_window(model, window_T, full_SV, make_cache, prefix=reading.prefix, step=reading.step)
         cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))
         bar.update()

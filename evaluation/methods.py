@@ -51,7 +51,8 @@ class MethodConfig:
         require(len(given) == 1, "preset", given, "given alone, or `checkpoint`, or `peer`")
         for key, valid in (("preset", PRESETS), ("peer", PEERS)):
             name = getattr(self, key)
-            require(name is None or name in valid, key, name, nearest(str(name), list(valid), key + "s"))
+            hint = nearest(str(name), list(valid), key + "s")
+            require(name is None or name in valid, key, name, f"a {key} that there is ({hint})")
         for key in ("rates", "bytes"):
             values = getattr(self, key)
             require(all(0 < value <= 1 for value in values), key, values, "numbers in (0, 1]")

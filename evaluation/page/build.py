@@ -36,7 +36,8 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [record for record in records if "verdicts" in record["summary"]]
     if not points and not verdicts and tasks is None:
         raise UserError(
-            "none of the records compares methods; name those of `lowrank-kv compare`, `tasks` or `hypothesis`"
+            "none of the records compares methods; name those of `lowrank-kv compare`, `tasks` or `hypothesis`, "
+            "the last one when it is done"
         )
     newest = max(records, key=lambda record: record["run_id"])
     anatomies = [record["summary"]["anatomy"] for record in records if "anatomy" in record["summary"]]

@@ -66,7 +66,7 @@ class TaskConfig:
     def __post_init__(self):
         for name in self.task:
             known = (*NAMES, *FAMILIES)
-            require(name in known, "task", name, nearest(name, known, "tasks"))
+            require(name in known, "task", name, f"a task that there is ({nearest(name, known, 'tasks')})")
         require(bool(self.names), "task", self.task, "at least one")
         require(bool(self.length) and min(self.length) >= 1, "length", self.length, "at least 1 token")
         for key in ("items", "facts", "questions", "max_new_tokens"):

@@ -153,9 +153,9 @@ def load(path: str | Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise RecordError(f"{name}: there is no such run; name one that lies under results/") from error
+        raise RecordError(f"{path}: there is no such record; runs keep theirs as `quality/RUN.json`") from error
     except ValueError as error:
-        raise RecordError(f"{name}: is not JSON ({error}); restore it from git or measure again") from error
+        raise RecordError(f"{path}: is no run record ({error}); restore it, or measure again") from error
     check(record, name)
     if name != f"{record['kind']}/{record['run_id']}.json":
         raise RecordError(f"{name}: holds {record['kind']} run {record['run_id']}; move it to the place of that name")

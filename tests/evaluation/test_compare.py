@@ -180,6 +180,14 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, 
         ({"length": 4096}, "`length` is 4096 tokens, but this model has 512"),
         ({"methods": [{"checkpoint": "nowhere"}]}, "no DynaKV checkpoint"),
         ({"methods": [{"preset": "magic", "rates": [0.3]}]}, r"`methods\[0\].preset` must be .*; got 'magic'"),
+        (
+            {"methods": [{"preset": "ojakv-jiont", "rates": [0.3]}]},
+            r"must be a preset that there is \(did you mean `ojakv-joint`\?\); got 'ojakv-jiont'",
+        ),
+        (
+            {"methods": [{"preset": "static-joint-pf", "bytes": [0.01]}]},
+            "`static-joint-pf at 0.01`: no rate brings this cache to 0.010",
+        ),
         ({"methods": [{"peer": "int5"}]}, r"`methods\[0\].peer` must be .*; got 'int5'"),
         ({"methods": [{"preset": "ojakv"}]}, r"`methods\[0\].rates` must be given, or `bytes`"),
         (

@@ -92,10 +92,10 @@ def test_a_missing_key_and_file_are_named(tmp_path):
     path.write_text(json.dumps(values))
     with pytest.raises(RecordError, match="`code` is missing; begin the record by run_record.new_record"):
         run_record.load(path)
-    with pytest.raises(RecordError, match="quality/none.json: there is no such run"):
+    with pytest.raises(RecordError, match="quality/none.json: there is no such record; runs keep theirs"):
         run_record.load(path.with_name("none.json"))
     path.write_text("{")
-    with pytest.raises(RecordError, match="is not JSON"):
+    with pytest.raises(RecordError, match="is no run record"):
         run_record.load(path)
 
 
