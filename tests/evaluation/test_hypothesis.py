@@ -14,6 +14,7 @@ from evaluation.hypothesis.ranks import KEYS, VALUES, Spectra, adaptive_ranks, h
 from evaluation.hypothesis.settings import Setting, head_ranks, settings_of
 from evaluation.hypothesis.suite import run_suite
 from evaluation.hypothesis.verdicts import HOLDS, PARTLY, REFUTED, UNDECIDED, WEAK, verdicts
+from evaluation.page.build import page
 from evaluation.scores import WindowScore, rank_correlation
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import build
@@ -70,6 +71,7 @@ def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_
     assert {(row["layer"], row["side"]) for row in record["rows"] if row["what"] == "layer"} == set(
         itertools.product([0, 1], ["keys", "values"])
     )
+    assert "rank for 99 % of the energy" in page([record])
     for name, verdict in record["summary"]["verdicts"].items():
         assert f"- **{verdict['verdict']}**: {verdict['claim']}" in done.stdout, name
     lines = (tmp_path / "out" / CELLS).read_text().splitlines()
@@ -78,6 +80,9 @@ def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_
     assert (tmp_path / "out" / CELLS).read_text().splitlines() == lines
     assert again["rows"] == record["rows"]
     assert again["summary"] == record["summary"]
+    for row in heads:
+        del row["rank_99"]
+    assert "rank for 90 % of the energy" in page([record]), "one threshold is enough for the page"
 
 
 def test_bytes_of_uniform_ranks_are_their_share(values, tmp_path):
