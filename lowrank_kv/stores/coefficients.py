@@ -5,7 +5,7 @@ Shapes: N rows, R coefficients, M queries; leading dims (parts) are kept.
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -108,17 +108,22 @@ class Coefficients:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, rows_NR: Tensor, *, exact: bool = False) -> None:
-        """Add rows (…, N, R) at the end; with `exact` without room to grow."""
+    def append(self, rows_NR: Tensor, *, exact: bool = False, writer: Any = None) -> None:
+        """Add rows (…, N, R) at the end.
+
+        Args:
+            exact: leave no room to grow.
+            writer: encodes the rows in place of the quantization, as it does.
+        """
         count = rows_NR.shape[-2]
-        self._write(rows_NR, self.stored.room_for(count, exact=exact))
+        self._write(rows_NR, self.stored.room_for(count, exact=exact), writer)
         self.stored.count_written(count)
 
-    def _write(self, rows_NR: Tensor, room: Sequence[Tensor]) -> None:
+    def _write(self, rows_NR: Tensor, room: Sequence[Tensor], writer: Any = None) -> None:
         if self.quantization is None:
             room[0].copy_(rows_NR)
         elif rows_NR.numel():  # no rows, or rows of no coefficients, have nothing to round
-            code_NY, scale_NS = self.quantization.encode(rows_NR)
+            code_NY, scale_NS = (self.quantization if writer is None else writer).encode(rows_NR)
             room[0].copy_(code_NY)
             room[1].copy_(scale_NS)
 

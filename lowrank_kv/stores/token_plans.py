@@ -60,6 +60,11 @@ class TokenPlans:
         return torch.tensor(self.row_bytes(), dtype=torch.int32, device=self.bounds_K.device)
 
     @functools.cached_property
+    def rank_K(self) -> Tensor:  # noqa: N802
+        """How many coefficients a row of each class has, on the device of the bounds, int64."""
+        return torch.tensor([plan.num_coefficients for plan in self.plans], device=self.bounds_K.device)
+
+    @functools.cached_property
     def _codebooks(self) -> tuple[Tensor, dict[int, int]]:
         levels = {width: level_L for plan in self.plans for width, level_L in plan.levels.items()}
         return laid_out(levels, self.bounds_K.device)
@@ -87,6 +92,20 @@ class TokenPlans:
         size_N = self.size_K[class_N]
         return size_N.cumsum(0) - size_N
 
+    def pack(self, row_NR: Tensor, class_N: Tensor) -> Tensor:
+        """The bytes of rows of these classes, one after another, (Y,) uint8.
+
+        Args:
+            row_NR: as many coefficients as the plan of any row keeps, or more.
+        """
+        start_N = self.starts(class_N)
+        byte_Y = torch.empty(int(self.size_K[class_N].sum()), dtype=torch.uint8, device=row_NR.device)
+        for k, plan in enumerate(self.plans):
+            [place_M] = (class_N == k).nonzero(as_tuple=True)
+            code_MY, _ = plan.encode(row_NR[place_M, : plan.num_coefficients])
+            byte_Y[start_N[place_M, None] + torch.arange(code_MY.shape[1], device=row_NR.device)] = code_MY
+        return byte_Y
+
     @property
     def mean_row_bytes(self) -> float:
         """Bytes of a row on average, as the calibration's tokens were divided."""
@@ -98,8 +117,7 @@ class TokenPlans:
 
     def keeps(self, class_N: Tensor) -> Tensor:
         """Whether tokens of these classes keep each of the R coefficients, (N, R) bool."""
-        rank_K = torch.tensor([plan.num_coefficients for plan in self.plans], device=class_N.device)
-        return torch.arange(self.num_coefficients, device=class_N.device) < rank_K[class_N][:, None]
+        return torch.arange(self.num_coefficients, device=class_N.device) < self.rank_K[class_N][:, None]
 
     def rounded(self, coef_NC: Tensor, class_N: Tensor) -> Tensor:
         """The coefficients as a store would give them back, (N, R) fp32, zero where a token has none.

@@ -79,24 +79,21 @@ class TokenwiseCoefficients(Coefficients):
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, rows_1NC: Tensor, *, exact: bool = False, class_N: Tensor | None = None) -> None:
-        """Add rows of all coefficients (1, N, C) at the end; with `exact` without room to grow.
+    def append(
+        self, rows_1NC: Tensor, *, exact: bool = False, writer: Any = None, class_N: Tensor | None = None
+    ) -> None:
+        """Add rows (1, N, C) at the end.
 
         Args:
-            class_N: of the rows; by default as the plans' gate tells it from them.
+            exact, writer: see :meth:`Coefficients.append`.
+            class_N: of the rows; by default as the plans' gate tells it from them, which takes all coefficients.
         """
         [row_NC] = rows_1NC
         if not len(row_NC):
             return
-        class_N = self.quantization.classes(row_NC) if class_N is None else class_N
-        start_N = self.quantization.starts(class_N)
-        byte_Y = torch.empty(int(self.quantization.size_K[class_N].sum()), dtype=torch.uint8, device=self.device)
-        for k, plan in enumerate(self.quantization.plans):
-            [place_M] = (class_N == k).nonzero(as_tuple=True)
-            rank = plan.num_coefficients
-            code_MY, _ = plan.encode(row_NC[place_M, :rank])
-            byte_Y[start_N[place_M, None] + torch.arange(code_MY.shape[1], device=self.device)] = code_MY
-        self._append_packed(byte_Y, class_N, start_N, exact=exact)
+        writer = self.quantization if writer is None else writer
+        class_N = writer.classes(row_NC) if class_N is None else class_N
+        self._append_packed(writer.pack(row_NC, class_N), class_N, self.quantization.starts(class_N), exact=exact)
 
     def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
         """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""

@@ -3,6 +3,7 @@ and appending new tokens."""
 
 from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, multiplies_pairs, unsupported_reason
 from lowrank_kv.ops.native.encoding import AppendTarget, Encoder, NewTokens, encoder_of, encodes
+from lowrank_kv.ops.native.packing import compiled_writer
 from lowrank_kv.ops.native.rotary import PackedRotary, computes_cos_sin, cos_sin
 from lowrank_kv.ops.native.store_view import RankBucketView, StoreView, appends
 
@@ -17,6 +18,7 @@ __all__ = [
     "PackedRotary",
     "appends",
     "attend",
+    "compiled_writer",
     "computes_cos_sin",
     "cos_sin",
     "encoder_of",

@@ -69,6 +69,9 @@ def library() -> ctypes.CDLL | None:
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
     kernels.angles.restype = None
     kernels.project_states.argtypes = [address]
+    kernels.classify_rows.argtypes = [address, address, number, number, number, address]
+    kernels.classify_rows.restype = None
+    kernels.pack_rows.argtypes = [address, address, number, number, address, address, number, address]
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
     kernels.read_pages.argtypes = [address, number, address, number, address]
     kernels.attend_pages.argtypes = [address, address]

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from lowrank_kv.ops.native.attention import PackedDecoders
 from lowrank_kv.ops.native.library import CPU, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
 from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED, PackedClasses, packed_plan
 from lowrank_kv.stores.arena import PageLayout, SideLayout, has_levels
 from lowrank_kv.stores.bit_plan import BitPlan
-from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 from lowrank_kv.utils.errors import UserError
 
-# The members of `struct coder` and `struct importance` in pack.h, and those of the structs in pages.c, in their order.
-_CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
+# The members of the structs in pages.c, in their order.
 _SIDE, _PAGES = struct.Struct("17q"), struct.Struct("7q")
 _WRITING, _QUERYING = struct.Struct("16q"), struct.Struct("26q2f")
 
@@ -237,13 +236,13 @@ class _PackedSide:
     def __init__(self, side: SideLayout):
         quantization = side.quantization
         classes = plan = gate = None
-        coders: list[_PackedCoder] = []
+        coders: list[PackedCoder] = []
         form = PLANNED, 0, 0
         if isinstance(quantization, TokenPlans):
-            coders = [_PackedCoder(plan) for plan in quantization.plans]
-            classes, gate = PackedClasses(quantization), _PackedGate(quantization.gate, quantization.bounds_K)
+            coders = [PackedCoder(plan) for plan in quantization.plans]
+            classes, gate = PackedClasses(quantization), PackedGate(quantization.gate, quantization.bounds_K)
         elif isinstance(quantization, BitPlan):
-            coders, plan = [_PackedCoder(quantization)], packed_plan(quantization)
+            coders, plan = [PackedCoder(quantization)], packed_plan(quantization)
         else:
             integers = quantization.quantization
             kind = KINDS[quantization.dtype] if integers is None else INTEGER_KINDS[integers.bits]
@@ -262,38 +261,6 @@ class _PackedSide:
             *[0] * (MOST_CLASSES - len(coders)),
             *form,
         )
-
-
-class _PackedCoder:
-    """How rows are packed by a plan, as compiled code reads it."""
-
-    def __init__(self, plan: BitPlan):
-        runs = plan.runs(plan.num_coefficients)
-        width_N = torch.tensor([width for width, _ in runs], dtype=torch.int32)
-        end_N = torch.tensor([places.stop for _, places in runs], dtype=torch.int32)
-        thresholds = {width: contiguous_fp32(level_L) for width, level_L in plan.thresholds.items()}
-        address_N = torch.tensor(
-            [thresholds[width].data_ptr() if width in thresholds else 0 for width, _ in runs], dtype=torch.int64
-        )
-        self._keepalive = width_N, end_N, thresholds, address_N
-        rank = plan.num_coefficients
-        memory = _CODER.pack(
-            rank, plan.row_bytes(rank), len(runs), *(each.data_ptr() for each in (width_N, end_N, address_N))
-        )
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self.address = ctypes.addressof(self._buffer)
-
-
-class _PackedGate:
-    """What tells a token's class, as compiled code reads it."""
-
-    def __init__(self, gate: ImportanceGate, bounds_K: Tensor):
-        held = [contiguous_fp32(each) for each in (gate.linear_C, gate.square_C, gate.rest_3, bounds_K)]
-        self._keepalive = held
-        members = *(each.data_ptr() for each in held), len(gate.linear_C), gate.leading, len(bounds_K) + 1
-        memory = _IMPORTANCE.pack(*members)
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self.address = ctypes.addressof(self._buffer)
 
 
 def states_of(state_TGD: Tensor) -> tuple[int, int, int]:

@@ -40,7 +40,7 @@ def ranks(rank: int = RANK) -> torch.Tensor:
 
 def test_what_is_dropped_is_found(shared, planted):
     coef_NC, direction_CK = planted
-    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2)
+    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2, tokens=TOKENS)
     overlap_KK = direction_CK.mT @ (own.code_CK * own.scale_K)
     torch.testing.assert_close(overlap_KK.abs(), torch.eye(2), atol=0.02, rtol=0)
     expected_K = ((coef_NC * shared.weight_C) @ direction_CK).square().mean(dim=0).sqrt()
@@ -71,7 +71,7 @@ def test_the_same_rows_have_the_same_directions_whatever_was_drawn_before():
 
 def test_all_coefficients_of_a_row_rebuild_its_state(shared, planted):
     coef_NC, _ = planted
-    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2)
+    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2, tokens=TOKENS)
     whole = WIDTH + 2  # with the own ones there are two more than the basis has
     row_NR, decoder_WR = own.encode(coef_NC, shared, whole), own.decoder(shared, whole)
     state_NW = coef_NC.double() @ shared.decoder_WC.double().mT
@@ -81,7 +81,7 @@ def test_all_coefficients_of_a_row_rebuild_its_state(shared, planted):
 
 def test_own_directions_lose_less_than_the_last_coefficients_that_make_room(shared, planted):
     coef_NC, _ = planted
-    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2)
+    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2, tokens=TOKENS)
     state_NW = coef_NC @ shared.decoder_WC.mT
     without = coef_NC[:, :RANK] @ shared.decoder_WC[:, :RANK].mT
     with_own = own.encode(coef_NC, shared, RANK) @ own.decoder(shared, RANK).mT
@@ -114,7 +114,7 @@ def test_a_direction_pays_for_its_place_and_its_bytes(shared):
             size = shared.weight_C[RANK - 1] * (share * least) ** 0.5
             weighted_NC = amount_N[:, None] * size * direction_C
             rank_N = torch.full((tokens,), RANK)
-            own = OwnDirections.find(weighted_NC / shared.weight_C, rank_N, shared.weight_C, 2)
+            own = OwnDirections.find(weighted_NC / shared.weight_C, rank_N, shared.weight_C, 2, tokens=tokens)
             assert (own is not None) == is_found
             assert own is None or own.code_CK.shape == (WIDTH, 1)
 
@@ -126,14 +126,14 @@ def test_tokens_count_by_what_their_class_drops(shared):
     weighted_NC[::2, 20] = weighted_NC[1::2, 21] = 0.3
     rank_N = torch.full((TOKENS,), 5)
     rank_N[1::2] = 15
-    own = OwnDirections.find(weighted_NC / shared.weight_C, rank_N, shared.weight_C, 1)
+    own = OwnDirections.find(weighted_NC / shared.weight_C, rank_N, shared.weight_C, 1, tokens=TOKENS)
     assert own.code_CK[:, 0].abs().argmax() == 21
 
 
 def test_nothing_is_found_where_nothing_is_dropped(shared, planted):
     coef_NC, _ = planted
-    assert OwnDirections.find(coef_NC, ranks(WIDTH), shared.weight_C, 2) is None
-    assert OwnDirections.find(torch.zeros(TOKENS, WIDTH), ranks(), shared.weight_C, 2) is None
+    assert OwnDirections.find(coef_NC, ranks(WIDTH), shared.weight_C, 2, tokens=TOKENS) is None
+    assert OwnDirections.find(torch.zeros(TOKENS, WIDTH), ranks(), shared.weight_C, 2, tokens=TOKENS) is None
 
 
 # -- in a cache --------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.memory_report import BASES
 from lowrank_kv.stores.token_plans import TokenPlans
 
+_MOST_ROWS = 1024  # of a prompt, in which directions are sought
+
 
 class AdaptiveStore(TokenStore):
     """A :class:`TokenStore` in a planned basis that has, for this sequence, up to `count` directions more.
@@ -33,30 +35,37 @@ class AdaptiveStore(TokenStore):
         self.count, self.least_tokens = count, least_tokens
         self.own: OwnDirections | None = None
 
-    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> Tensor:
         """Find the directions in the first rows that are compressed, if they are enough."""
-        super().follow(rows_PNW, is_prompt=is_prompt)
-        if self.coef.length or self.own is not None or rows_PNW.shape[1] < self.least_tokens:
-            return
-        [coef_NC] = self.projected(rows_PNW)
-        self.own = OwnDirections.find(coef_NC, self._ranks(coef_NC), self.initial.shared.weight_C, self.count)
+        coef_PNC = super().follow(rows_PNW, is_prompt=is_prompt)
+        if not self.coef.length and self.own is None and rows_PNW.shape[1] >= self.least_tokens:
+            [coef_NC] = coef_PNC
+            # Directions are those of many tokens: evenly spaced ones tell them as well.
+            sample_NC = coef_NC[:: -(-len(coef_NC) // _MOST_ROWS)]
+            space, count = self.initial.shared, self.count
+            self.own = OwnDirections.find(
+                sample_NC, self._ranks(sample_NC), space.weight_C, count, tokens=rows_PNW.shape[1]
+            )
+        return coef_PNC
 
     def _ranks(self, coef_NC: Tensor) -> Tensor:
         """How many coefficients the plan keeps of each token, (N,) int64."""
         plan = self.initial.quantization
         if isinstance(plan, TokenPlans):
-            return plan.keeps(plan.classes(coef_NC)).sum(dim=1)
+            return plan.rank_K[self._classes(coef_NC)]
         return torch.full((len(coef_NC),), self.initial.rank, device=coef_NC.device)
+
+    def _classes(self, coef_NC: Tensor) -> Tensor:
+        return (self.initial.writer or self.initial.quantization).classes(coef_NC)
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append rows, given by their coefficients of the shared basis, by which a token's class is told."""
         [coef_NC] = coef_PNR
         row_NR = coef_NC if self.own is None else self.own.encode(coef_NC, self.initial.shared, self.initial.rank)
-        plan = self.initial.quantization
-        if isinstance(plan, TokenPlans):
-            self.coef.append(row_NR[None], exact=self._appends_exactly, class_N=plan.classes(coef_NC))
+        if isinstance(self.initial.quantization, TokenPlans):
+            self._write(row_NR[None], class_N=self._classes(coef_NC))
         else:
-            self.coef.append(row_NR[None, :, : self.initial.rank], exact=self._appends_exactly)
+            self._write(row_NR[None, :, : self.initial.rank])
 
     def operands(self) -> Operands:
         if self.own is None:

@@ -56,7 +56,9 @@ class OwnDirections:
     places: tuple[int, ...]
 
     @classmethod
-    def find(cls, coef_NC: Tensor, rank_N: Tensor, weight_C: Tensor, count: int) -> "OwnDirections | None":
+    def find(
+        cls, coef_NC: Tensor, rank_N: Tensor, weight_C: Tensor, count: int, *, tokens: int
+    ) -> "OwnDirections | None":
         """The leading directions of what is not kept, as many as pay; None where none does.
 
         The last coefficient that a token keeps makes room. As plans are made it is worth about one bit, and equally much in
@@ -64,12 +66,13 @@ class OwnDirections:
         for each token, and as many more as it has bits itself for each token of a text twice as long as this prompt.
 
         Args:
-            coef_NC: the text's coefficients in the shared basis, fp32.
+            coef_NC: coefficients of the prompt, or of a sample of it, in the shared basis, fp32.
             rank_N: how many of them its plan keeps of each token, at least one; int64.
             weight_C: see :class:`SharedSpace`.
             count: K at most.
+            tokens: of the prompt.
         """
-        tokens, width = coef_NC.shape
+        width = coef_NC.shape[1]
         weighted_NC = coef_NC * weight_C
         is_kept_NC = torch.arange(width, device=coef_NC.device) < rank_N[:, None]
         dropped_NC = weighted_NC.masked_fill(is_kept_NC, 0.0) / weight_C[rank_N - 1][:, None]

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.ops.native import compiled_writer
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization, Quantization, coef_scale_of
 from lowrank_kv.stores.token_plans import TokenPlans
@@ -79,6 +80,11 @@ class InitialBasis:
     def coef_scale(self) -> Tensor | None:
         """The scale that coefficients are divided by to be held as integers, (P, R) fp32; None where they are not."""
         return coef_scale_of(self.energy_PR) if isinstance(self.quantization, IntegerQuantization) else None
+
+    @functools.cached_property
+    def writer(self) -> Any:
+        """Compiled code that encodes rows in place of the quantization; None where there is none."""
+        return compiled_writer(self.quantization, self.vectors_PWR.device)
 
     @property
     def rank(self) -> int:

@@ -135,9 +135,8 @@ class WindowedSequence:
         unrotated_GND = unrotate(key_GND, position_N) if self.config.rotates and unrotate is not None else key_GND
         with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
             key_PNW, value_PNW = self.key.parts(unrotated_GND), self.value.parts(value_GND)
-            self.key.follow(key_PNW, is_prompt=step.is_prompt)
-            self.value.follow(value_PNW, is_prompt=step.is_prompt)
-            key_PNR, value_PNR = self.key.projected(key_PNW), self.value.projected(value_PNW)
+            key_PNR = self.key.follow(key_PNW, is_prompt=step.is_prompt)
+            value_PNR = self.value.follow(value_PNW, is_prompt=step.is_prompt)
             if step.num_kept == step.num_due:
                 is_kept_N = torch.ones_like(position_N, dtype=torch.bool)
             elif step.num_kept:

@@ -6,6 +6,7 @@ Shapes: G KV heads, D head dim, P parts, N tokens, F tokens at full rank, W widt
 import copy
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,13 +105,19 @@ class TokenStore:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
-        """See rows that are about to be compressed; a basis that moves follows them."""
+    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> Tensor:
+        """See rows (P, N, W) that are about to be compressed; a basis that moves follows them. Returns their coefficients in
+        the basis as it is then, (P, N, R)."""
         self.forget_operands()
+        return self.projected(rows_PNW)
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append coefficients in the present basis."""
-        self.coef.append(self._scaled(coef_PNR, -1), exact=self._appends_exactly)
+        self._write(self._scaled(coef_PNR, -1))
+
+    def _write(self, coef_PNR: Tensor, **settings: Any) -> None:
+        """Append coefficients as they are stored; the settings are those of a store's `append`."""
+        self.coef.append(coef_PNR, exact=self._appends_exactly, writer=self.initial.writer, **settings)
 
     def crop(self, length: int) -> None:
         """Forget the coefficients from row `length` on."""

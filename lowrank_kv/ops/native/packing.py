@@ -1,0 +1,119 @@
+"""Calling compiled code that packs rows by plans of bits, and tells their classes.
+
+Shapes: N rows, C coefficients of the basis, R that are written, Y bytes of all rows.
+"""
+
+import ctypes
+import math
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.native.library import CPU, contiguous_fp32, library
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import TokenPlans
+
+# The members of `struct coder` and `struct importance` in pack.h, in their order.
+_CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
+
+
+class PackedCoder:
+    """How rows are packed by a plan, as compiled code reads it."""
+
+    def __init__(self, plan: BitPlan):
+        runs = plan.runs(plan.num_coefficients)
+        width_N = torch.tensor([width for width, _ in runs], dtype=torch.int32)
+        end_N = torch.tensor([places.stop for _, places in runs], dtype=torch.int32)
+        thresholds = {width: contiguous_fp32(level_L) for width, level_L in plan.thresholds.items()}
+        address_N = torch.tensor(
+            [thresholds[width].data_ptr() if width in thresholds else 0 for width, _ in runs], dtype=torch.int64
+        )
+        self._keepalive = width_N, end_N, thresholds, address_N
+        rank = plan.num_coefficients
+        memory = _CODER.pack(
+            rank, plan.row_bytes(rank), len(runs), *(each.data_ptr() for each in (width_N, end_N, address_N))
+        )
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self.address = ctypes.addressof(self._buffer)
+
+
+class PackedGate:
+    """What tells a token's class, as compiled code reads it."""
+
+    def __init__(self, gate: ImportanceGate, bounds_K: Tensor):
+        held = [contiguous_fp32(each) for each in (gate.linear_C, gate.square_C, gate.rest_3, bounds_K)]
+        self._keepalive = held
+        members = *(each.data_ptr() for each in held), len(gate.linear_C), gate.leading, len(bounds_K) + 1
+        memory = _IMPORTANCE.pack(*members)
+        self._buffer = ctypes.create_string_buffer(memory, len(memory))
+        self.address = ctypes.addressof(self._buffer)
+
+
+class CompiledPlan:
+    """Writes what :class:`BitPlan` writes, in compiled code."""
+
+    def __init__(self, plan: BitPlan):
+        self._plan, self._coder = plan, PackedCoder(plan)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledPlan, (self._plan,)
+
+    def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`BitPlan.encode`; rows (…, N, R) of all coefficients."""
+        *lead, rank = rows_NR.shape
+        count, size = math.prod(lead), self._plan.row_bytes(rank)
+        byte_Y = _packed([self._coder], rows_NR.reshape(count, rank), None, torch.arange(count) * size, count * size)
+        return byte_Y.view(*lead, size), rows_NR.new_empty(*lead, 0)
+
+
+class CompiledTokenPlans:
+    """Tells classes and writes rows as :class:`TokenPlans` does, in compiled code."""
+
+    def __init__(self, plans: TokenPlans):
+        self._plans, self._gate = plans, PackedGate(plans.gate, plans.bounds_K)
+        self._coders = [PackedCoder(plan) for plan in plans.plans]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledTokenPlans, (self._plans,)
+
+    def classes(self, coef_NC: Tensor) -> Tensor:
+        """See :meth:`TokenPlans.classes`."""
+        coef_NC = contiguous_fp32(coef_NC)
+        class_N = torch.empty(len(coef_NC), dtype=torch.int64, device=CPU)
+        library().classify_rows(
+            self._gate.address, coef_NC.data_ptr(), *coef_NC.shape[::-1], torch.get_num_threads(), class_N.data_ptr()
+        )
+        return class_N
+
+    def pack(self, row_NR: Tensor, class_N: Tensor) -> Tensor:
+        """See :meth:`TokenPlans.pack`."""
+        total = int(self._plans.size_K[class_N].sum())
+        return _packed(self._coders, row_NR, class_N, self._plans.starts(class_N), total)
+
+
+def compiled_writer(plans: Any, device: torch.device) -> CompiledPlan | CompiledTokenPlans | None:
+    """Compiled code that writes rows in place of plans of bits; None where there is none for them."""
+    if not isinstance(plans, (BitPlan, TokenPlans)) or device.type != "cpu" or library() is None:
+        return None
+    return CompiledPlan(plans) if isinstance(plans, BitPlan) else CompiledTokenPlans(plans)
+
+
+def _packed(coders: list[PackedCoder], row_NR: Tensor, class_N: Tensor | None, start_N: Tensor, total: int) -> Tensor:
+    """The bytes of rows that begin at these, (Y,); `class_N` is None where all rows are of one plan."""
+    row_NR = contiguous_fp32(row_NR)
+    byte_Y = torch.empty(total, dtype=torch.uint8, device=CPU)
+    failed = library().pack_rows(
+        (ctypes.c_int64 * len(coders))(*(coder.address for coder in coders)),
+        row_NR.data_ptr(),
+        *row_NR.shape[::-1],
+        0 if class_N is None else class_N.data_ptr(),
+        start_N.data_ptr(),
+        torch.get_num_threads(),
+        byte_Y.data_ptr(),
+    )
+    if failed:
+        raise MemoryError("no memory for the scratch space of packing")
+    return byte_Y
