@@ -33,6 +33,7 @@ class Task:
         metric: what its score is called.
         items: all of them.
         inputs: entries of a record for the files it read.
+        together: the row of several tasks that it is a part of; None where there is none.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Task:
     metric: str
     items: Sequence[Item]
     inputs: Sequence[dict[str, Any]]
+    together: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,9 @@ def tasks_of(
     twice = sorted({label for label in labels if labels.count(label) > 1})
     require(not twice, "tasks", twice, "each listed once at a length and a `query`")
     for task in found:
+        require(task.together not in labels, "together", task.together, "another name than a task's")
+        kinds = {(other.metric, other.query) for other in found if task.together == other.together is not None}
+        require(len(kinds) < 2, "together", task.together, "of tasks with one metric and one `query`")
         check_length(model, max(len(item.context) + item.num_after for item in task.items), f"tasks.{task.label}")
     return found
 
@@ -104,6 +109,7 @@ def _tasks(
                 metric=metric,
                 items=items,
                 inputs=[path_input(role, path) for role, path in files.items() if path is not None],
+                together=config.together_of(length),
             )
 
 

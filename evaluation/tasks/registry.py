@@ -42,6 +42,9 @@ class TaskConfig:
     file: str | None = option(
         None, help=f"local file of the published form, for tasks that read one; `{_NAME}` in it is the task's name"
     )
+    together: str | None = option(
+        None, help="name of a row with the mean of all these tasks, beside a row of each; one for each `length`"
+    )
     optional: bool = option(False, help="leave the task out, with a notice, where its file is not there")
     length: list[int] = option(
         [4096],
@@ -107,6 +110,10 @@ class TaskConfig:
         query = self.query_of(name)
         words = [name, length and str(length), query if query != default_query(name) else None]
         return " ".join(word for word in words if word)
+
+    def together_of(self, length: int | None) -> str | None:
+        """The row that holds the mean of the tasks of this length; None where there is none."""
+        return self.together and " ".join([self.together, *([str(length)] if length else [])])
 
 
 def default_query(name: str) -> str:

@@ -1,5 +1,6 @@
 """Rows of a record and tables of tasks."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from ..methods import FULL
 from ..scores import held_share, interval
 from .building import Task
-from .item import ItemScore
+from .item import Item, ItemScore
 
 
 def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mapping[int, ItemScore]) -> dict[str, Any]:
@@ -45,20 +46,31 @@ def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mappin
     return row
 
 
+def pooled(label: str, tasks: Sequence[Task]) -> Task:
+    """Several tasks as one, their items one after another; an interval never draws items of two tasks together."""
+    items: list[Item] = []
+    for task in tasks:
+        first = 1 + max((item.cluster for item in items), default=-1)
+        items += [dataclasses.replace(item, cluster=first + item.cluster) for item in task.items]
+    inputs = [each for task in tasks for each in task.inputs]
+    return dataclasses.replace(tasks[0], label=label, items=items, inputs=inputs, together=None)
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """The rows of a run as tables: one of all tasks, then one for each with intervals."""
     rows = record["rows"]
     tasks, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dataset", "method"))
     by = {(row["method"], row["dataset"]): row for row in rows}
+    single = [task for task in tasks if "tasks" not in by[methods[0], task]]
     lines = [
         f"# Tasks on {record['config']['model']}",
         "",
         "Mean scores in per cent; in brackets, the same in per cent of the full cache's.",
         "",
     ]
-    lines += [f"| method | bytes | {' | '.join(tasks)} | mean |", f"|---|{'--:|' * (len(tasks) + 2)}"]
+    lines += [f"| method | bytes | {' | '.join(single)} | mean |", f"|---|{'--:|' * (len(single) + 2)}"]
     for method in methods:
-        found = [by.get((method, task)) for task in tasks]
+        found = [by.get((method, task)) for task in single]
         lines.append(f"| {method} | {_mean([row['rate'] for row in found if row]):.3f} | {_overview(found)} |")
     for task in tasks:
         of_task = [by[method, task] for method in methods if (method, task) in by]

@@ -32,7 +32,7 @@ from ..scores import held_share
 from .building import Task, tasks_of
 from .item import AWARE, FreshReader, Item, ItemScore
 from .registry import TaskConfig
-from .rows import row_of
+from .rows import pooled, row_of
 
 _TOGETHER = 25  # items that are asked behind one reading of their context
 _ROUNDED = 64  # tokens, so that tasks of about the same length share the plans of a budget
@@ -87,10 +87,33 @@ class Progress:
             found, full = self.scores(label, method), self.scores(label, FULL)
             rows.append(row_of(method, self._tasks[label], found, full))
             scores.append({"method": method, "dataset": label, "scores": [each.score for each in found.values()]})
+        rows += self._rows_together()
         cells = [cell for each in self._found.values() for cell in each.values()]
         measured = collections.Counter((cell.run_id, cell.commit) for cell in cells)
         by = [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in measured.items()]
         return self._record | {"rows": rows, "summary": {"measured_by": by, "items": scores}}
+
+    def _rows_together(self) -> Iterator[dict[str, Any]]:
+        """A row for each method and each group of tasks, from the items that were answered."""
+        groups: dict[str, list[Task]] = {}
+        for task in self._tasks.values():
+            if task.together is not None:
+                groups.setdefault(task.together, []).append(task)
+        methods = dict.fromkeys(method for _, method in self._found)
+        for label, tasks in groups.items():
+            whole = pooled(label, tasks)
+            found = {method: self._scores_of(tasks, method) for method in methods}
+            for method, scores in found.items():
+                if scores:
+                    yield row_of(method, whole, scores, found[FULL]) | {"tasks": len(tasks)}
+
+    def _scores_of(self, tasks: Sequence[Task], method: str) -> dict[int, ItemScore]:
+        """Of several tasks, by the number of the item among those of all, one task after another."""
+        found, first = {}, 0
+        for task in tasks:
+            found |= {first + number: score for number, score in self.scores(task.label, method).items()}
+            first += len(task.items)
+        return found
 
 
 class _Part(NamedTuple):

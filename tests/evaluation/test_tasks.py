@@ -16,7 +16,7 @@ from evaluation.tasks.building import tasks_of
 from evaluation.tasks.item import FreshReader, ItemScore, prompt_pieces
 from evaluation.tasks.long_decoding import TEXTS, position_edges
 from evaluation.tasks.registry import TaskConfig
-from evaluation.tasks.rows import row_of
+from evaluation.tasks.rows import markdown, pooled, row_of
 from evaluation.tasks.run import TasksConfig, run_tasks
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
@@ -219,6 +219,34 @@ def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
         assert row["full_bytes"] <= int(row["dataset"].split()[1]) * token_bytes
 
 
+def test_a_row_holds_the_mean_of_several_tasks(values, files, tmp_path):
+    names = ["niah_single_1", "niah_single_2"]
+    task = {"task": names, "length": [900, 1000], "items": 3, "together": "needles", "essay": files["essay"]}
+    record = last(values | {"tasks": [task], "methods": [{"peer": "rotated-int2"}]}, tmp_path / "out")
+    for length in (900, 1000):
+        whole = by_method(record, f"needles {length}")
+        assert list(whole) == ["full", "rotated-int2"]
+        for method, row in whole.items():
+            parts = [by_method(record, f"{name} {length}")[method] for name in names]
+            assert (row["items"], row["tasks"]) == (6, 2)
+            assert row["score"] == pytest.approx(sum(part["score"] for part in parts) / 2)
+            assert row["cache_bytes"] == sum(part["cache_bytes"] for part in parts)
+            assert row["score_low"] <= row["score"] <= row["score_high"]
+    [heading] = [line for line in markdown(record).splitlines() if line.startswith("| method | bytes | niah_single_1")]
+    assert heading.split(" | ")[2:-1] == [f"{name} {length}" for name in names for length in (900, 1000)]
+    assert "\n## needles 900 (" in markdown(record)
+
+
+def test_items_of_tasks_that_stand_together_are_drawn_apart():
+    model = tiny_model(vocab_size=257, max_position_embeddings=2048)
+    configs = [TaskConfig(task=["lookup"], items=4, facts=facts, questions=2) for facts in (3, 4)]
+    tasks = [tasks_of([config], model, byte_tokenizer(), None)[0] for config in configs]
+    whole = pooled("both", tasks)
+    assert whole.label == "both"
+    assert [item.cluster for item in whole.items] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [item.context for item in whole.items] == [item.context for task in tasks for item in task.items]
+
+
 def test_problems_are_read_with_their_question(values, files, tmp_path):
     tasks = [{"task": "boxed", "file": files["boxed"], "max_new_tokens": 5}]
     settings = {"keep_prompt_full_rank": True}
@@ -341,6 +369,11 @@ def test_an_interval_of_clusters_draws_them_together():
             "`questions` must be between 1 and the 2 `facts`",
         ),
         ({"tasks": [{"task": "lookup", "facts": 3}] * 2}, "`tasks` must be each listed once"),
+        ({"tasks": [{"task": "lookup", "together": "lookup"}]}, "`together` must be another name than a task's"),
+        (
+            {"tasks": [{"task": "lookup", "together": "x"}, {"task": "lookup", "together": "x", "query": "aware"}]},
+            "`together` must be of tasks with one metric and one `query`",
+        ),
         ({"tasks": [{"task": "lookup", "facts": 60}]}, "`tasks.lookup` is .* tokens, but this model has 2048"),
         ({"tasks": [{"task": "boxed", "file": "x", "query": "agnostic"}]}, "`.*query` must be `aware` for `boxed`"),
         ({"tasks": [{"task": "lookup", "query": "both"}]}, "`.*query` must be one of agnostic, aware"),

@@ -15,7 +15,9 @@ from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.token_plans import TokenPlans
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(unsupported_reason(torch.float32, CPU, in_pairs=True) is not None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(
+    unsupported_reason(torch.float32, CPU, in_pairs=True) is not None, reason="no C compiler"
+)
 
 LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
 WIDTH = 40
@@ -24,9 +26,7 @@ BITS = st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=WIDTH).map(lambda 
 
 def rows_of(count: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, WIDTH, generator=generator) * 2.0 ** torch.randint(
-        -9, 9, (count, 1), generator=generator
-    )
+    return torch.randn(count, WIDTH, generator=generator) * 2.0 ** torch.randint(-9, 9, (count, 1), generator=generator)
 
 
 def is_between(plan: BitPlan, row_NC: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,8 @@ def test_rows_of_one_plan(bits, count, seed, threads):
     expected_NY, _ = plan.encode(row_NR)
     with threads_of(threads):
         found_NY, scale_NS = compiled_writer(plan, CPU).encode(row_NR[None])
-    assert found_NY.shape == (1, *expected_NY.shape) and scale_NS.shape == (1, count, 0)
+    assert found_NY.shape == (1, *expected_NY.shape)
+    assert scale_NS.shape == (1, count, 0)
     is_equal_N = (found_NY[0] == expected_NY).all(dim=1)
     assert bool((is_equal_N | is_between(plan, row_NC)).all())
     assert count < 20 or is_equal_N.float().mean() > 0.9
