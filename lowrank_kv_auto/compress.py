@@ -16,7 +16,7 @@ from lowrank_kv.utils.errors import UserError, nearest
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 
 # The preset of a calibration that is given without one: the best that it has the moments for.
-PRESET, PRESET_WITHOUT_READ = "tokenwise-mixed", "ojakv-joint"
+PRESET, PRESET_WITHOUT_READ = "adaptive-mixed", "ojakv-joint"
 
 
 def compress(
@@ -39,7 +39,7 @@ def compress(
         source: what says how to compress, one of
 
             - the name of a preset (:data:`ojakv.PRESETS`), which also needs `bases`;
-            - a directory that `lowrank-kv calibrate` wrote: its `tokenwise-mixed`, or its `ojakv-joint` where it was made
+            - a directory that `lowrank-kv calibrate` wrote: its `adaptive-mixed`, or its `ojakv-joint` where it was made
               without ``read_gradients``;
             - a directory of a trained compressor, which knows its own rate.
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.

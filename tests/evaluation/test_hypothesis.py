@@ -72,6 +72,7 @@ def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_
         itertools.product([0, 1], ["keys", "values"])
     )
     assert "rank for 99 % of the energy" in page([record])
+    assert record["summary"]["verdicts"]
     for name, verdict in record["summary"]["verdicts"].items():
         assert f"- **{verdict['verdict']}**: {verdict['claim']}" in done.stdout, name
     lines = (tmp_path / "out" / CELLS).read_text().splitlines()

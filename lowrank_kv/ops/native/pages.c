@@ -153,9 +153,9 @@ int64_t write_pages(const struct pages *pages, const struct writing *task) {
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t thread = 0; thread < threads; thread++)
             for (int64_t i = 2 * tokens * thread / threads; i < 2 * tokens * (thread + 1) / threads; i++) {
-                const int64_t which = i / tokens, t = i % tokens;
+                const int64_t which = i % 2, t = i / 2; /* keys take longer than values: each thread has as many of both */
                 write_one(pages, pages->sides + which, task->states + which, task->coef[which] + t * task->coef_stride[which], t,
-                          targets + i, units + thread * width, codes + thread * width);
+                          targets + which * tokens + t, units + thread * width, codes + thread * width);
             }
     }
     free(codes);

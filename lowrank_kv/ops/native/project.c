@@ -41,7 +41,7 @@ int project_states(const struct projecting *task) {
     for (int64_t thread = 0; thread < task->threads; thread++) {
         float *state = memory + thread * TOGETHER * width;
         for (int64_t i = 2 * tiles * thread / task->threads; i < 2 * tiles * (thread + 1) / task->threads; i++) {
-            const int64_t which = i / tiles, first = i % tiles * TOGETHER, left = task->tokens - first;
+            const int64_t which = i % 2, first = i / 2 * TOGETHER, left = task->tokens - first; /* each thread has as many keys as values */
             const int64_t count = left < TOGETHER ? left : TOGETHER, stride = task->stride[which];
             for (int64_t t = 0; t < count; t++) load(task, which, first + t, state + t * width);
             product(count, stride, width, state, width, 1, task->vectors[which], stride, task->coef[which] + first * stride, stride, 0);
