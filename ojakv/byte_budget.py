@@ -10,14 +10,16 @@ from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.stores.growable_tensor import grown
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
 from ojakv.config import OjaKVConfig
 
-# Halvings of the range of rates.
-_STEPS = 12
+# Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: the search
+# interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
+_STEPS, _NEAR, _HALVES_EVERY = 12, 1e-3, 3
 # A position is an int32.
 _POSITION_BYTES = 4
 
@@ -262,13 +264,23 @@ def _largest_plan(
     least = config.rank_multiple / narrowest * (2 if config.token_classes > 1 else 1)
     low, high = min(1.0, least), 1.0
     best = make_plan(calibration, dataclasses.replace(config, rate=low))
-    if measure(best) > limit:
+    at_low = measure(best)
+    if at_low > limit:
         return None
-    for _ in range(_STEPS):
+    interpolates = config.cache_dtype == MIXED
+    at_high = measure(make_plan(calibration, dataclasses.replace(config, rate=high))) if interpolates else 0.0
+    for step in range(_STEPS):
         middle = (low + high) / 2
+        if interpolates:
+            if at_high <= at_low or at_low >= limit * (1 - _NEAR):
+                break
+            if (step + 1) % _HALVES_EVERY:
+                share = (limit * (1 - _NEAR / 2) - at_low) / (at_high - at_low)
+                middle = low + (high - low) * min(share, 1.0)
         plan = make_plan(calibration, dataclasses.replace(config, rate=middle))
-        if measure(plan) <= limit:
-            best, low = plan, middle
+        taken = measure(plan)
+        if taken <= limit:
+            best, low, at_low = plan, middle, taken
         else:
-            high = middle
+            high, at_high = middle, taken
     return best

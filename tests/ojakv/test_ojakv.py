@@ -132,6 +132,24 @@ def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, to
     assert cache.rate <= 0.85 * (1 + allowed) + 0.001
 
 
+@pytest.mark.parametrize("preset", ["static-mixed", "tokenwise-mixed", "adaptive-mixed"])
+@pytest.mark.parametrize(("share", "most"), [(0.2, 14), (0.5, 8), (5.0, 3)])
+def test_plans_of_bits_meet_a_budget_in_few_trials(calibration, preset, share, most, monkeypatch):
+    made = []
+
+    def counted(*arguments):
+        made.append(make_plan(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("ojakv.byte_budget.make_plan", counted)
+    settings = {"prompt": 2000, "tokens": 2400, "itemsize": 4}
+    plan = plan_for_bytes(calibration, OjaKVConfig.preset(preset), share, **settings)
+    assert len(made) <= most  # at 0.2 of the bytes a plan for this narrow model has few sizes
+    taken = planned_rate(plan, **settings)
+    assert taken <= share
+    assert taken >= 0.99 * share or plan.config.rate == 1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "rule", [{"keep_prompt_full_rank": True}, {"min_length": 100, "full_rank_ratio": 0.2}, {"min_length": 200}]
