@@ -17,8 +17,8 @@ from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
 from ojakv.config import OjaKVConfig
 
-# Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: the search
-# interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
+# Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: there the
+# search interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
 _STEPS, _NEAR, _HALVES_EVERY = 12, 1e-3, 3
 # A position is an int32.
 _POSITION_BYTES = 4
