@@ -29,6 +29,7 @@ from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
@@ -266,15 +267,11 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
     """
     config = read_config(directory)
     geometry, settings = config.geometry, config.compressor.overridden(**overrides)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # a server builds its model with another
-    try:
+    with fp32_on_cpu():
         layers = {
             index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
             for index in geometry.layers
         }
-    finally:
-        torch.set_default_dtype(default)
     _fill(layers, read_state(Path(directory) / WEIGHTS), str(directory))
     return layers
 

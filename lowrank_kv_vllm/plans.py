@@ -15,6 +15,7 @@ from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
 from lowrank_kv_vllm.sides import Side, side_of_basis, side_of_codec
 from ojakv import OjaKVConfig, make_plan
@@ -84,12 +85,8 @@ def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
         UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
     """
     served_geometry(settings)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # vLLM builds a model with that of its weights
-    try:
+    with fp32_on_cpu():
         return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:

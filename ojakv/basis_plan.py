@@ -18,6 +18,7 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from ojakv.config import OjaKVConfig
 
 
@@ -29,6 +30,7 @@ class _Spectrum:
     energy_PW: Tensor  # energies of the states themselves
 
 
+@fp32_on_cpu()
 def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """Bases and ranks of every layer.
 

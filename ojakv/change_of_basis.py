@@ -20,7 +20,7 @@ def moment(
         coef_scale_PR: the scale that the rows were divided by to be held as integers; None where they were not.
     """
     parts = coef.rows(0, 0).shape[0]
-    zero_PRR = torch.zeros(parts, coef.rank, coef.rank, device=coef.device)
+    zero_PRR = torch.zeros(parts, coef.rank, coef.rank, dtype=torch.float32, device=coef.device)
     return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, coef_scale_PR, start, end)), start=zero_PRR)
 
 

@@ -166,7 +166,7 @@ class FrequentDirections(Tracker):
     def __init__(self, vectors_PWR: Tensor, name: str, *, energy_PR: Tensor, prior_rows: float):
         super().__init__(vectors_PWR, name)
         parts, width, rank = vectors_PWR.shape
-        self.sketch_PMW = torch.zeros(parts, 2 * rank, width, device=vectors_PWR.device)
+        self.sketch_PMW = torch.zeros(parts, 2 * rank, width, dtype=torch.float32, device=vectors_PWR.device)
         self.used = 0
         self._shared = True
         if prior_rows:
@@ -256,7 +256,9 @@ def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
     # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
     # exact as a QR, and four times as fast.
     gram_PRR = matrix_PWR.mT @ matrix_PWR
-    away_P = (gram_PRR - torch.eye(gram_PRR.shape[1], device=gram_PRR.device)).square().sum(dim=(1, 2))
+    away_P = (
+        (gram_PRR - torch.eye(gram_PRR.shape[1], dtype=gram_PRR.dtype, device=gram_PRR.device)).square().sum(dim=(1, 2))
+    )
     if away_P.amax() < 0.25:
         return torch.linalg.solve_triangular(torch.linalg.cholesky(gram_PRR).mT, matrix_PWR, upper=True, left=False)
     if torch.isfinite(matrix_PWR).all():
@@ -272,4 +274,6 @@ def _lifted(moment_PRR: Tensor) -> Tensor:
     floor_P = (ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1)).clamp(
         min=torch.finfo(torch.float32).tiny
     )
-    return moment_PRR + floor_P[:, None, None] * torch.eye(moment_PRR.shape[1], device=moment_PRR.device)
+    return moment_PRR + floor_P[:, None, None] * torch.eye(
+        moment_PRR.shape[1], dtype=moment_PRR.dtype, device=moment_PRR.device
+    )

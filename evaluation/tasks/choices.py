@@ -267,7 +267,7 @@ def choice_items(
             context=ids(context, begins=True) if context else (),
             questions=tuple(ids(text, begins=not context) for text in each.questions),
             continuations=tuple(map(ids, each.continuations)),
-            lengths=tuple(len(text) - 1 for text in each.continuations),
+            lengths=tuple(max(1, len(text) - 1) for text in each.continuations),  # a choice may have no character
             texts=tuple(text.strip() for text in each.continuations),
             right=each.right,
             metric=metric,

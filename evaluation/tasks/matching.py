@@ -78,4 +78,4 @@ def boxed_integer(text: str) -> int | None:
     if not found:
         return None
     digits = re.sub(r"\\text\s*\{[^{}]*\}|\\[,!;]|[\s${},]", "", found[-1])
-    return int(digits) if re.fullmatch(r"[+-]?\d+", digits) else None
+    return int(digits) if re.fullmatch(r"[+-]?\d{1,4000}", digits) else None  # Python reads no longer ones

@@ -35,11 +35,11 @@ class GateFit:
 
     def classes(self, count: int) -> "TokenClasses":
         """Tokens divided by what is foretold of them."""
-        place_K = torch.arange(1, count) / count
+        place_K = torch.arange(1, count, dtype=self.score_N.dtype, device=self.score_N.device) / count
         bounds_K = torch.quantile(self.score_N, 1 - (1 - place_K) ** _CONCENTRATION)
         class_N = torch.bucketize(self.score_N, bounds_K)
         count_K = torch.bincount(class_N, minlength=count)
-        cost_K = torch.zeros(count).index_add_(0, class_N, self.cost_N) / count_K.clamp(min=1)
+        cost_K = self.cost_N.new_zeros(count).index_add_(0, class_N, self.cost_N) / count_K.clamp(min=1)
         mean = self.cost_N.mean().clamp(min=torch.finfo(torch.float32).tiny)
         return TokenClasses(
             bounds_K=bounds_K,

@@ -73,7 +73,7 @@ def self_check(model: PreTrainedModel) -> None:
     if not was_prepared:
         check_backend(model.config._attn_implementation)
     device = next(model.parameters()).device
-    ids_BT = _random_ids(model).to(device)
+    ids_BT = _random_ids(model, device)
     gpus = [device.index] if device.type == "cuda" else []
     with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=gpus):
         stock_BTE = _hidden_states(base, ids_BT, None)
@@ -121,17 +121,17 @@ def _hidden_states(base: torch.nn.Module, ids_BT: Tensor, cache: Cache | None) -
 
 def _full_rank_cache(model: PreTrainedModel, geometry: KVGeometry, device: torch.device) -> LowRankCache:
     """A cache that stores every token at once, keys before rotation, by an identity in place of bases."""
-    identity_GDD = torch.eye(geometry.head_dim, device=device).repeat(geometry.num_kv_heads, 1, 1)
+    identity_GDD = torch.eye(geometry.head_dim, dtype=torch.float32, device=device).repeat(geometry.num_kv_heads, 1, 1)
     basis = InitialBasis(
         vectors_PWR=by_columns(identity_GDD),
-        energy_PR=torch.ones(geometry.num_kv_heads, geometry.head_dim, device=device),
+        energy_PR=torch.ones(geometry.num_kv_heads, geometry.head_dim, dtype=torch.float32, device=device),
     )
     config = WindowedConfig(update_period=1, num_sink_tokens=0, recent_window=0)
     plan = Plan(config=config, geometry=geometry, layers=dict.fromkeys(geometry.layers, (basis, basis)))
     return LowRankCache(model, {index: WindowedLayer(plan, index) for index in geometry.layers})
 
 
-def _random_ids(model: PreTrainedModel) -> Tensor:
+def _random_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
     """Token ids, (1, T), none of them one that the configuration gives a meaning."""
     config = model.config.get_text_config(decoder=True)
     special = {
@@ -141,9 +141,9 @@ def _random_ids(model: PreTrainedModel) -> Tensor:
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randperm(config.vocab_size, generator=generator)[: sum(_CALLS) + len(special)].tolist()
+    ids = torch.randperm(config.vocab_size, generator=generator, device="cpu")[: sum(_CALLS) + len(special)].tolist()
     chosen = [each for each in ids if each not in special] or ids
-    return torch.tensor([(chosen * sum(_CALLS))[: sum(_CALLS)]])
+    return torch.tensor([(chosen * sum(_CALLS))[: sum(_CALLS)]], device=device)
 
 
 def _is_here(model: PreTrainedModel) -> bool:

@@ -159,7 +159,7 @@ def laid_out(levels: Mapping[int, Tensor], device: torch.device) -> tuple[Tensor
     """Codebooks one after another, narrow ones first, and a zero behind them; and the place of each width's lowest level."""
     widths = sorted(levels)
     firsts = dict(zip(widths, itertools.accumulate((2**width for width in widths), initial=0), strict=False))
-    return torch.cat([*(levels[width] for width in widths), torch.zeros(1, device=device)]), firsts
+    return torch.cat([*(levels[width] for width in widths), torch.zeros(1, dtype=torch.float32, device=device)]), firsts
 
 
 def _scaled(rows_NR: Tensor) -> tuple[Tensor, Tensor]:

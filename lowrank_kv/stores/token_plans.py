@@ -84,7 +84,7 @@ class TokenPlans:
         for own_3R, plan in zip(found, self.plans, strict=True):
             rank = plan.num_coefficients
             own_3R[:2, :rank] = plan.descriptor_3R[:2]
-            own_3R[2, :rank] = torch.tensor([firsts.get(width, -1) for width in plan.bits])
+            own_3R[2, :rank] = torch.tensor([firsts.get(width, -1) for width in plan.bits], device=table_L.device)
         return found
 
     def starts(self, class_N: Tensor) -> Tensor:

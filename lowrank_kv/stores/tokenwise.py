@@ -19,6 +19,9 @@ from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
 from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, ROWS_BETWEEN_MARKS, TokenPlans
+from lowrank_kv.utils.errors import UserError
+
+_MOST_BYTES = 2**31 - 1  # a mark is an int32
 
 
 class TokenwiseCoefficients(Coefficients):
@@ -98,6 +101,11 @@ class TokenwiseCoefficients(Coefficients):
     def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
         """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""
         first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
+        if self.stored.length + len(byte_Y) > _MOST_BYTES:
+            raise UserError(
+                f"the rows of one layer's keys, or values, of one sequence may take {_MOST_BYTES:,} bytes, and these would "
+                f"take {self.stored.length + len(byte_Y):,}; take a lower rate, or a preset without classes of tokens"
+            )
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
         self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
         self.stored.append(byte_Y, exact=exact)

@@ -16,7 +16,7 @@ _UNITS = {
     "GIB": 2**30,
 }
 _SIZE = r"\s*(?P<amount>\d+(\.\d*)?|\.\d+)\s*(?P<unit>[KMG]i?B|B)\s*"
-_TOKENS = r"(?P<tokens>\d[\d_,]*)?\s*tokens?\s*"
+_TOKENS = r"\s*(?P<tokens>\d[\d_,]*)?\s*tokens?\s*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,7 @@ def test_the_answer_to_a_lookup_is_a_beginning():
     ("text", "integer"),
     [
         (r"so \boxed{204}.", 204),
+        (r"\boxed{" + 5000 * "1" + "}", None),
         (r"\boxed{1} no, \boxed{ 025 }", 25),
         (r"\boxed{1{,}234}", 1234),
         (r"\boxed{-3}", -3),

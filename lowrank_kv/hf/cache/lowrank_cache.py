@@ -111,7 +111,7 @@ class LowRankCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = getattr(self.compressed_layers()[0], "batch_size", 0)
         super().batch_repeat_interleave(repeats)
-        self._select_history(torch.arange(batch).repeat_interleave(repeats))
+        self._select_history(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

@@ -25,11 +25,13 @@ class PackedCoder:
 
     def __init__(self, plan: BitPlan):
         runs = plan.runs(plan.num_coefficients)
-        width_N = torch.tensor([width for width, _ in runs], dtype=torch.int32)
-        end_N = torch.tensor([places.stop for _, places in runs], dtype=torch.int32)
+        width_N = torch.tensor([width for width, _ in runs], dtype=torch.int32, device=CPU)
+        end_N = torch.tensor([places.stop for _, places in runs], dtype=torch.int32, device=CPU)
         thresholds = {width: contiguous_fp32(level_L) for width, level_L in plan.thresholds.items()}
         address_N = torch.tensor(
-            [thresholds[width].data_ptr() if width in thresholds else 0 for width, _ in runs], dtype=torch.int64
+            [thresholds[width].data_ptr() if width in thresholds else 0 for width, _ in runs],
+            dtype=torch.int64,
+            device=CPU,
         )
         self._keepalive = width_N, end_N, thresholds, address_N
         rank = plan.num_coefficients
@@ -65,7 +67,8 @@ class CompiledPlan:
         """See :meth:`BitPlan.encode`; rows (…, N, R) of all coefficients."""
         *lead, rank = rows_NR.shape
         count, size = math.prod(lead), self._plan.row_bytes(rank)
-        byte_Y = _packed([self._coder], rows_NR.reshape(count, rank), None, torch.arange(count) * size, count * size)
+        start_N = torch.arange(count, device=CPU) * size
+        byte_Y = _packed([self._coder], rows_NR.reshape(count, rank), None, start_N, count * size)
         return byte_Y.view(*lead, size), rows_NR.new_empty(*lead, 0)
 
 

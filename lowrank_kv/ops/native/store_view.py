@@ -160,11 +160,12 @@ class PackedPlan:
         # Lanes beyond the last coefficient read what is there, and are not written.
         spare = (0, _AT_ONCE + -plan.num_coefficients % _AT_ONCE)
         byte_R, shift_R, mask_R = (F.pad(each.cpu().int(), spare) for each in (plan.byte_R, plan.shift_R, plan.mask_R))
-        level_R = F.pad(torch.tensor([firsts.get(width, 0) for width in plan.bits], dtype=torch.int32), spare)
+        first_R = [firsts.get(width, 0) for width in plan.bits]
+        level_R = F.pad(torch.tensor(first_R, dtype=torch.int32, device=CPU), spare)
         blocks = range(plan.num_uncoded, plan.num_coefficients, _AT_ONCE)
-        first_B = torch.tensor([int(byte_R[start]) for start in blocks], dtype=torch.int32)
-        window_B = torch.zeros(len(blocks), _AT_ONCE, 4, dtype=torch.uint8)
-        lookup_B = torch.empty(len(blocks), dtype=torch.uint8)
+        first_B = torch.tensor([int(byte_R[start]) for start in blocks], dtype=torch.int32, device=CPU)
+        window_B = torch.zeros(len(blocks), _AT_ONCE, 4, dtype=torch.uint8, device=CPU)
+        lookup_B = torch.empty(len(blocks), dtype=torch.uint8, device=CPU)
         for block, start in enumerate(blocks):
             end = min(start + _AT_ONCE, plan.num_coefficients)
             offset_A = (byte_R[start:end] - first_B[block]).to(torch.uint8)
@@ -222,7 +223,7 @@ def _form_of(coef: Coefficients) -> dict[str, Any]:
 def _table_of(plan: BitPlan) -> tuple[Tensor, dict[int, int]]:
     """All levels, and the place of each width's lowest: codebooks of up to 4 bits fill the first two registers, that of 5
     bits the next two, so that a lookup needs no memory."""
-    table, firsts, place = torch.zeros(32 + 32 + 64 + 256), {}, 0
+    table, firsts, place = torch.zeros(32 + 32 + 64 + 256, dtype=torch.float32, device=CPU), {}, 0
     for width in sorted(plan.levels):
         place = {5: 32, 6: 64, 8: 128}.get(width, place)
         firsts[width] = place
@@ -245,13 +246,14 @@ def _narrow_lanes(plan: BitPlan) -> tuple[int, Tensor, Tensor, Tensor]:
         """Of each block eight times eight coefficients; those beyond the last are zero."""
         return F.pad(value_R, (0, spare)).view(-1, 8, 8)
 
-    is_there = in_blocks(torch.ones(count, dtype=torch.bool))
+    is_there = in_blocks(torch.ones(count, dtype=torch.bool, device=CPU))
     bit = in_blocks((plan.byte_R * 8 + plan.shift_R)[wide:].cpu())
     byte = bit[:, :, :1] // 8  # the first of those that hold eight codes
     first_B = byte[:, 0, 0]
-    window = (byte - first_B[:, None, None] + torch.arange(8)) * is_there[:, :, :1]
+    window = (byte - first_B[:, None, None] + torch.arange(8, device=CPU)) * is_there[:, :, :1]
     begin = (bit - 8 * byte) * is_there
-    level = in_blocks(torch.tensor([firsts[width] for width in plan.bits[wide:]], dtype=torch.int64))
+    first_R = [firsts[width] for width in plan.bits[wide:]]
+    level = in_blocks(torch.tensor(first_R, dtype=torch.int64, device=CPU))
     lanes = torch.stack([window, begin, in_blocks(plan.mask_R[wide:].cpu()), level], dim=1).to(torch.uint8)
     return wide, table, first_B.int(), lanes.contiguous()
 

@@ -274,3 +274,43 @@ def test_what_the_contracts_run_over_has_own_directions(name):
     cache = method.build(model, 0.4)()
     model(ids_of(24), past_key_values=cache)
     assert any(store.own is not None for store in stores(cache))
+
+
+def test_a_direction_beyond_the_rows_that_would_hold_it_saves_nothing(shared):
+    """What is dropped is large along one direction, but half of the tokens have rows that end before its place."""
+    generator = torch.Generator().manual_seed(6)
+    direction_C = torch.zeros(WIDTH)
+    direction_C[-1] = 1
+    amount_N = torch.randn(TOKENS, generator=generator)
+    size = shared.weight_C[RANK - 1] * 1.4
+    coef_NC = amount_N[:, None] * size * direction_C / shared.weight_C
+    own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 1, tokens=TOKENS)
+    [place] = own.places
+    assert place < RANK
+    shorter_N = ranks()
+    shorter_N[::2] = place
+    assert OwnDirections.find(coef_NC, shorter_N, shared.weight_C, 1, tokens=TOKENS) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("retention", [{}, {"update_period": 1, "recent_window": 0}], ids=["waiting", "at once"])
+def test_drafts_that_are_taken_back_leave_no_trace_in_the_directions(model, calibration, retention):
+    ids = ids_of(61)
+
+    def after(draft: torch.Tensor | None):
+        cache = cache_of(model, calibration, own_directions_from=32, **retention)
+        for layer in cache.compressed_layers():
+            layer.activate_past_recording()
+        model(ids[:, :60] if draft is None else torch.cat([ids[:, :60], draft], 1), past_key_values=cache)
+        if draft is not None:
+            cache.crop(-draft.shape[1])
+        logits = model(ids[:, 60:], past_key_values=cache).logits
+        return logits, [store.own for store in stores(cache)]
+
+    expected, owns = after(None)
+    assert any(own is not None for own in owns)
+    drafted, found = after(torch.randint(1, 97, (1, 10), generator=torch.Generator().manual_seed(50)))
+    torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
+    for own, other in zip(found, owns, strict=True):
+        assert (own is None) == (other is None)
+        assert own is None or torch.equal(own.code_CK, other.code_CK)

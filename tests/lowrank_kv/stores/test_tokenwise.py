@@ -167,3 +167,12 @@ def test_classes_take_the_bytes_they_were_given(rate):
         sizes = each.plan.row_bytes()
         assert sum(each.plan.shares) == pytest.approx(1)
         assert sizes[0] <= sizes[-1]
+
+
+def test_more_bytes_than_a_mark_can_say_are_refused_before_anything_is_written(monkeypatch):
+    plans, row_NC = plans_of([(4,) * 10, (8, 4)]), rows_of(90)
+    coef = filled(plans, row_NC[:60], [60])
+    monkeypatch.setattr("lowrank_kv.stores.tokenwise._MOST_BYTES", coef.stored.length + 10)
+    with pytest.raises(UserError, match="take a lower rate"):
+        coef.append(row_NC[None, 60:])
+    check(coef, row_NC[:60])

@@ -12,6 +12,7 @@ from lowrank_kv.utils.errors import UserError
         ("4096 B/token", 4096, None),
         ("4.5KiB / token", 4608, None),
         ("2 GiB/131072 tokens", 2 * 2**30, 131_072),
+        ("2 GiB / 131072 tokens", 2 * 2**30, 131_072),
         ("500 MB/100_000 tokens", 500_000_000, 100_000),
         ("1.5 gb/1,000 tokens", 1_500_000_000, 1000),
         (".5 MiB/1 token", 524_288, 1),

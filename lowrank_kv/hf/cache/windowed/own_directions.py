@@ -63,7 +63,8 @@ class OwnDirections:
 
         The last coefficient that a token keeps makes room. As plans are made it is worth about one bit, and equally much in
         tokens of all classes: so what is dropped is told in units of it. A direction pays where it saves more than one unit
-        for each token, and as many more as it has bits itself for each token of a text twice as long as this prompt.
+        for each token, and as many more as it has bits itself for each token of a text twice as long as this prompt. Tokens
+        whose rows end before its place save nothing.
 
         Args:
             coef_NC: coefficients of the prompt, or of a sample of it, in the shared basis, fp32.
@@ -77,21 +78,24 @@ class OwnDirections:
         is_kept_NC = torch.arange(width, device=coef_NC.device) < rank_N[:, None]
         dropped_NC = weighted_NC.masked_fill(is_kept_NC, 0.0) / weight_C[rank_N - 1][:, None]
         vector_CK = leading_directions(dropped_NC, count)
-        saved_K = (dropped_NC @ vector_CK).square().mean(dim=0)
-        vector_CK = vector_CK[:, saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (_GOES_ON * tokens)]
-        if not vector_CK.shape[1]:
-            return None
         scale_K = vector_CK.abs().amax(dim=0) / _LARGEST_CODE
         code_CK = (vector_CK / scale_K).round().to(torch.int8)
         size_K = (weighted_NC @ (code_CK * scale_K)).square().mean(dim=0).sqrt()
         order_K = size_K.argsort(descending=True)
+        code_CK, scale_K, size_K = code_CK[:, order_K], scale_K[order_K], size_K[order_K]
         # Own coefficient j stands behind the shared ones that matter more, and behind the j own ones before it.
-        before_K = torch.searchsorted(-weight_C, -size_K[order_K], right=True)
+        before_K = torch.searchsorted(-weight_C, -size_K, right=True)
+        place_K = before_K + torch.arange(len(before_K), device=before_K.device)
+        is_held_NK = place_K < rank_N[:, None]
+        saved_K = ((dropped_NC @ (code_CK * scale_K)).square() * is_held_NK).mean(dim=0)
+        pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (_GOES_ON * tokens)
+        if not pays_K.any():
+            return None
         return cls(
-            code_CK=code_CK[:, order_K].contiguous(),
-            scale_K=scale_K[order_K],
-            size_K=size_K[order_K],
-            places=tuple(int(before) + j for j, before in enumerate(before_K.tolist())),
+            code_CK=code_CK[:, pays_K].contiguous(),
+            scale_K=scale_K[pays_K],
+            size_K=size_K[pays_K],
+            places=tuple(before + j for j, before in enumerate(before_K[pays_K].tolist())),
         )
 
     def encode(self, coef_NC: Tensor, shared: SharedSpace, rank: int) -> Tensor:
@@ -138,7 +142,8 @@ def leading_directions(row_NC: Tensor, count: int) -> Tensor:
     width = row_NC.shape[1]
     sketch = min(count + _OVERSAMPLING, *row_NC.shape)
     generator = torch.Generator().manual_seed(0)
-    range_CS = torch.randn(width, sketch, generator=generator).to(row_NC.device)
+    range_CS = torch.randn(width, sketch, generator=generator, dtype=torch.float32, device="cpu")
+    range_CS = range_CS.to(row_NC.device)
     for _ in range(_PASSES):
         range_CS = torch.linalg.qr(row_NC.mT @ (row_NC @ range_CS)).Q
     _, _, right_SS = torch.linalg.svd(row_NC @ range_CS, full_matrices=False)

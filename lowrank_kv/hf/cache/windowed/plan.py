@@ -66,7 +66,7 @@ class InitialBasis:
         return cls(
             # Copies, because views would keep all directions in memory.
             vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
-            energy_PR=torch.ones(1, read, device=encoder_CC.device),
+            energy_PR=torch.ones(1, read, dtype=torch.float32, device=encoder_CC.device),
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
             shared=shared,

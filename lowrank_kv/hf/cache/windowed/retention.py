@@ -35,11 +35,12 @@ class RetentionSchedule:
     @property
     def compresses_at_once(self) -> bool:
         """Whether each token is compressed in the call that brings it, because no other token matters to it: that first
-        tokens stay at full rank depends on their place alone."""
+        tokens stay at full rank depends on their place alone. Directions of a text's own come of many tokens, some of which
+        a call may take back."""
         config = self.config
         waits = config.update_period > 1 or config.recent_window or config.min_length
         keeps = config.full_rank_ratio or config.keep_prompt_full_rank
-        return not config.follows_text and not waits and not keeps
+        return not config.follows_text and not config.own_directions and not waits and not keeps
 
     def full_rank_capacity(self, num_pinned: int) -> int:
         """The most tokens at full rank while tokens are decoded one at a time; the newest may be uncommitted."""

@@ -1,0 +1,67 @@
+"""What torch makes by default, of which dtype and where, changes nothing about a compressed cache."""
+
+import contextlib
+
+import pytest
+import torch
+from methods import METHODS, calibration_of, tiny_model
+
+import lowrank_kv
+
+IDS = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(0))
+
+
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype, device: str):
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+OTHERS = pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")], ids=str
+)
+
+
+@OTHERS
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@torch.no_grad()
+def test_logits_are_the_same_under_other_defaults(method, dtype, device):
+    """On the meta device nothing can be read: a tensor that forgot its place raises, or compiled code reads nowhere."""
+
+    def logits(model, make_cache) -> list[torch.Tensor]:
+        cache = make_cache()
+        calls = [model(part, past_key_values=cache).logits for part in IDS.split([60, 10, 1, 1, 8], dim=1)]
+        cache.crop(-5)
+        cache.batch_repeat_interleave(2)
+        return [*calls, model(IDS[:, :1].repeat_interleave(2, dim=0), past_key_values=cache).logits]
+
+    models = [tiny_model(), tiny_model()]  # what is made at the first call, is made under the other defaults, too
+    make_caches = [method.build(model, 0.4) for model in models]
+    expected = logits(models[0], make_caches[0])
+    with defaults(dtype, device):
+        found = logits(models[1], make_caches[1])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@OTHERS
+@pytest.mark.parametrize("preset", ["adaptive-mixed", "static-joint-pf", "ojakv-joint"])
+@torch.no_grad()
+def test_a_model_that_is_compressed_under_them_is_the_same(preset, dtype, device):
+    bases = calibration_of(tiny_model(), read=True)
+
+    def logits(model):
+        lowrank_kv.compress(model, preset, rate=0.4, bases=bases)
+        output = model(IDS, use_cache=True)
+        return model(IDS[:, :1], past_key_values=output.past_key_values).logits
+
+    models = [tiny_model(), tiny_model()]
+    expected = logits(models[0])
+    with defaults(dtype, device):
+        found = logits(models[1])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
