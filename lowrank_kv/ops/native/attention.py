@@ -194,7 +194,8 @@ def _pairs(decoder_1RW: Tensor) -> Tensor:
     [decoder_RW] = decoder_1RW
     rank, width = decoder_RW.shape
     padded_RW = F.pad(decoder_RW.to(CPU, torch.bfloat16), (0, -width % lanes(), 0, rank % 2))
-    return padded_RW.unflatten(0, (-1, 2)).mT.contiguous().view(torch.int32)[..., 0].contiguous()
+    bits_RW = padded_RW.view(torch.int16).int()
+    return (bits_RW[1::2] << 16) | (bits_RW[0::2] & 0xFFFF)
 
 
 def _padded(states: Tensor) -> Tensor:

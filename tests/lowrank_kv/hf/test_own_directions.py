@@ -20,7 +20,7 @@ def shared():
     generator = torch.Generator().manual_seed(1)
     weight_C = torch.logspace(0, -3, WIDTH)
     decoder_WC = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator)).Q * torch.linspace(1, 2, WIDTH)
-    return SharedSpace(weight_C=weight_C, decoder_WC=decoder_WC)
+    return SharedSpace(weight_C=weight_C, decoder_CW=decoder_WC.mT.contiguous())
 
 
 @pytest.fixture
@@ -73,19 +73,19 @@ def test_all_coefficients_of_a_row_rebuild_its_state(shared, planted):
     coef_NC, _ = planted
     own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2, tokens=TOKENS)
     whole = WIDTH + 2  # with the own ones there are two more than the basis has
-    row_NR, decoder_WR = own.encode(coef_NC, shared, whole), own.decoder(shared, whole)
-    state_NW = coef_NC.double() @ shared.decoder_WC.double().mT
-    error = row_NR.double() @ decoder_WR.double().mT - state_NW
+    row_NR, decoder_RW = own.encode(coef_NC, shared, whole), own.decoder(shared, whole)
+    state_NW = coef_NC.double() @ shared.decoder_CW.double()
+    error = row_NR.double() @ decoder_RW.double() - state_NW
     assert error.norm() < 1e-5 * state_NW.norm()
 
 
 def test_own_directions_lose_less_than_the_last_coefficients_that_make_room(shared, planted):
     coef_NC, _ = planted
     own = OwnDirections.find(coef_NC, ranks(), shared.weight_C, 2, tokens=TOKENS)
-    state_NW = coef_NC @ shared.decoder_WC.mT
-    without = coef_NC[:, :RANK] @ shared.decoder_WC[:, :RANK].mT
-    with_own = own.encode(coef_NC, shared, RANK) @ own.decoder(shared, RANK).mT
-    inverse_WC = torch.linalg.inv(shared.decoder_WC).mT
+    state_NW = coef_NC @ shared.decoder_CW
+    without = coef_NC[:, :RANK] @ shared.decoder_CW[:RANK]
+    with_own = own.encode(coef_NC, shared, RANK) @ own.decoder(shared, RANK)
+    inverse_WC = torch.linalg.inv(shared.decoder_CW)
     weighted = [((state_NW - rebuilt) @ inverse_WC * shared.weight_C).norm() for rebuilt in (without, with_own)]
     assert weighted[1] < 0.05 * weighted[0]
 
@@ -96,9 +96,9 @@ def test_directions_that_do_not_fit_a_row_are_left_out(shared):
     )
     coef_NC = torch.arange(float(WIDTH))[None]
     assert own.encode(coef_NC, shared, 5).shape == (1, 5)
-    assert own.decoder(shared, 5).shape == (WIDTH, 5)
-    torch.testing.assert_close(own.decoder(shared, 5)[:, 4], shared.decoder_WC[:, 3], atol=0, rtol=0)
-    torch.testing.assert_close(own.decoder(shared, 12)[:, 10:], shared.decoder_WC[:, 8:10], atol=0, rtol=0)
+    assert own.decoder(shared, 5).shape == (5, WIDTH)
+    torch.testing.assert_close(own.decoder(shared, 5)[4], shared.decoder_CW[3], atol=0, rtol=0)
+    torch.testing.assert_close(own.decoder(shared, 12)[10:], shared.decoder_CW[8:10], atol=0, rtol=0)
 
 
 def test_a_direction_pays_for_its_place_and_its_bytes(shared):
@@ -192,10 +192,10 @@ def test_a_cache_holds_what_its_own_coder_says(model, calibration, monkeypatch, 
         operands = store.operands()
         torch.testing.assert_close(operands.coef.rows()[0], expected_NR, atol=1e-6, rtol=1e-6)
         vector_CK = store.own.code_CK.double() * store.own.scale_K
-        own_WK = shared.decoder_WC.double() @ (vector_CK / shared.weight_C[:, None]) * store.own.size_K
+        own_KW = (vector_CK * store.own.size_K / shared.weight_C[:, None]).mT @ shared.decoder_CW.double()
         for j, place in enumerate(store.own.places):
             if place < store.initial.rank:
-                torch.testing.assert_close(operands.basis_PWR[0, :, place].double(), own_WK[:, j], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(operands.decoder_PRW[0, place].double(), own_KW[j], atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -71,15 +71,15 @@ class AdaptiveStore(TokenStore):
         if self.own is None:
             return super().operands()
         # Made anew each time: it would be a whole basis more for each sequence to keep and count.
-        decoder_WR = self.own.decoder(self.initial.shared, self.initial.rank).to(self.coef.dtype)
-        return Operands(self.coef, decoder_WR[None], self.full)
+        decoder_RW = self.own.decoder(self.initial.shared, self.initial.rank).to(self.coef.dtype)
+        return Operands(self.coef, decoder_RW.mT[None], self.full)
 
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         if self.own is None:
             return super().rebuilt(coef_PNR)
         shared = self.initial.shared
         row_NR = self.own.encode(coef_PNR[0], shared, self.initial.rank)
-        return self.rows_of(row_NR[None], self.own.decoder(shared, self.initial.rank)[None])
+        return self.rows_of(row_NR[None], self.own.decoder(shared, self.initial.rank).mT[None])
 
     def crop(self, length: int) -> None:
         super().crop(length)

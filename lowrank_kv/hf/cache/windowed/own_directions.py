@@ -29,14 +29,14 @@ class SharedSpace:
 
     Attributes:
         weight_C: the root of what the loss asks of each coefficient, which have mean square 1; falling, fp32.
-        decoder_WC: states are decoder · coefficients, of all coefficients; fp32.
+        decoder_CW: states are coefficients · decoder, of all coefficients; fp32.
     """
 
     weight_C: Tensor
-    decoder_WC: Tensor
+    decoder_CW: Tensor
 
     def to(self, device: torch.device) -> "SharedSpace":
-        return SharedSpace(weight_C=self.weight_C.to(device), decoder_WC=self.decoder_WC.to(device))
+        return SharedSpace(weight_C=self.weight_C.to(device), decoder_CW=self.decoder_CW.to(device))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,26 +103,27 @@ class OwnDirections:
         vector_CK = self._vectors()
         own_NK = (coef_NC * shared.weight_C) @ vector_CK
         rest_NC = coef_NC - own_NK @ (vector_CK / shared.weight_C[:, None]).mT
-        return self._among(rest_NC[:, :rank], own_NK / self.size_K, rank)
+        return self._among(rest_NC[:, :rank], own_NK / self.size_K, rank, dim=1)
 
     def decoder(self, shared: SharedSpace, rank: int) -> Tensor:
-        """States are decoder · the coefficients of :meth:`encode`, (W, R) fp32."""
-        own_WK = shared.decoder_WC @ (self._vectors() / shared.weight_C[:, None]) * self.size_K
-        return self._among(shared.decoder_WC[:, :rank], own_WK, rank)
+        """States are the coefficients of :meth:`encode` · decoder, (R, W) fp32."""
+        own_KW = (self._vectors() * self.size_K / shared.weight_C[:, None]).mT @ shared.decoder_CW
+        return self._among(shared.decoder_CW[:rank], own_KW, rank, dim=0)
 
     def _vectors(self) -> Tensor:
         return self.code_CK * self.scale_K
 
-    def _among(self, shared_XC: Tensor, own_XK: Tensor, rank: int) -> Tensor:
-        """Columns in the order of a row: the own ones at their places, the shared ones in theirs between them."""
+    def _among(self, shared: Tensor, own: Tensor, rank: int, *, dim: int) -> Tensor:
+        """What belongs to each coefficient, along `dim`, in the order of a row: the own ones at their places, the shared ones
+        in theirs between them."""
         parts, taken = [], 0
         for j, place in enumerate(self.places):
             if place >= rank:
                 break
-            parts += [shared_XC[:, taken : place - j], own_XK[:, j : j + 1]]
+            parts += [shared.narrow(dim, taken, place - j - taken), own.narrow(dim, j, 1)]
             taken = place - j
-        room = rank - sum(part.shape[1] for part in parts)
-        return torch.cat([*parts, shared_XC[:, taken : taken + room]], dim=1)
+        room = rank - sum(part.shape[dim] for part in parts)
+        return torch.cat([*parts, shared.narrow(dim, taken, room)], dim=dim)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.code_CK, self.scale_K, self.size_K)

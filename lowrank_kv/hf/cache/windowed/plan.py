@@ -62,7 +62,7 @@ class InitialBasis:
         if importance_C is not None:
             # A coefficient that the loss asks nothing of still has a direction; a weight of zero would divide by it.
             least = torch.finfo(torch.float32).eps * float(importance_C.max())
-            shared = SharedSpace(weight_C=importance_C.clamp(min=least).sqrt(), decoder_WC=decoder_CC.mT.contiguous())
+            shared = SharedSpace(weight_C=importance_C.clamp(min=least).sqrt(), decoder_CW=decoder_CC.contiguous())
         return cls(
             # Copies, because views would keep all directions in memory.
             vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
