@@ -195,7 +195,7 @@ def _pairs(decoder_1RW: Tensor) -> Tensor:
     rank, width = decoder_RW.shape
     padded_RW = F.pad(decoder_RW.to(CPU, torch.bfloat16), (0, -width % lanes(), 0, rank % 2))
     bits_RW = padded_RW.view(torch.int16).int()
-    return (bits_RW[1::2] << 16) | (bits_RW[0::2] & 0xFFFF)
+    return ((bits_RW[1::2] << 16) | (bits_RW[0::2] & 0xFFFF)).contiguous()
 
 
 def _padded(states: Tensor) -> Tensor:
