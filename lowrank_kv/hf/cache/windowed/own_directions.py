@@ -114,8 +114,8 @@ class OwnDirections:
         return self.code_CK * self.scale_K
 
     def _among(self, shared: Tensor, own: Tensor, rank: int, *, dim: int) -> Tensor:
-        """What belongs to each coefficient, along `dim`, in the order of a row: the own ones at their places, the shared ones
-        in theirs between them."""
+        """What belongs to each coefficient, along `dim`, in the order of a row: own ones at their places, shared ones in
+        theirs between them."""
         parts, taken = [], 0
         for j, place in enumerate(self.places):
             if place >= rank:
