@@ -1,5 +1,6 @@
 """`lowrank-kv launch` ends as the command does that it starts: with one line."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -24,6 +25,8 @@ def launch(config: Path) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell that runs the tests in the background has them, and what they start, ignore it.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
