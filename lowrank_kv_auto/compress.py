@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv import checkpoint
-from lowrank_kv.calibration import calibration
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import prepare, restore
@@ -61,7 +60,7 @@ def compress(
     if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
         return _with_preset(model, str(source), rate, bases, settings, self_check)
     directory = Path(source).expanduser()
-    if (directory / calibration.MOMENTS).is_file():
+    if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
         found = Calibration.load(directory)
         preset = PRESET if found.read is not None else PRESET_WITHOUT_READ

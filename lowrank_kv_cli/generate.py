@@ -16,7 +16,7 @@ from transformers import TextStreamer
 import dynakv
 import lowrank_kv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
-from lowrank_kv.calibration import calibration
+from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
@@ -85,7 +85,7 @@ def load(arguments: argparse.Namespace):
     if arguments.bases is not None:
         if arguments.model is None:
             raise UserError("`--bases` needs `--model`, the hub id or directory of the model they were calibrated on")
-        if not (Path(arguments.bases).expanduser() / calibration.MOMENTS).is_file():
+        if not Calibration.is_in(arguments.bases):
             raise UserError(
                 f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
                 f"compressor is given as `--checkpoint`"
@@ -102,7 +102,7 @@ def load(arguments: argparse.Namespace):
     directory = Path(arguments.checkpoint)
     if not directory.is_dir():
         raise UserError(f"the checkpoint directory `{directory}` does not exist; train one with `lowrank-kv train`")
-    if (directory / calibration.MOMENTS).is_file():
+    if Calibration.is_in(directory):
         raise UserError(f"`--checkpoint` must be a compressor, got the calibration `{directory}`; give it as `--bases`")
     if (directory / WEIGHTS).exists() or not (directory / CONFIG).exists():
         name = arguments.model or read_config(directory).base_model

@@ -263,12 +263,16 @@ def _largest_plan(
     # One coefficient of each row; where tokens have classes, what says where a row is takes less than another.
     least = config.rank_multiple / narrowest * (2 if config.token_classes > 1 else 1)
     low, high = min(1.0, least), 1.0
-    best = make_plan(calibration, dataclasses.replace(config, rate=low))
-    at_low = measure(best)
+
+    def tried(rate: float) -> tuple[Plan, float]:
+        plan = make_plan(calibration, dataclasses.replace(config, rate=rate))
+        return plan, measure(plan)
+
+    best, at_low = tried(low)
     if at_low > limit:
         return None
     interpolates = config.cache_dtype == MIXED
-    at_high = measure(make_plan(calibration, dataclasses.replace(config, rate=high))) if interpolates else 0.0
+    at_high = tried(high)[1] if interpolates else math.inf
     for step in range(_STEPS):
         middle = (low + high) / 2
         if interpolates:
@@ -277,8 +281,7 @@ def _largest_plan(
             if (step + 1) % _HALVES_EVERY:
                 share = (limit * (1 - _NEAR / 2) - at_low) / (at_high - at_low)
                 middle = low + (high - low) * min(share, 1.0)
-        plan = make_plan(calibration, dataclasses.replace(config, rate=middle))
-        taken = measure(plan)
+        plan, taken = tried(middle)
         if taken <= limit:
             best, low, at_low = plan, middle, taken
         else:

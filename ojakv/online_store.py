@@ -68,14 +68,8 @@ class OnlineStore(TokenStore):
         energy = energy_of(moment(self.coef, self.coef_scale_PR)) if distance else 0.0
         return distance / math.sqrt(energy) if energy else 0.0
 
-    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> Tensor:
-        """See :meth:`TokenStore.follow`; stored coefficients are carried over."""
-        self.forget_operands()
-        if rows_PNW.shape[1]:
-            self._move(rows_PNW, is_prompt=is_prompt)
-        return self.projected(rows_PNW)
-
     def _move(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """Let the basis follow rows that are about to be compressed, and carry the stored coefficients over."""
         config = self.config
         pooled_PNW = _pooled(rows_PNW, config.pool)
         self.tracker.observe(pooled_PNW)

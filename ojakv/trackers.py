@@ -256,9 +256,7 @@ def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
     # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
     # exact as a QR, and four times as fast.
     gram_PRR = matrix_PWR.mT @ matrix_PWR
-    away_P = (
-        (gram_PRR - torch.eye(gram_PRR.shape[1], dtype=gram_PRR.dtype, device=gram_PRR.device)).square().sum(dim=(1, 2))
-    )
+    away_P = (gram_PRR - _identity(gram_PRR)).square().sum(dim=(1, 2))
     if away_P.amax() < 0.25:
         return torch.linalg.solve_triangular(torch.linalg.cholesky(gram_PRR).mT, matrix_PWR, upper=True, left=False)
     if torch.isfinite(matrix_PWR).all():
@@ -274,6 +272,8 @@ def _lifted(moment_PRR: Tensor) -> Tensor:
     floor_P = (ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1)).clamp(
         min=torch.finfo(torch.float32).tiny
     )
-    return moment_PRR + floor_P[:, None, None] * torch.eye(
-        moment_PRR.shape[1], dtype=moment_PRR.dtype, device=moment_PRR.device
-    )
+    return moment_PRR + floor_P[:, None, None] * _identity(moment_PRR)
+
+
+def _identity(like_PRR: Tensor) -> Tensor:
+    return torch.eye(like_PRR.shape[1], dtype=like_PRR.dtype, device=like_PRR.device)

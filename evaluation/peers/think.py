@@ -56,12 +56,11 @@ class ChannelStore(TokenStore):
         self.forget_operands()  # with them it would hold the ones and zeros
         return operands
 
-    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> Tensor:
-        self.forget_operands()
-        if self.channel_GR is None and rows_PNW.shape[1]:
+    def _move(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """Choose the channels by the first rows."""
+        if self.channel_GR is None:
             rank = self.initial.vectors_PWR.shape[2]
             self.channel_GR = self.chosen(rows_PNW, rank).to(torch.uint8)
-        return self.projected(rows_PNW)
 
     def chosen(self, key_GND: Tensor, rank: int) -> Tensor:
         """The channels of each head that count most, rising, (G, R)."""

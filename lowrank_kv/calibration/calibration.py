@@ -170,6 +170,11 @@ class Calibration:
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return config["sha256"]
 
+    @staticmethod
+    def is_in(directory: str | Path) -> bool:
+        """Whether :meth:`save` wrote to this directory."""
+        return (Path(directory).expanduser() / MOMENTS).is_file()
+
     @classmethod
     def load(cls, directory: str | Path) -> "Calibration":
         """Read what :meth:`save` wrote.

@@ -92,14 +92,18 @@ class TokenPlans:
         size_N = self.size_K[class_N]
         return size_N.cumsum(0) - size_N
 
-    def pack(self, row_NR: Tensor, class_N: Tensor) -> Tensor:
+    def end(self, class_N: Tensor, start_N: Tensor) -> int:
+        """Bytes of all rows, of which there is at least one, from where each begins."""
+        return int(start_N[-1] + self.size_K[class_N[-1]])
+
+    def pack(self, row_NR: Tensor, class_N: Tensor, start_N: Tensor) -> Tensor:
         """The bytes of rows of these classes, one after another, (Y,) uint8.
 
         Args:
-            row_NR: as many coefficients as the plan of any row keeps, or more.
+            row_NR: at least one, of as many coefficients as the plan of any row keeps, or more.
+            start_N: as :meth:`starts` says.
         """
-        start_N = self.starts(class_N)
-        byte_Y = torch.empty(int(self.size_K[class_N].sum()), dtype=torch.uint8, device=row_NR.device)
+        byte_Y = torch.empty(self.end(class_N, start_N), dtype=torch.uint8, device=row_NR.device)
         for k, plan in enumerate(self.plans):
             [place_M] = (class_N == k).nonzero(as_tuple=True)
             code_MY, _ = plan.encode(row_NR[place_M, : plan.num_coefficients])

@@ -96,16 +96,17 @@ class TokenwiseCoefficients(Coefficients):
             return
         writer = self.quantization if writer is None else writer
         class_N = writer.classes(row_NC) if class_N is None else class_N
-        self._append_packed(writer.pack(row_NC, class_N), class_N, self.quantization.starts(class_N), exact=exact)
+        start_N = self.quantization.starts(class_N)
+        self._append_packed(writer.pack(row_NC, class_N, start_N), class_N, start_N, exact=exact)
 
     def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
         """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""
-        first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
         if self.stored.length + len(byte_Y) > _MOST_BYTES:
             raise UserError(
                 f"the rows of one layer's keys, or values, of one sequence may take {_MOST_BYTES:,} bytes, and these would "
                 f"take {self.stored.length + len(byte_Y):,}; take a lower rate, or a preset without classes of tokens"
             )
+        first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
         self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
         self.stored.append(byte_Y, exact=exact)

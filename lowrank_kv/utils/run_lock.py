@@ -71,7 +71,7 @@ def _locked(path: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == path.stat().st_ino:
                     return handle
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: an open handle would hold the lock as long as the process lives
             os.close(handle)
             raise
         os.close(handle)  # its owner has just ended, and taken the name away

@@ -6,6 +6,7 @@ Shapes: N rows, C coefficients of the basis, R that are written, Y bytes of all 
 import ctypes
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,11 +55,36 @@ class PackedGate:
         self.address = ctypes.addressof(self._buffer)
 
 
+class _Coders:
+    """How rows are packed by one plan, or by one for each class."""
+
+    def __init__(self, plans: Sequence[BitPlan]):
+        self._held = [PackedCoder(plan) for plan in plans]
+        self._addresses = (ctypes.c_int64 * len(plans))(*(coder.address for coder in self._held))
+
+    def packed(self, row_NR: Tensor, class_N: Tensor | None, start_N: Tensor, total: int) -> Tensor:
+        """The bytes of rows that begin at these, (Y,) uint8; `class_N` is None where there is one plan."""
+        row_NR = contiguous_fp32(row_NR)
+        byte_Y = torch.empty(total, dtype=torch.uint8, device=CPU)
+        failed = library().pack_rows(
+            self._addresses,
+            row_NR.data_ptr(),
+            *row_NR.shape[::-1],
+            0 if class_N is None else class_N.data_ptr(),
+            start_N.data_ptr(),
+            torch.get_num_threads(),
+            byte_Y.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the scratch space of packing")
+        return byte_Y
+
+
 class CompiledPlan:
     """Writes what :class:`BitPlan` writes, in compiled code."""
 
     def __init__(self, plan: BitPlan):
-        self._plan, self._coder = plan, PackedCoder(plan)
+        self._plan, self._coders = plan, _Coders([plan])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledPlan, (self._plan,)
@@ -68,7 +94,7 @@ class CompiledPlan:
         *lead, rank = rows_NR.shape
         count, size = math.prod(lead), self._plan.row_bytes(rank)
         start_N = torch.arange(count, device=CPU) * size
-        byte_Y = _packed([self._coder], rows_NR.reshape(count, rank), None, start_N, count * size)
+        byte_Y = self._coders.packed(rows_NR.reshape(count, rank), None, start_N, count * size)
         return byte_Y.view(*lead, size), rows_NR.new_empty(*lead, 0)
 
 
@@ -77,7 +103,7 @@ class CompiledTokenPlans:
 
     def __init__(self, plans: TokenPlans):
         self._plans, self._gate = plans, PackedGate(plans.gate, plans.bounds_K)
-        self._coders = [PackedCoder(plan) for plan in plans.plans]
+        self._coders = _Coders(plans.plans)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledTokenPlans, (self._plans,)
@@ -91,10 +117,9 @@ class CompiledTokenPlans:
         )
         return class_N
 
-    def pack(self, row_NR: Tensor, class_N: Tensor) -> Tensor:
+    def pack(self, row_NR: Tensor, class_N: Tensor, start_N: Tensor) -> Tensor:
         """See :meth:`TokenPlans.pack`."""
-        total = int(self._plans.size_K[class_N].sum())
-        return _packed(self._coders, row_NR, class_N, self._plans.starts(class_N), total)
+        return self._coders.packed(row_NR, class_N, start_N, self._plans.end(class_N, start_N))
 
 
 def compiled_writer(plans: Any, device: torch.device) -> CompiledPlan | CompiledTokenPlans | None:
@@ -102,21 +127,3 @@ def compiled_writer(plans: Any, device: torch.device) -> CompiledPlan | Compiled
     if not isinstance(plans, (BitPlan, TokenPlans)) or device.type != "cpu" or library() is None:
         return None
     return CompiledPlan(plans) if isinstance(plans, BitPlan) else CompiledTokenPlans(plans)
-
-
-def _packed(coders: list[PackedCoder], row_NR: Tensor, class_N: Tensor | None, start_N: Tensor, total: int) -> Tensor:
-    """The bytes of rows that begin at these, (Y,); `class_N` is None where all rows are of one plan."""
-    row_NR = contiguous_fp32(row_NR)
-    byte_Y = torch.empty(total, dtype=torch.uint8, device=CPU)
-    failed = library().pack_rows(
-        (ctypes.c_int64 * len(coders))(*(coder.address for coder in coders)),
-        row_NR.data_ptr(),
-        *row_NR.shape[::-1],
-        0 if class_N is None else class_N.data_ptr(),
-        start_N.data_ptr(),
-        torch.get_num_threads(),
-        byte_Y.data_ptr(),
-    )
-    if failed:
-        raise MemoryError("no memory for the scratch space of packing")
-    return byte_Y

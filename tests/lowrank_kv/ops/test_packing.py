@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from even_levels import LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import threads_of
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.skipif(
     unsupported_reason(torch.float32, CPU, in_pairs=True) is not None, reason="no C compiler"
 )
 
-LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
 WIDTH = 40
 BITS = st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=WIDTH).map(lambda bits: sorted(bits, reverse=True))
 
@@ -84,10 +84,10 @@ def test_rows_of_several_classes(classes, count, seed, threads):
     class_N = plans.classes(row_NC)
     with threads_of(threads):
         writer = copy.deepcopy(compiled_writer(plans, CPU))
-        found_N, byte_Y = writer.classes(row_NC), writer.pack(row_NC, class_N)
+        found_N, byte_Y = writer.classes(row_NC), writer.pack(row_NC, class_N, plans.starts(class_N))
     is_tie_N = (score_N[:, None] - bounds_K).abs().le(1e-4 * score_N.abs()[:, None] + 1e-4).any(dim=1)
     assert bool(((found_N == class_N) | is_tie_N).all())
-    expected_Y = plans.pack(row_NC, class_N)
+    expected_Y = plans.pack(row_NC, class_N, plans.starts(class_N))
     assert byte_Y.shape == expected_Y.shape
     sizes = plans.size_K[class_N].tolist()
     rows = zip(byte_Y.split(sizes), expected_Y.split(sizes), strict=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from even_levels import LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rotations import rotated_tokens
@@ -14,7 +15,6 @@ from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.utils.errors import UserError
 
-LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
 PLANS = st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=70).map(lambda bits: tuple(sorted(bits, reverse=True)))
 
 

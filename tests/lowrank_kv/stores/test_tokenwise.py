@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from even_levels import LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import calibration_of, tiny_model
@@ -12,14 +13,13 @@ from lowrank_kv.calibration.token_gates import fit_gate, token_costs
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
-from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
+from lowrank_kv.stores.bit_plan import WIDTHS, BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 from lowrank_kv.utils.errors import UserError
 
-LEVELS = {width: torch.linspace(-3, 3, 2**width) + 0.01 * width for width in WIDTHS if width != UNCODED}
 WIDTH = 40
 RANKS = st.lists(
     st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=WIDTH).map(lambda bits: tuple(sorted(bits, reverse=True))),

@@ -52,18 +52,15 @@ class AdaptiveStore(TokenStore):
         """How many coefficients the plan keeps of each token, (N,) int64."""
         plan = self.initial.quantization
         if isinstance(plan, TokenPlans):
-            return plan.rank_K[self._classes(coef_NC)]
+            return plan.rank_K[self.initial.writer.classes(coef_NC)]
         return torch.full((len(coef_NC),), self.initial.rank, device=coef_NC.device)
-
-    def _classes(self, coef_NC: Tensor) -> Tensor:
-        return (self.initial.writer or self.initial.quantization).classes(coef_NC)
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append rows, given by their coefficients of the shared basis, by which a token's class is told."""
         [coef_NC] = coef_PNR
         row_NR = coef_NC if self.own is None else self.own.encode(coef_NC, self.initial.shared, self.initial.rank)
         if isinstance(self.initial.quantization, TokenPlans):
-            self._write(row_NR[None], class_N=self._classes(coef_NC))
+            self._write(row_NR[None], class_N=self.initial.writer.classes(coef_NC))
         else:
             self._write(row_NR[None, :, : self.initial.rank])
 

@@ -80,14 +80,20 @@ class OwnDirections:
         vector_CK = leading_directions(dropped_NC, count)
         scale_K = vector_CK.abs().amax(dim=0) / _LARGEST_CODE
         code_CK = (vector_CK / scale_K).round().to(torch.int8)
-        size_K = (weighted_NC @ (code_CK * scale_K)).square().mean(dim=0).sqrt()
+        vector_CK = code_CK * scale_K  # as they are held
+        size_K = (weighted_NC @ vector_CK).square().mean(dim=0).sqrt()
         order_K = size_K.argsort(descending=True)
-        code_CK, scale_K, size_K = code_CK[:, order_K], scale_K[order_K], size_K[order_K]
+        code_CK, scale_K, vector_CK, size_K = (
+            code_CK[:, order_K],
+            scale_K[order_K],
+            vector_CK[:, order_K],
+            size_K[order_K],
+        )
         # Own coefficient j stands behind the shared ones that matter more, and behind the j own ones before it.
         before_K = torch.searchsorted(-weight_C, -size_K, right=True)
         place_K = before_K + torch.arange(len(before_K), device=before_K.device)
         is_held_NK = place_K < rank_N[:, None]
-        saved_K = ((dropped_NC @ (code_CK * scale_K)).square() * is_held_NK).mean(dim=0)
+        saved_K = ((dropped_NC @ vector_CK).square() * is_held_NK).mean(dim=0)
         pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (_GOES_ON * tokens)
         if not pays_K.any():
             return None

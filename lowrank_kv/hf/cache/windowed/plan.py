@@ -83,8 +83,8 @@ class InitialBasis:
 
     @functools.cached_property
     def writer(self) -> Any:
-        """Compiled code that encodes rows in place of the quantization; None where there is none."""
-        return compiled_writer(self.quantization, self.vectors_PWR.device)
+        """What encodes rows: compiled code that does as the quantization does, or where there is none, the quantization."""
+        return compiled_writer(self.quantization, self.vectors_PWR.device) or self.quantization
 
     @property
     def rank(self) -> int:

@@ -109,7 +109,12 @@ class TokenStore:
         """See rows (P, N, W) that are about to be compressed; a basis that moves follows them. Returns their coefficients in
         the basis as it is then, (P, N, R)."""
         self.forget_operands()
+        if rows_PNW.shape[1]:
+            self._move(rows_PNW, is_prompt=is_prompt)
         return self.projected(rows_PNW)
+
+    def _move(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
+        """Let the basis follow rows, of which there is at least one; this one stays."""
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append coefficients in the present basis."""
