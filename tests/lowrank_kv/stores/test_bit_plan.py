@@ -81,7 +81,7 @@ def test_a_plan_that_cannot_be_is_refused(bits, levels, message):
 @pytest.mark.skipif(
     native.unsupported_reason(torch.float32, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
 )
-# Always the same examples: of a rare one the rounding of large scores is a little more than 1e-5 (seed 96, 54 rows of 9 bits).
+# Always the same examples: of a rare one the rounding of large scores is a little more than 1e-5 (seed 96, 54 rows).
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(bits=st.tuples(PLANS, PLANS), count=st.integers(1, 60), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))
 def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
