@@ -14,6 +14,7 @@ from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
@@ -64,7 +65,8 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
         own_directions_from=settings.own_directions_from,
         eviction=settings.eviction,
     )
-    sequence = PlannedSequence.after(windowed, prompt=tokens, tokens=tokens)
+    # After a prompt alone all layers hold as many tokens.
+    sequence = PlannedSequence.after(RetentionSchedule(windowed), prompt=tokens, tokens=tokens)
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)
     positions = sequence.position_bytes(1) * len(geometry.layers) + sequence.rotation_bytes

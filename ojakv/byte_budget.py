@@ -37,16 +37,16 @@ class PlannedSequence:
         has_own_directions: whether directions of its own have been found.
     """
 
-    def __init__(self, config: WindowedConfig):
-        self.config, self.schedule = config, RetentionSchedule(config)
+    def __init__(self, schedule: RetentionSchedule):
+        self.config, self.schedule = schedule.config, schedule
         self.length = self.num_pinned = self.num_waiting = self.num_low_rank = 0
         self.full_rank_capacity = self.low_rank_capacity = 0
         self.has_started = self.has_evicted = self.has_own_directions = False
 
     @classmethod
-    def after(cls, config: WindowedConfig, *, prompt: int, tokens: int) -> "PlannedSequence":
+    def after(cls, schedule: RetentionSchedule, *, prompt: int, tokens: int) -> "PlannedSequence":
         """A prompt read in one call, the first of the sequence, then tokens decoded one at a time, `tokens` in all."""
-        sequence = cls(config)
+        sequence = cls(schedule)
         first = max(prompt, 1)
         sequence._read_prompt(first)
         for _ in range(tokens - first):
@@ -119,20 +119,28 @@ def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> floa
         tokens: all tokens, `prompt` included.
         itemsize: bytes of a number in the model's dtype.
     """
-    return _rate(plan, PlannedSequence.after(plan.config, prompt=prompt, tokens=tokens), itemsize)
+    return _rate(plan, planned_layers(plan.config, len(plan.layers), prompt=prompt, tokens=tokens), itemsize)
 
 
-def _rate(plan: Plan, sequence: PlannedSequence, itemsize: int) -> float:
+def planned_layers(config: WindowedConfig, layers: int, *, prompt: int, tokens: int) -> list[PlannedSequence]:
+    """What each of so many layers holds of one sequence, as :meth:`PlannedSequence.after`; layers that compress in the same
+    calls share the counts."""
+    schedules = [RetentionSchedule.of_layer(config, place, layers) for place in range(layers)]
+    found = {rules: PlannedSequence.after(rules, prompt=prompt, tokens=tokens) for rules in dict.fromkeys(schedules)}
+    return [found[rules] for rules in schedules]
+
+
+def _rate(plan: Plan, sequences: list[PlannedSequence], itemsize: int) -> float:
     width = plan.geometry.width
     layer_bytes = [
         sum(_store_bytes(initial, sequence, width=width, itemsize=itemsize) for initial in kv)
         + sequence.position_bytes(eviction_parts(kv))
-        for kv in plan.layers.values()
+        for sequence, kv in zip(sequences, plan.layers.values(), strict=True)
     ]
     num_bytes = sum(layer_bytes)
     if plan.config.rotates:
-        num_bytes += sequence.rotation_bytes
-    return num_bytes / plan.geometry.full_nbytes(sequence.length, itemsize)
+        num_bytes += sequences[0].rotation_bytes
+    return num_bytes / plan.geometry.full_nbytes(sequences[0].length, itemsize)
 
 
 def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
@@ -183,8 +191,9 @@ def plan_for_bytes(
     require(0 < share < math.inf, "share", share, "positive; 0.3 is three tenths of the bytes")
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(0 <= prompt <= tokens, "prompt", prompt, f"between 0 and `tokens` ({tokens})")
-    sequence = PlannedSequence.after(config, prompt=prompt, tokens=tokens)  # its counts do not depend on the rate
-    plan = _largest_plan(calibration, config, lambda plan: _rate(plan, sequence, itemsize), share)
+    # The counts do not depend on the rate.
+    sequences = planned_layers(config, len(calibration.geometry.layers), prompt=prompt, tokens=tokens)
+    plan = _largest_plan(calibration, config, lambda plan: _rate(plan, sequences, itemsize), share)
     if plan is None:
         raise UserError(
             f"no rate brings this cache to {share:.3f} of the uncompressed bytes at {tokens} tokens; keep fewer tokens at "

@@ -105,7 +105,7 @@ class OjaKVCache(LowRankCache):
     @property
     def refused_updates(self) -> int:
         """Steps left out because even a small share of them would have lost more than ``max_loss``, or moved stored rows
-        further than ``max_drift``. Every step rounds integer coefficients again, which in int4 may cost this much."""
+        further than ``max_drift``. A step that turns integer coefficients rounds them again, which counts, too."""
         return sum(store.guard.num_refused for store in self._stores())
 
     @property

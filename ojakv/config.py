@@ -85,7 +85,9 @@ class OjaKVConfig(WindowedConfig):
         unit="times",
     )
     max_loss: float = option(
-        0.01, help="most energy of stored coefficients one update may lose; the step is halved until it does not"
+        0.01,
+        help="most energy of stored coefficients one update may lose, of all and with outliers held down; the step is "
+        "halved until it does not",
     )
     max_drift: float | None = option(
         None,

@@ -113,13 +113,15 @@ class OnlineStore(TokenStore):
                 self.tracker.defer(new)
             return
         self.trigger.reset()
-        self.guard.accept(move)
         self.tracker.move_to(move.basis_PWR)
         self.updates += 1
-        if self.coef.length:
+        if move.change_PRR is not None:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
             room = self.coef.length + new.rows_PNW.shape[1] * self.config.pool
-            self.coef = change_basis(self.coef, move.change_PRR, room, self.coef_scale_PR)
+            self.coef, rounded = change_basis(self.coef, move.change_PRR, room, self.coef_scale_PR)
+            if self.coef.quantization is not None:
+                move = move._replace(rounded=rounded)
+        self.guard.accept(move)
 
     def _moments(self) -> tuple[Tensor, Tensor | None]:
         """Σ cᵀc of the tokens that new rows are weighed against, and of all rows stored, None where there are none."""

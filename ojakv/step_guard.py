@@ -1,45 +1,93 @@
 """How far a step may move a basis without spoiling the rows that are stored in it.
 
-Shapes: P parts, W width of a part, R rank.
+Shapes: P parts, W width of a part, R rank, X any.
 """
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ojakv.change_of_basis import energy_of
 
 # A step that costs too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
+# Stored coefficients stay as they are where that moves rows by so little more, as a share of what projecting them loses.
+HARDLY_MORE = 0.01
+# A direction counts in the price of a step for at most so many times the energy of the median one.
+OUTLIER = 100.0
 
 
 class Move(NamedTuple):
-    """A basis to move to, and what the move costs the stored rows.
+    """A basis to move to, and what the move does to the stored rows. Energies are Σ ‖·‖² over all of them.
 
     Attributes:
         basis_PWR: the new basis.
-        change_PRR: takes coefficients in the old basis to coefficients in the new one.
-        lost: share of the stored rows' energy that is lost.
-        distance: how far the stored rows move, ‖·‖ over all of them.
+        change_PRR: takes coefficients in the old basis to coefficients in the new one; None where they stay as they are.
+        energy: of the rows.
+        moved: by how much the rows move.
+        rounded: by how much they move beside that because changed coefficients are rounded, as expected or as it was.
+        price: the share of the rows' energy that is lost, or that share with outliers held down, whichever is larger: one
+            outlier direction with all of the energy would hide what the others lose.
     """
 
     basis_PWR: Tensor
-    change_PRR: Tensor
-    lost: float
-    distance: float
+    change_PRR: Tensor | None
+    energy: float = 0.0
+    moved: float = 0.0
+    rounded: float = 0.0
+    price: float = 0.0
+
+    @property
+    def lost(self) -> float:
+        """The share of the rows' energy that no longer points where it did."""
+        return (self.moved + self.rounded) / self.energy if self.energy else 0.0
+
+    @property
+    def distance(self) -> float:
+        """How far the stored rows move, ‖·‖ over all of them."""
+        return math.sqrt(self.moved + self.rounded)
+
+
+def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, rounding: float) -> Move:
+    """The way from one basis to another that costs the stored rows less.
+
+    Rows C Uᵀ are projected on the new basis V, which loses the part of U outside of V, and their coefficients C UᵀV rounded
+    anew. Or C stays, and rows turn with the basis to C Vᵀ. To first order in the angle they are the same rows, and nothing
+    is read, written or rounded.
+
+    Args:
+        stored_PRR: Σ cᵀc of the stored rows; None where nothing is stored.
+        rounding: share of their energy that the stored rows lose by being rounded again.
+    """
+    energy = 0.0 if stored_PRR is None else energy_of(stored_PRR)
+    if not energy:
+        return Move(new_PWR, None)
+    change_PRR = old_PWR.mT @ new_PWR
+    outside_PWR = old_PWR - new_PWR @ change_PRR.mT
+    lost = mapped_energy(outside_PWR, stored_PRR)
+    # C − C UᵀV, at right angles to what projecting loses.
+    turned = mapped_energy((torch.eye(change_PRR.shape[-1]).to(change_PRR) - change_PRR).mT, stored_PRR)
+    stays = turned <= HARDLY_MORE * lost + rounding * energy
+    moved, rounded = (lost + turned, 0.0) if stays else (lost, rounding * energy)
+    leveled_PRR = without_outliers(stored_PRR)
+    price = (moved + rounded) / energy
+    if leveled_PRR is not None:
+        price = max(price, mapped_energy(outside_PWR, leveled_PRR) / energy_of(leveled_PRR) + rounded / energy)
+    return Move(new_PWR, None if stays else change_PRR, energy, moved, rounded, price)
 
 
 class StepGuard:
     """Halves steps until they keep within two bounds, or refuses them.
 
-    A move takes the stored rows to their projection on the new basis, at right angles to the energy it drops: they move by
-    the root of the energy they lose. Moves in different directions may add up to more than what is lost of the energy in
-    the end, so their lengths are added.
+    A move takes the stored rows to their projection on the new basis, or next to it: they move by the root of the energy
+    that this drops. Moves in different directions may add up to more than what is lost of the energy in the end, so their
+    lengths are added.
 
     Args:
-        max_loss: most energy of the stored rows that one move may lose, as a share.
+        max_loss: highest price of a move (:class:`Move`), a share of the stored rows' energy.
         max_drift: most that all moves together may move the stored rows, as a share of their norm; None has no bound.
 
     Attributes:
@@ -62,25 +110,21 @@ class StepGuard:
         Args:
             old_PWR: the present basis.
             propose: share of a step → the basis it leads to, or None where the present one is to stay.
-            stored_PRR: Σ cᵀc of the stored rows; None where nothing is stored, and nothing can be lost.
-            rounding: share of their energy that the stored rows lose by being rounded again.
+            stored_PRR, rounding: as for :func:`move_between`.
         """
-        energy = 0.0 if stored_PRR is None else energy_of(stored_PRR)
         for halving in range(MAX_HALVINGS + 1):
             new_PWR = propose(0.5**halving)
             if new_PWR is None:
                 return None
-            change_PRR = old_PWR.mT @ new_PWR
-            lost = lost_energy(stored_PRR, old_PWR, new_PWR, change_PRR) / energy + rounding if energy else 0.0
-            move = Move(new_PWR, change_PRR, lost, math.sqrt(lost * energy))
-            if lost <= self.max_loss and self._is_within_drift(move.distance, (1 - lost) * energy):
+            move = move_between(old_PWR, new_PWR, stored_PRR, rounding)
+            if move.price <= self.max_loss and self._is_within_drift(move):
                 return move
         self.num_refused += 1
         return None
 
-    def _is_within_drift(self, distance: float, energy: float) -> bool:
-        limit = self.max_drift
-        return limit is None or self.distance + distance <= limit * math.sqrt(max(0.0, energy))
+    def _is_within_drift(self, move: Move) -> bool:
+        limit, left = self.max_drift, max(0.0, 1 - move.lost) * move.energy
+        return limit is None or self.distance + move.distance <= limit * math.sqrt(left)
 
     def accept(self, move: Move) -> None:
         """Count a move that is made."""
@@ -92,8 +136,18 @@ class StepGuard:
         self.distance = 0.0
 
 
-def lost_energy(stored_PRR: Tensor, old_PWR: Tensor, new_PWR: Tensor, change_PRR: Tensor) -> float:
-    """The energy that rows C·Uᵀ lose when they are projected on a new basis V: tr(D S Dᵀ) with S = CᵀC and D the part of U
-    outside of V. The difference tr(S) − tr(Mᵀ S M) with M = UᵀV is the same, but vanishes in fp32 for a small move."""
-    outside_PWR = old_PWR - new_PWR @ change_PRR.mT
-    return max(0.0, float((outside_PWR @ stored_PRR * outside_PWR).sum()))
+def mapped_energy(map_PXR: Tensor, stored_PRR: Tensor) -> float:
+    """Σ ‖M c‖² over rows c with Σ cᵀc = S: tr(M S Mᵀ)."""
+    return max(0.0, float((map_PXR @ stored_PRR * map_PXR).sum()))
+
+
+def without_outliers(stored_PRR: Tensor) -> Tensor | None:
+    """The moment of rows whose outlier directions are scaled down to :data:`OUTLIER` times the median direction's energy;
+    None where there are none."""
+    energy_PR = stored_PRR.diagonal(dim1=1, dim2=2)
+    most_P1 = OUTLIER * energy_PR.median(dim=1, keepdim=True).values
+    is_outlier_PR = (energy_PR > most_P1) & (most_P1 > 0)
+    if not is_outlier_PR.any():
+        return None
+    scale_PR = torch.where(is_outlier_PR, (most_P1 / energy_PR).sqrt(), 1.0)
+    return scale_PR[:, :, None] * stored_PRR * scale_PR[:, None, :]

@@ -205,7 +205,7 @@ class FrequentDirections(Tracker):
         if (there_PWR - self.vectors_PWR).abs().amax() < SMALLEST_MOVE:
             return None
         if share == 1:
-            return orthonormal(leading_PWR, *refused)
+            return orthonormal(leading_PWR @ nearest_rotation(leading_PWR.mT @ self.vectors_PWR), *refused)
         return orthonormal(torch.lerp(self.vectors_PWR, there_PWR, share), *refused)
 
     def _leading(self) -> Tensor:
@@ -265,6 +265,13 @@ def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
         if (diagonal_PR.abs() > 1e-6 * diagonal_PR.abs().amax(dim=1, keepdim=True)).all():
             return q_PWR * diagonal_PR.sign()[:, None, :]
     raise UserError(f"{what} left no orthonormal basis; {remedy}")
+
+
+def nearest_rotation(matrix_PRR: Tensor) -> Tensor:
+    """The orthogonal factor Q of each part's polar decomposition. Where the matrix is VᵀU, V Q spans what V spans, and is as
+    near to U as can be."""
+    left_PRR, _, right_PRR = torch.linalg.svd(matrix_PRR)
+    return left_PRR @ right_PRR
 
 
 def _lifted(moment_PRR: Tensor) -> Tensor:

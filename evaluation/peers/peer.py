@@ -1,6 +1,7 @@
 """What a peer is: a way to make caches at a wanted share of the bytes, and what has to be known of it."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVConfig
-from ojakv.byte_budget import PlannedSequence
+from ojakv.byte_budget import planned_layers
 
 MakeCache = Callable[[], Cache]
 
@@ -130,15 +131,17 @@ def token_share(
     """
     if text is None:
         return share
-    sequence = PlannedSequence.after(config, prompt=text.prompt, tokens=text.tokens)
+    layers = planned_layers(config, len(geometry.layers), prompt=text.prompt, tokens=text.tokens)
     token_bytes = geometry.full_nbytes(1, itemsize)
-    held = sequence.full_rank_capacity * token_bytes + len(geometry.layers) * sequence.position_bytes(1)
+    full_rank = statistics.fmean(layer.full_rank_capacity for layer in layers)
+    low_rank = statistics.fmean(layer.low_rank_capacity for layer in layers)
+    held = full_rank * token_bytes + sum(layer.position_bytes(1) for layer in layers)
     if config.rotates:
-        held += sequence.rotation_bytes
-    found = (share * text.tokens * token_bytes - held) / (sequence.low_rank_capacity * token_bytes)
+        held += layers[0].rotation_bytes
+    found = (share * text.tokens * token_bytes - held) / (low_rank * token_bytes)
     if found <= 0:
         raise UserError(
             f"`share` {share:g} leaves no byte for a compressed token: of {text.tokens} tokens "
-            f"{sequence.full_rank_capacity} are held at full rank; take a larger share or a longer text"
+            f"{full_rank:.0f} are held at full rank; take a larger share or a longer text"
         )
     return found

@@ -138,6 +138,7 @@ def puzzle_maker(
         layout="joint",
         rope="pre",
         update_period=PAGE_TOKENS,
+        staggered=False,  # in which the first page after a prompt would be a part of one
         prefill="exact",
         attention="reconstructed",
     )

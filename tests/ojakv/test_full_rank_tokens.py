@@ -8,7 +8,7 @@ from ojakv import OjaKVCache, OjaKVConfig
 
 
 def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
-    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4}
+    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4, "staggered": False}
     cache = filled(model, calibration, ids[:, :40], 40, **settings)
     assert full_rank_positions(cache) == [0, 1, 2, 35, 36, 37, 38, 39]
     for tokens, first_waiting in ((44, 35), (45, 39), (48, 39), (49, 43)):
@@ -18,7 +18,7 @@ def test_sinks_and_recent_tokens_stay_whole(model, calibration, ids):
 
 
 def test_a_prompt_too_short_to_compress_waits_for_a_full_period(model, calibration, ids):
-    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4}
+    settings = {"num_sink_tokens": 3, "recent_window": 5, "update_period": 4, "staggered": False}
     # With 12 tokens a period is full; it leaves when the next token comes, which is held.
     for tokens, whole in ((8, 8), (12, 12), (13, 9), (16, 12), (17, 9)):
         cache = filled(model, calibration, ids[:, :tokens], 6, **settings)
@@ -85,7 +85,8 @@ def test_padding_is_not_stored(model, calibration, ids):
 
 def test_a_whole_prompt_stays_and_what_is_generated_is_compressed(model, calibration, ids):
     for prompt in (50, 10):
-        cache = filled(model, calibration, ids, prompt, keep_prompt_full_rank=True, recent_window=20, update_period=10)
+        settings = {"keep_prompt_full_rank": True, "recent_window": 20, "update_period": 10, "staggered": False}
+        cache = filled(model, calibration, ids, prompt, **settings)
         # 20 recent ones, and ten that have waited a full period but leave with the next token only.
         assert full_rank_positions(cache) == [*range(prompt), *range(120, 150)]
         assert cache.layers[0].sequences[0].positions.low_rank().tolist() == list(range(prompt, 120))
@@ -190,7 +191,7 @@ def test_what_stays_of_a_prompt_stays_of_every_chunk_and_turn(model, calibration
         ({"keep_prompt_full_rank": True}, {*range(90), *range(110, 150)}),
         ({"full_rank_ratio": 0.2, "num_sink_tokens": 0, "recent_window": 0}, None),
     ):
-        config = OjaKVConfig(**{"rate": 0.5, "update_period": 10, "recent_window": 0, **settings})
+        config = OjaKVConfig(**{"rate": 0.5, "update_period": 10, "recent_window": 0, "staggered": False, **settings})
         cache = OjaKVCache.from_model(model, config, bases=calibration)
         whole = []
         for call in calls:

@@ -10,8 +10,9 @@ from ojakv.online_store import OnlineStore
 
 
 def new_store(basis_WR: torch.Tensor, dtype: torch.dtype = torch.float32, **settings) -> OnlineStore:
-    start = InitialBasis(vectors_PWR=basis_WR[None], energy_PR=torch.ones(1, basis_WR.shape[1]))
     config = OjaKVConfig(**{"prior_tokens": 8.0, **settings})
+    energy_PR = torch.ones(1, basis_WR.shape[1])
+    start = InitialBasis(vectors_PWR=basis_WR[None], energy_PR=energy_PR, quantization=config.integers)
     return online_store.new_store(start, config, head_dim=8, dtype=dtype, name="layer 0 values")
 
 
@@ -223,10 +224,19 @@ def test_many_turns_too_small_for_fp32_add_up():
     assert drift <= store.drift() <= 0.02 * (1 + 1e-4)
 
 
-def test_rounding_to_half_precision_is_drift():
-    """Sketched directions change places within a subspace that stands still, and rows are rounded anew each time."""
+def test_directions_that_change_places_move_no_row():
+    """Sketched directions do so within a subspace that stands still. Rows are not rounded anew for that."""
     rows = slowly_turning_stream(0.0, 800)
     store, drift = filled_by(rows, dtype=torch.bfloat16, period=1, tracker="frequent_directions")
+    assert store.updates > 500
+    assert drift <= min(store.drift(), 0.01)
+
+
+def test_rounding_to_half_precision_is_drift():
+    """Large steps turn coefficients, which are rounded each time."""
+    rows = slowly_turning_stream(1.57, 800)
+    settings = {"preconditioned": False, "decode_learning_rate": 3.0, "max_loss": 1.0}
+    store, drift = filled_by(rows, dtype=torch.bfloat16, period=32, **settings)
     assert 0.01 < drift <= store.drift()
 
 
@@ -271,3 +281,41 @@ def held_rows(store: OnlineStore) -> torch.Tensor:
     """(P, N, W) as they would be read."""
     coef = store.coef.rows().float()
     return (coef if store.coef_scale_PR is None else coef * store.coef_scale_PR[:, None]) @ store.basis_PWR.mT
+
+
+def outlier_stream(length: int) -> torch.Tensor:
+    """Rows (1, N, 16) of a turning subspace, whose first channel is a thousand times the others."""
+    rows = slowly_turning_stream(1.57, length)
+    rows[..., 0] = 1e3 * (1 + 0.1 * torch.randn(length, generator=torch.Generator().manual_seed(8)))
+    return rows
+
+
+@pytest.mark.parametrize("rows", [slowly_turning_stream(1.57, 3200), outlier_stream(3200)], ids=["even", "outlier"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+def test_integers_drift_no_further_than_the_bound_says_and_are_hardly_ever_rounded_again(tracker, cache_dtype, rows):
+    store, drift = filled_by(rows, tracker=tracker, cache_dtype=cache_dtype)
+    assert store.updates > 20
+    assert drift <= store.drift()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_holds_for_integers_on_any_stream(seed):
+    """Small and large steps, which leave coefficients as they are and round them anew."""
+    generator = torch.Generator().manual_seed(seed)
+    bases = [torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q for _ in range(4)]
+    spectrum = 3.0 ** -torch.arange(16)
+    rows = torch.cat([torch.randn(160, 16, generator=generator) * spectrum @ basis.T for basis in bases])[None]
+    settings = {"max_loss": 1.0, "preconditioned": bool(seed % 2), "decode_learning_rate": 0.5}
+    store, drift = filled_by(rows, cache_dtype="int4", period=16, **settings)
+    assert store.updates > 20
+    assert 0 < drift <= store.drift() * (1 + 1e-4)
+
+
+def test_integers_keep_what_they_hold_over_many_updates():
+    """Rows of a subspace that hardly moves, stored in int4: a hundred updates leave them about as they were stored."""
+    rows = slowly_turning_stream(0.05, 3200)
+    stores = {of: filled_by(rows, cache_dtype=of, max_loss=0.05) for of in ("model", "int4")}
+    assert all(store.updates > 90 for store, _ in stores.values())
+    drifts = {of: drift for of, (_, drift) in stores.items()}
+    assert drifts["int4"] < drifts["model"] + 0.01

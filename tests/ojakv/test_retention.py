@@ -14,8 +14,8 @@ from ojakv.byte_budget import PlannedSequence, planned_rate
 SETTINGS = {"num_sink_tokens": 4, "recent_window": 16, "update_period": 8}
 
 
-def schedule(**settings) -> RetentionSchedule:
-    return RetentionSchedule(OjaKVConfig(**{**SETTINGS, **settings}))
+def schedule(phase: int | None = None, **settings) -> RetentionSchedule:
+    return RetentionSchedule(OjaKVConfig(**{**SETTINGS, **settings}), phase)
 
 
 def due(rules: RetentionSchedule, num_waiting: int, **counts) -> CompressionStep | None:
@@ -36,6 +36,41 @@ def test_tokens_that_follow_leave_in_full_periods():
         assert due(schedule(), 16 + waited, **started) == CompressionStep(4, num_due, 0, is_prompt=False)
     # A later chunk of a prompt leaves in full periods, too, and at the prompt's rate.
     assert due(schedule(), 16 + 23, is_prompt=True, **started) == CompressionStep(4, 16, 0, is_prompt=True)
+
+
+def test_with_a_phase_tokens_leave_at_its_places_in_the_text():
+    """Eight tokens at a time; the first time, those since the prompt."""
+    for phase in (0, 3):
+        rules = schedule(phase)
+        left, seen = 100 - 16, 100  # a prompt of 100 tokens has been compressed
+        for _ in range(50):
+            seen += 1
+            started = {"num_pinned": 4, "has_started": True, "num_seen": seen}
+            step = due(rules, seen - left, **started)
+            assert (step is None) == ((seen - phase) % 8 != 0)
+            if step is not None:
+                assert step == CompressionStep(4, seen - 16 - left, 0, is_prompt=False)
+                assert step.num_due == 8 or left == 100 - 16
+                left += step.num_due
+    # A later chunk of a prompt leaves by the same rule, and at the prompt's rate.
+    later = due(schedule(3), 16 + 23, is_prompt=True, num_pinned=4, has_started=True, num_seen=503)
+    assert later == CompressionStep(4, 19, 0, is_prompt=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("staggered", "most"), [(True, 1), (False, 3)])
+def test_layers_take_turns(ids, staggered, most):
+    model = tiny_model(num_hidden_layers=3)
+    settings = {**SETTINGS, "staggered": staggered}
+    cache = filled(model, calibration_of(model), ids[:1, :50], 50, **settings)
+    compressed = []
+    for at in range(50, 82):
+        before = [layer.sequences[0].key.coef.length for layer in cache.layers]
+        model(ids[:1, at : at + 1], past_key_values=cache)
+        after = [layer.sequences[0].key.coef.length for layer in cache.layers]
+        compressed.append([now - then for now, then in zip(after, before, strict=True)])
+    assert max(sum(count > 0 for count in each) for each in compressed) == most
+    assert {count for each in compressed[8:] for count in each} == {0, 8}
 
 
 def test_the_first_step_after_a_short_prompt_waits_for_a_full_period():
@@ -113,7 +148,7 @@ def test_planned_bytes_equal_the_bytes_held(one_layer, ids, rule):
     for prompt, tokens in LENGTHS:
         cache = filled(model, calibration, ids[:1, :tokens], max(prompt, 1), **settings)
         plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
-        assert_same_counts(cache, PlannedSequence.after(plan.config, prompt=prompt, tokens=tokens))
+        assert_same_counts(cache, PlannedSequence.after(plan.schedule(0), prompt=prompt, tokens=tokens))
         assert cache.rate == planned_rate(plan, prompt=prompt, tokens=tokens, itemsize=4), (prompt, tokens)
 
 
@@ -129,7 +164,8 @@ def test_planned_counts_equal_those_of_a_cache_that_evicts(one_layer, ids, rule)
         )
         settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         cache = filled(model, calibration, ids[:1, :tokens], prompt, **settings)
-        assert_same_counts(cache, PlannedSequence.after(config, prompt=prompt, tokens=tokens))
+        rules = RetentionSchedule.of_layer(config, 0, 1)
+        assert_same_counts(cache, PlannedSequence.after(rules, prompt=prompt, tokens=tokens))
         planned = planned_rate(make_plan(calibration, config), prompt=prompt, tokens=tokens, itemsize=4)
         assert cache.rate == pytest.approx(planned, rel=0.01)
 

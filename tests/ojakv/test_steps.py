@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ojakv.step_guard import MAX_HALVINGS, StepGuard, lost_energy
+from ojakv.step_guard import MAX_HALVINGS, OUTLIER, StepGuard, move_between
 from ojakv.update_trigger import UpdateTrigger
 
 AXES = torch.eye(4)
@@ -27,23 +27,48 @@ def proposals(angle: float, shares: list[float]):
     return propose
 
 
-def test_lost_energy_is_that_of_the_rows_projected():
-    rows = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)).double() @ OLD_PWR[0].T.double()
-    new = turned(0.7).double()
-    coef = rows @ OLD_PWR[0].double()
-    lost = lost_energy((coef.T @ coef)[None], OLD_PWR.double(), new, OLD_PWR.double().mT @ new)
-    left = (rows @ new[0]).square().sum()
-    assert lost == pytest.approx(float(rows.square().sum() - left))
+def test_a_move_costs_what_the_rows_move():
+    """In double precision, by the rows themselves."""
+    coef = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)).double()
+    old, stored = OLD_PWR.double(), (coef.T @ coef)[None]
+    rows = coef @ old[0].T
+    for angle in (0.01, 0.7):
+        new = turned(angle).double()
+        move = move_between(old, new, stored, rounding=0.0)
+        change = torch.eye(2).double() if move.change_PRR is None else move.change_PRR[0]
+        assert move.moved == pytest.approx(float((rows - coef @ change @ new[0].T).square().sum()))
+        assert move.lost == move.price == pytest.approx(move.moved / float(rows.square().sum()))
+
+
+def test_coefficients_stay_where_a_move_hardly_turns_them_or_rounding_them_costs_more():
+    assert move_between(OLD_PWR, turned(0.1), STORED_PRR, rounding=0.0).change_PRR is None
+    changed = move_between(OLD_PWR, turned(0.4), STORED_PRR, rounding=0.0)
+    assert torch.equal(changed.change_PRR, OLD_PWR.mT @ changed.basis_PWR)
+    assert (changed.moved, changed.rounded) == (pytest.approx(math.sin(0.4) ** 2), 0.0)
+    stays = move_between(OLD_PWR, turned(0.4), STORED_PRR, rounding=0.01)
+    assert stays.change_PRR is None
+    assert (stays.moved, stays.rounded) == (pytest.approx(2 - 2 * math.cos(0.4)), 0.0)
+
+
+def test_an_outlier_does_not_hide_what_other_directions_lose():
+    """Of two ordinary directions one turns away; beside them lies one with nearly all of the energy."""
+    old_PWR, turned_PWR = AXES[:, :3][None], AXES[:, [0, 1, 3]][None]
+    for outlier, price in ((1.0, 1 / 3), (1e6, 1 / (OUTLIER + 2))):
+        stored_PRR = torch.diag(torch.tensor([outlier, 1.0, 1.0]))[None]
+        move = move_between(old_PWR, turned_PWR, stored_PRR, rounding=0.0)
+        assert move.lost == pytest.approx(1 / (outlier + 2))
+        assert move.price == pytest.approx(price)
+    assert StepGuard(0.005, None).largest_move(old_PWR, lambda share: turned_PWR, stored_PRR, rounding=0.0) is None
 
 
 def test_a_step_is_halved_until_it_loses_little_enough():
     guard, shares = StepGuard(0.01, None), []
     move = guard.largest_move(OLD_PWR, proposals(math.pi / 2, shares), STORED_PRR, rounding=0.0)
     assert shares == [1.0, 0.5, 0.25, 0.125]
-    # A quarter of the energy lies along the direction that turns.
-    assert move.lost == pytest.approx(math.sin(math.pi / 16) ** 2 / 4, rel=1e-4)
+    # A quarter of the energy lies along the direction that turns; its coefficients stay as they are.
+    assert move.change_PRR is None
+    assert move.lost == pytest.approx((2 - 2 * math.cos(math.pi / 16)) / 4, rel=1e-4)
     assert move.distance == pytest.approx(math.sqrt(4 * move.lost))
-    assert torch.equal(move.change_PRR, OLD_PWR.mT @ move.basis_PWR)
     assert (guard.num_refused, guard.kept_energy, guard.distance) == (0, 1.0, 0.0)
     guard.accept(move)
     assert (guard.kept_energy, guard.distance) == (1 - move.lost, move.distance)

@@ -13,6 +13,9 @@ class WindowedConfig:
 
     # which tokens stay at full rank
     update_period: int = option(32, help="T, how many tokens wait at full rank to be compressed", unit="tokens")
+    staggered: bool = option(
+        True, help="layers compress the tokens that wait one after the other, not all in the call of the same token"
+    )
     num_sink_tokens: int = option(4, help="first tokens kept at full rank (v1 of the paper)", unit="tokens")
     recent_window: int = option(16, help="latest tokens kept at full rank (v1 of the paper)", unit="tokens")
     full_rank_ratio: float = option(

@@ -29,6 +29,7 @@ class WindowedLayer(SequenceLayer):
     def __init__(self, plan: Plan, index: int):
         super().__init__()
         self.plan, self.config, self.index = plan, plan.config, index
+        self.schedule = plan.schedule(index)
         self.prompts = CommittedPromptTracker(plan.config)
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
@@ -56,7 +57,7 @@ class WindowedLayer(SequenceLayer):
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)
         stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")
-        return WindowedSequence(*stores, self.config)
+        return WindowedSequence(*stores, self.schedule)
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         """An empty store of one sequence's keys, or values."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
+from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.ops.native import compiled_writer
 from lowrank_kv.stores.bit_plan import BitPlan
@@ -151,6 +152,10 @@ class Plan:
     @functools.cached_property
     def _elsewhere(self) -> dict[tuple[int, torch.device], tuple[InitialBasis, InitialBasis]]:
         return {}
+
+    def schedule(self, index: int) -> RetentionSchedule:
+        """When tokens of a layer are compressed."""
+        return RetentionSchedule.of_layer(self.config, list(self.layers).index(index), len(self.layers))
 
     @property
     def coefficient_rate(self) -> float:

@@ -28,9 +28,21 @@ class CompressionStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RetentionSchedule:
-    """The rules of one configuration. It has no state."""
+    """The rules of one configuration, for one layer. It has no state.
+
+    Args:
+        config: the settings.
+        phase: decoded tokens leave whenever the number of tokens read is so much above a multiple of the period; None lets
+            them leave a full period after those before them.
+    """
 
     config: WindowedConfig
+    phase: int | None = None
+
+    @classmethod
+    def of_layer(cls, config: WindowedConfig, place: int, layers: int) -> "RetentionSchedule":
+        """Of the layer at `place` of so many: they take turns, so that no token pays for the work of all."""
+        return cls(config, place * config.update_period // layers if config.staggered else None)
 
     @property
     def compresses_at_once(self) -> bool:
@@ -62,7 +74,9 @@ class RetentionSchedule:
         if num_seen < config.min_length:
             return None
         if has_started:
-            num_due = max(0, num_waiting - config.recent_window) // config.update_period * config.update_period
+            num_due = max(0, num_waiting - config.recent_window)
+            ahead = num_due if self.phase is None else num_seen - self.phase  # of the last token that may leave
+            num_due = max(0, num_due - ahead % config.update_period)
         else:
             num_due = max(0, num_pinned + num_waiting - config.num_sink_tokens - config.recent_window)
             num_pinned = config.num_sink_tokens

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowrank_kv.eviction import Eviction, min_crop_length_after, top_scores
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
-from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
@@ -38,9 +37,8 @@ class WindowedSequence:
         min_crop_length: the sequence cannot be cropped to fewer tokens, because some of these are evicted.
     """
 
-    def __init__(self, key: TokenStore, value: TokenStore, config: WindowedConfig):
-        self.config = config
-        self.schedule = RetentionSchedule(config)
+    def __init__(self, key: TokenStore, value: TokenStore, schedule: RetentionSchedule):
+        self.config, self.schedule = schedule.config, schedule
         self.key, self.value = key, value
         self.positions = TokenPositions(key.device)
         self.num_pinned = 0
