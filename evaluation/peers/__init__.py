@@ -12,6 +12,8 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.utils.errors import UserError, nearest
 
 from .eigen_attention import eigen_maker
+from .expected_attention import expected_attention_maker
+from .keydiff import keydiff_maker
 from .kq_svd import kq_svd_maker
 from .kvtc import kvtc_maker
 from .palu import GROUPED_HEADS, palu_maker
@@ -138,6 +140,21 @@ PEERS: dict[str, Peer] = {
         simplified="the choice is made again after every 32 decoded tokens, by their queries",
         family=EVICTION,
         build=snapkv_maker,
+    ),
+    "expected-attention": Peer(
+        what="each head keeps the tokens that the mean and covariance of its queries foretell to matter",
+        source="Expected Attention, arXiv 2510.00636, section 3, with kvpress's settings",
+        simplified="the choice is made again after every 32 decoded tokens, the latest of which stay; statistics of queries "
+        "are held, and their bytes not counted",
+        family=EVICTION,
+        build=expected_attention_maker,
+    ),
+    "keydiff": Peer(
+        what="each head keeps the tokens whose keys are least like its mean key",
+        source="KeyDiff, arXiv 2504.15364, section 3",
+        simplified="the choice is made again after every 32 decoded tokens, the latest of which stay",
+        family=EVICTION,
+        build=keydiff_maker,
     ),
     "streaming-llm": Peer(
         what="the first 4 and the latest tokens",

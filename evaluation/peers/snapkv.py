@@ -6,16 +6,14 @@ made again after every 32 decoded tokens, by their queries, so that what is held
 Shapes: G KV heads, N tokens held.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.eviction import top_scores
 
 from .peer import MakeCache, TextLength
-from .whole_tokens import Rule, WholeTokens, whole_tokens_maker
+from .whole_tokens import Rule, WholeTokens, latest_and_best, whole_tokens_maker
 
 WINDOW, KERNEL = 32, 7
 
@@ -23,19 +21,16 @@ WINDOW, KERNEL = 32, 7
 class LookedAt(Rule):
     """Keeps the latest :data:`WINDOW` tokens and those before them at which the window's queries look most."""
 
-    chooses_by_head = True
+    chooses_by_head = sums_attention = True
 
     def __init__(self, share: float):
         super().__init__(share, interval=WINDOW, least=WINDOW)
 
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
-        window = min(WINDOW, count)
-        score_GN = tokens.score_GN.clone()
+        older = tokens.num_held - min(WINDOW, count)
         # Without the window's own scores: being next to the window is no reason to keep a token.
-        older_GN = score_GN[:, : tokens.num_held - window]
-        score_GN[:, : tokens.num_held - window] = F.max_pool1d(older_GN, KERNEL, 1, KERNEL // 2)
-        score_GN[:, tokens.num_held - window :] = torch.inf
-        return top_scores(score_GN, count)
+        pooled_GN = F.max_pool1d(tokens.score_GN[:, :older], KERNEL, 1, KERNEL // 2)
+        return latest_and_best(F.pad(pooled_GN, (0, tokens.num_held - older)), count, WINDOW)
 
 
 def snapkv_maker(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowrank_kv.eviction import top_scores
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import CallContext
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
@@ -34,6 +35,7 @@ class WholeTokens:
         key_GND, value_GND: rotated keys and values, in the model's dtype.
         position_PN: where they stand in the text, int32.
         score_GN: how much queries have looked at them since tokens were last chosen, fp32; None where nobody asks.
+        noted: what the rule remembers of the queries seen, never written in place; its bytes are not counted.
         length: tokens seen, padding and forgotten ones included.
         num_seen: the same without padding.
     """
@@ -44,7 +46,8 @@ class WholeTokens:
         self.key_GND = self.value_GND = key_GND
         parts = len(key_GND) if rule.chooses_by_head else 1
         self.position_PN = torch.empty(parts, 0, dtype=torch.int32, device=key_GND.device)
-        self.score_GN = key_GND[..., 0].float() if rule.chooses_by_head else None
+        self.score_GN = key_GND[..., 0].float() if rule.sums_attention else None
+        self.noted: Any = None
         self.length = self.num_seen = 0
 
     @property
@@ -101,7 +104,8 @@ class Rule(abc.ABC):
         least: tokens that are held whatever their share is.
     """
 
-    chooses_by_head = False  # whether each KV head holds tokens of its own, by their scores
+    chooses_by_head = False  # whether each KV head holds tokens of its own
+    sums_attention = False  # whether tokens have a score, the attention that the latest queries give them
 
     def __init__(self, share: float, *, interval: int, least: int):
         self.share, self.interval, self.least = share, interval, least
@@ -110,9 +114,19 @@ class Rule(abc.ABC):
         """How many tokens are held after a choice, so that before the next one they take their share at most."""
         groups, _, head_dim = tokens.key_GND.shape
         whole = 2 * groups * head_dim * tokens.key_GND.dtype.itemsize
-        beside = _NUMBER_BYTES * (len(tokens.position_PN) + (groups if self.chooses_by_head else 0))
+        beside = _NUMBER_BYTES * (len(tokens.position_PN) + (groups if self.sums_attention else 0))
         budget = self.share * (tokens.num_seen + self.interval) * whole / (whole + beside)
         return min(tokens.num_held, max(self.least, int(budget) - self.interval))
+
+    def watch(self, tokens: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
+        """Take note of a call's queries, whose tokens have been appended.
+
+        Args:
+            query_HQD: rotated, without those of padding.
+            scaling: the model's score scale.
+        """
+        if self.sums_attention:
+            tokens.score_GN = tokens.score_GN + attention_sums(query_HQD[:, -self.interval :], tokens, scaling)
 
     @abc.abstractmethod
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
@@ -150,10 +164,11 @@ class WholeTokensLayer(SequenceLayer):
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """The model's own attention over the tokens held, after which some are forgotten."""
-        outputs = []
+        outputs, first = [], self.get_seq_length() - query.shape[2]
         for b, sequence in enumerate(self.sequences):
-            mask_1HQN = None
+            mask_1HQN, query_HQD = None, query[b]
             if mask is not None:
+                query_HQD = query_HQD[:, mask_of_row(mask, b)[:, first:].any(dim=0)]
                 position = sequence.position_PN.long()
                 columns = columns_of(
                     mask_of_row(mask, b), position[0] if len(position) == 1 else position, query.shape[1]
@@ -161,9 +176,7 @@ class WholeTokensLayer(SequenceLayer):
                 mask_1HQN = columns[None] if columns.dim() == 3 else columns[None, None]
             states = sequence.key_GND[None], sequence.value_GND[None]
             outputs.append(inner(module, query[b : b + 1], *states, mask_1HQN, **kwargs)[0])
-            if sequence.score_GN is not None:
-                last_HQD = query[b, :, -self.rule.interval :]
-                sequence.score_GN = sequence.score_GN + attention_sums(last_HQD, sequence, kwargs["scaling"])
+            self.rule.watch(sequence, query_HQD, kwargs["scaling"])
             self._forget(sequence, query.shape[2])
         return torch.cat(outputs), None
 
@@ -172,6 +185,13 @@ class WholeTokensLayer(SequenceLayer):
         count = self.rule.num_kept(sequence)
         if sequence.num_held > count and sequence.num_held - count + queries > self.rule.interval:
             sequence.keep(self.rule.kept(sequence, count))
+
+
+def latest_and_best(score_GN: Tensor, count: int, latest: int) -> Tensor:
+    """The rows of the latest tokens and of those before them with the highest scores, `count` in all, rising, (G, count)."""
+    score_GN = score_GN.clone()
+    score_GN[:, score_GN.shape[1] - min(latest, count) :] = torch.inf
+    return top_scores(score_GN, count)
 
 
 def attention_sums(query_HQD: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:

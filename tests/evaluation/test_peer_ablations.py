@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from evaluation.peers import PEERS
+from evaluation.peers.expected_attention import Expected, Queries, mean_rotation, unrotated
+from evaluation.peers.keydiff import likeness
 from evaluation.peers.kq_svd import read_basis
 from evaluation.peers.kvtc import by_energy, deflated_share
 from evaluation.peers.output_projection import output_moments
@@ -14,13 +16,14 @@ from evaluation.peers.puzzle_kv import Pages
 from evaluation.peers.rotated import rotated_maker
 from evaluation.peers.streaming_llm import SINK_TOKENS, SinksAndLatest
 from evaluation.peers.think import ChannelStore, ThinKLayer, think_maker
-from evaluation.peers.whole_tokens import Rule, whole_tokens_maker
+from evaluation.peers.whole_tokens import Rule, WholeTokens, whole_tokens_maker
 from evaluation.scores import score_windows, summary
 from evaluation.texts import windows_of
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, observe
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.rotary import Rotary
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache
@@ -257,10 +260,46 @@ class RandomTokens(Rule):
         return torch.cat([order[: count - 32].sort().values, latest])[None]
 
 
-def test_tokens_that_are_looked_at_beat_random_ones(model):
-    looked_at = kl_of(model, PEERS["snapkv"].maker(model, None, 0.5))
+@pytest.mark.parametrize("name", ["snapkv", "expected-attention"])
+def test_tokens_that_are_looked_at_beat_random_ones(model, name):
+    looked_at = kl_of(model, PEERS[name].maker(model, None, 0.5))
     random = kl_of(model, whole_tokens_maker(model, RandomTokens(0.5, interval=32, least=32)))
     assert 0 < looked_at < 0.96 * random
+
+
+def test_the_most_distinct_keys_are_those_farthest_from_the_mean():
+    """Two of nine keys point elsewhere, and are kept."""
+    key_GND = torch.ones(1, 9, 4) + 0.01 * numbers(1, 9, 4).float()
+    key_GND[0, [2, 5]] *= -3
+    found = likeness(key_GND)
+    assert found[0].argsort()[:2].sort().values.tolist() == [2, 5]
+    lengths = torch.rand(1, 9, 1, generator=torch.Generator().manual_seed(0)) + 0.5
+    torch.testing.assert_close(likeness(key_GND * lengths), found)  # lengths do not matter
+
+
+@torch.no_grad()
+def test_attention_is_expected_from_the_queries_before_their_rotation(model):
+    """Against queries of a normal distribution, drawn and rotated to places to come."""
+    rotary = Rotary.from_model(model)
+    rule, generator = Expected(0.5, rotary), torch.Generator().manual_seed(0)
+    seen, length = 4000, 300
+    query_HQD = 0.7 * torch.randn(4, seen, 16, generator=generator) + torch.randn(4, 1, 16, generator=generator)
+    cos, sin = rotary.cos_sin(torch.arange(seen)[None], torch.float32)
+    rotated_HQD = rotary.function(query_HQD[None], query_HQD[None], cos, sin)[0][0]
+    torch.testing.assert_close(unrotated(rotated_HQD, torch.arange(seen), rotary), query_HQD, atol=1e-5, rtol=0)
+    queries = Queries.of(rotated_HQD[:, 2000:], Queries.of(rotated_HQD[:, :2000], None))
+    torch.testing.assert_close(queries.mean_and_covariance()[0], rotated_HQD.mean(dim=1), atol=1e-5, rtol=0)
+
+    tokens = WholeTokens(rule, torch.zeros(2, 0, 16))
+    tokens.append(*torch.randn(2, 2, length, 16, generator=generator), None)
+    scores = rule.scores(tokens, Queries.of(query_HQD, None), scaling=0.25)
+    turn_DD = mean_rotation(length, 16, rotary, torch.device("cpu"))
+    score_HQN = 0.25 * (query_HQD @ turn_DD) @ tokens.key_GND.repeat_interleave(2, dim=0).mT
+    weight_HN = score_HQN[..., 4:].exp().mean(dim=1)
+    weight_HN /= weight_HN.sum(dim=1, keepdim=True)
+    expected = weight_HN.unflatten(0, (2, 2)).mean(dim=1) * tokens.value_GND[:, 4:].norm(dim=-1)
+    assert float((scores[:, 4:] - expected).abs().sum() / expected.sum()) < 0.1
+    assert (scores[:, :4] == 0).all()
 
 
 @torch.no_grad()
