@@ -239,6 +239,28 @@ def test_bytes_are_those_of_the_tensors(model, calibration):
 
 
 @torch.no_grad()
+def test_caches_that_take_turns_read_their_own_directions(model, calibration):
+    """Caches of one plan share the decoder that was made last."""
+    plan = cache_of(model, calibration).layers[0].plan
+    texts = [torch.randint(1, 97, (1, 190), generator=torch.Generator().manual_seed(seed)) for seed in (5, 7)]
+    alone = []
+    for ids in texts:
+        cache = OjaKVCache(model, plan)
+        alone.append([model(part, past_key_values=cache).logits for part in ids.split([180, *[1] * 10], dim=1)])
+    caches = [OjaKVCache(model, plan) for _ in texts]
+    for at, part in enumerate([slice(180), *(slice(t, t + 1) for t in range(180, 190))]):
+        for ids, cache, expected in zip(texts, caches, alone, strict=True):
+            logits = model(ids[:, part], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected[at], atol=0, rtol=0)
+    [one, other] = [next(store for store in stores(cache) if store.own is not None) for cache in caches]
+    assert one.initial is other.initial
+    first = one.operands().basis_PWR
+    assert one.operands().basis_PWR is first
+    assert not torch.equal(other.operands().basis_PWR, first)
+    torch.testing.assert_close(one.operands().basis_PWR, first, atol=0, rtol=0)
+
+
+@torch.no_grad()
 def test_a_learned_coder_has_them_as_the_one_it_starts_from_has(calibration):
     ids = ids_of(200)
     cache = cache_of(tiny := tiny_model(), calibration, update_period=32, recent_window=16)

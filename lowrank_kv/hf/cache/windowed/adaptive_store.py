@@ -67,9 +67,8 @@ class AdaptiveStore(TokenStore):
     def operands(self) -> Operands:
         if self.own is None:
             return super().operands()
-        # Made anew each time: it would be a whole basis more for each sequence to keep and count.
-        decoder_RW = self.own.decoder(self.initial.shared, self.initial.rank).to(self.coef.dtype)
-        return Operands(self.coef, decoder_RW.mT[None], self.full)
+        decoder_1WR, prepared = self.initial.decoder_with(self.own, self.coef.dtype)
+        return Operands(self.coef, decoder_1WR, self.full, prepared)
 
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         if self.own is None:
