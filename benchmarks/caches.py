@@ -275,7 +275,11 @@ def _check_learned(name: str, model: PreTrainedModel, make_cache: Callable[[], C
     """A decoded step equals the uncached pass with the hard mask."""
     ids = random_ids(model, CHECKED_TOKENS)
     uncached = model(ids, use_cache=False).logits[:, -1]
-    check_close(name, decoded(model, ids, make_cache()), uncached)
+
+    def in_fp32() -> Tensor:
+        return copy.deepcopy(model).float()(ids, use_cache=False).logits[:, -1]
+
+    check_close(name, decoded(model, ids, make_cache()), uncached, in_fp32)
 
 
 def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: Calibration, preset: str) -> None:

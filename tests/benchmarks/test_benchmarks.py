@@ -260,3 +260,15 @@ def test_what_is_wrong_is_not_timed():
     check_close("a cache", right, right)
     with pytest.raises(AssertionError, match="^a cache: "):
         check_close("a cache", right + 2e-3, right)
+
+
+def test_in_half_precision_what_is_timed_may_be_as_far_from_fp32_as_its_reference():
+    exact = torch.linspace(-10, 10, 50)
+    reference, near, far = (exact.bfloat16() + error for error in (0.3, -0.3, -0.6))
+    check_close("a cache", reference + 0.1, reference)
+    check_close("a cache", near, reference, lambda: exact)
+    for wrong in (far, reference + 0.3):
+        with pytest.raises(AssertionError, match="a cache"):
+            check_close("a cache", wrong, reference, lambda: exact)
+    with pytest.raises(AssertionError, match="a cache"):
+        check_close("a cache", near, reference)
