@@ -116,11 +116,11 @@ def compare(config: CompareConfig, output: Path) -> Iterator[dict[str, Any]]:
     setting |= {"bases": [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]}
     reading = Reading(prefix=config.prefix, step=config.step)
     for found in measured(model, methods, texts, cells, reading, setting=setting, record=record):
-        yield record | _rows(found)
+        yield record | _rows(found, config.length)
     if config.anatomy:
         window_T = next(iter(texts.values()))[0]
         told = anatomy(model, tokenizer, methods, calibration, window_T, prefix=config.prefix, step=config.step)
-        done = _rows(found)
+        done = _rows(found, config.length)
         yield record | done | {"summary": done["summary"] | {"anatomy": told}}
 
 
@@ -198,8 +198,9 @@ def calibrated(
     return Calibration.from_text(model, ids, read=read), [token_input("calibration", ",".join(text.name), ids)]
 
 
-def _rows(found: Mapping[tuple[str, str], list[Cell]]) -> dict[str, Any]:
-    """Rows, the scores of each window, and which run at which commit measured how many cells."""
+def _rows(found: Mapping[tuple[str, str], list[Cell]], length: int) -> dict[str, Any]:
+    """Rows, the scores of each window of so many tokens, how many windows were read so far, and which run at which commit
+    measured how many cells."""
     rows = [row_of(method, text, [cell.score for cell in each]) for (text, method), each in found.items()]
     measured = collections.Counter((cell.run_id, cell.commit) for each in found.values() for cell in each)
     by = [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in measured.items()]
@@ -207,4 +208,8 @@ def _rows(found: Mapping[tuple[str, str], list[Cell]]) -> dict[str, Any]:
         {"method": method, "dataset": text, "windows": [dataclasses.asdict(cell.score) for cell in each]}
         for (text, method), each in found.items()
     ]
-    return {"rows": rows, "summary": {"measured_by": by, "windows": scores}}
+    windows = collections.Counter()
+    for (text, _), each in found.items():
+        windows[text] = max(windows[text], len(each))
+    n = {"windows": windows.total(), "tokens": windows.total() * length}
+    return {"n": n, "rows": rows, "summary": {"measured_by": by, "windows": scores}}
