@@ -1,0 +1,47 @@
+"""The table of model shapes in docs/bytes.md says what the package plans."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
+from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv_cli.planned_cache import _shapes_of
+from ojakv import OjaKVConfig
+from ojakv.byte_budget import PlannedSequence, break_even_tokens
+
+PAGE = Path(__file__).parents[2] / "docs/bytes.md"
+BF16, TOKENS, MIB = 2, 32_768, 2**20
+# Layers, KV heads, head dim of the models' published configurations.
+SHAPES = {
+    "SmolLM2-135M": (30, 3, 64),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Llama-3.1-8B": (32, 8, 128),
+    "Qwen3-8B": (36, 8, 128),
+    "Llama-2-7B": (32, 32, 128),
+    "Llama-3.1-70B": (80, 8, 128),
+}
+
+
+def planned(layers: int, heads: int, head_dim: int) -> list[int]:
+    """The row of a shape: full cache, a plan of a tenth and a sequence's own bases in MiB, from how many tokens they pay."""
+    geometry = KVGeometry(layers=tuple(range(layers)), num_kv_heads=heads, head_dim=head_dim)
+    token = geometry.full_nbytes(1, BF16)
+    sequence = PlannedSequence.after(
+        RetentionSchedule(OjaKVConfig.preset("static-joint-pf")), prompt=TOKENS, tokens=TOKENS
+    )
+    positions = layers * sequence.position_bytes(1) + sequence.rotation_bytes
+    tenth = sequence.low_rank_capacity * token / 10 + sequence.full_rank_capacity * token + positions
+    online = _shapes_of(geometry, OjaKVConfig.preset("ojakv-joint", rate=0.3, ranks="fraction"))
+    bases = sum(4 * initial.vectors_PWR.numel() for kv in online.layers.values() for initial in kv)
+    return [
+        *(round(nbytes / MIB) for nbytes in (TOKENS * token, tenth, bases)),
+        break_even_tokens(online, BF16),
+    ]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_of_shapes_says_what_is_planned(name):
+    [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [int(cell.replace(",", "")) for cell in row.split("|")] == planned(*SHAPES[name])
