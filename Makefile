@@ -95,6 +95,9 @@ demo first: export HF_HUB_OFFLINE = 1
 demo first: export TOKENIZERS_PARALLELISM = false
 demo first: export HF_HUB_DISABLE_PROGRESS_BARS = 1
 demo first: export HF_DATASETS_DISABLE_PROGRESS_BARS = 1
+# glibc would give every large buffer back to the system, which has to clear it again at the next step (docs/training.md).
+demo first: export MALLOC_MMAP_MAX_ = 0
+demo first: export MALLOC_TRIM_THRESHOLD_ = 17179869184
 demo: assets $(DEMO_BASES) ## calibrate and train on the demo model, compare at equal bytes, show the result on a page
 	rm -rf runs/demo
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
