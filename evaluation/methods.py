@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 import dynakv
 from dynakv.checkpoint import read_config
 from lowrank_kv.stores.quantization import MIXED
-from lowrank_kv.utils.config import configuration, option, require, within
+from lowrank_kv.utils.config import configuration, option, require, to_dict, within
 from lowrank_kv.utils.errors import UserError, nearest
 from lowrank_kv.utils.provenance import path_input
 from ojakv import PRESETS, Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
@@ -203,7 +203,8 @@ def _at_budgets(
 def _preset(
     config: MethodConfig, model: PreTrainedModel, calibration: Calibration, prompt: int, tokens: int
 ) -> Iterator[Method]:
-    of = {"preset": config.preset, "settings": config.settings}
+    # With every setting, so that a cell which was measured with another default is not taken for this one.
+    of = {"preset": config.preset, "settings": to_dict(config.ojakv_config())}
     for rate in config.rates:
         plan = make_plan(calibration, config.ojakv_config(rate=rate))
         yield Method(

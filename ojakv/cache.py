@@ -110,9 +110,10 @@ class OjaKVCache(LowRankCache):
 
     @property
     def kept_energy(self) -> float:
-        """Mean share of stored coefficients' energy that survived all updates; 1.0 when nothing was lost.
+        """Mean share of the stored rows' energy that still points where it did after all updates; 1.0 when nothing moved.
 
-        Each update loses at most ``max_loss`` of it. How far the directions of the rows have changed is :attr:`drift`.
+        Each update takes at most ``max_loss`` of it, of integers as far as their rounding was foreseen. How far the rows
+        have moved altogether is :attr:`drift`.
         """
         kept = [store.guard.kept_energy for store in self._stores()]
         return sum(kept) / len(kept) if kept else 1.0
@@ -121,7 +122,7 @@ class OjaKVCache(LowRankCache):
     def drift(self) -> float:
         """A bound on how far updates have moved stored rows, ‖now − when stored‖ / ‖now‖ over the rows of one layer's keys
         or values of one sequence, the largest of all; 0.0 when nothing has moved. It is at most ``max_drift``, unless crops
-        and evictions have taken rows away since."""
+        and evictions have taken rows away since, or integers were rounded more than was foreseen."""
         return max((store.drift() for store in self._stores()), default=0.0)
 
     def _stores(self) -> list[OnlineStore]:

@@ -24,6 +24,11 @@ def moment(
     return sum((tile_PNR.mT @ tile_PNR for tile_PNR in _tiles(coef, coef_scale_PR, start, end)), start=zero_PRR)
 
 
+def identity_like(matrix_PRR: Tensor) -> Tensor:
+    """The identity (R, R) in a matrix's dtype, on its device."""
+    return torch.eye(matrix_PRR.shape[-1], dtype=matrix_PRR.dtype, device=matrix_PRR.device)
+
+
 def energy_of(moment_PRR: Tensor) -> float:
     """The energy Σ ‖c‖² of the rows in a moment Σ cᵀc."""
     return float(moment_PRR.diagonal(dim1=1, dim2=2).sum())

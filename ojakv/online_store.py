@@ -45,8 +45,8 @@ class OnlineStore(TokenStore):
         tracker: the basis and its rule.
         guard, trigger: say how far a step may go, and whether a triggered one is worth its price.
         updates: steps made.
-        rounding: share of their energy that coefficients lose by being stored: a bound in a floating dtype, measured for
-            integers.
+        rounding: share of their energy that coefficients lose by being stored: a bound in a floating dtype, the most of any
+            rows appended together for integers.
     """
 
     def __init__(self, initial: InitialBasis, config: OjaKVConfig, *, dtype: torch.dtype, name: str, **settings: Any):
@@ -88,7 +88,8 @@ class OnlineStore(TokenStore):
         super().append(coef_PNR)
         if self.coef_scale_PR is not None and coef_PNR.numel():
             rounded_PNR = self._scaled(self.coef.rows(length).float(), 1)
-            self.rounding = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
+            lost = float((coef_PNR - rounded_PNR).square().sum() / coef_PNR.square().sum().clamp(min=TINY))
+            self.rounding = max(self.rounding, lost)
 
     def crop(self, length: int) -> None:
         super().crop(length)

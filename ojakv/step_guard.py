@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ojakv.change_of_basis import energy_of
+from ojakv.change_of_basis import energy_of, identity_like
 
 # A step that costs too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
 # Stored coefficients stay as they are where that moves rows by so little more, as a share of what projecting them loses.
 HARDLY_MORE = 0.01
-# A direction counts in the price of a step for at most so many times the energy of the median one.
+# A coefficient counts in the price of a step for at most so many times the energy of the median one.
 OUTLIER = 100.0
 
 
@@ -28,9 +28,10 @@ class Move(NamedTuple):
         change_PRR: takes coefficients in the old basis to coefficients in the new one; None where they stay as they are.
         energy: of the rows.
         moved: by how much the rows move.
-        rounded: by how much they move beside that because changed coefficients are rounded, as expected or as it was.
-        price: the share of the rows' energy that is lost, or that share with outliers held down, whichever is larger: one
-            outlier direction with all of the energy would hide what the others lose.
+        rounded: by how much they move beside that because changed coefficients are rounded; estimated, or measured once the
+            move is made.
+        price: the share of the rows' energy that moves, or that share with outliers held down, whichever is larger: one
+            direction with all of the energy would hide what the others lose.
     """
 
     basis_PWR: Tensor
@@ -42,8 +43,8 @@ class Move(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """The share of the rows' energy that no longer points where it did."""
-        return (self.moved + self.rounded) / self.energy if self.energy else 0.0
+        """The share of the rows' energy that no longer points where it did; 1 where all moves and is rounded, too."""
+        return min(1.0, (self.moved + self.rounded) / self.energy) if self.energy else 0.0
 
     @property
     def distance(self) -> float:
@@ -62,36 +63,57 @@ def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, ro
         stored_PRR: Σ cᵀc of the stored rows; None where nothing is stored.
         rounding: share of their energy that the stored rows lose by being rounded again.
     """
-    energy = 0.0 if stored_PRR is None else energy_of(stored_PRR)
-    if not energy:
+    if stored_PRR is None or not energy_of(stored_PRR):
         return Move(new_PWR, None)
     change_PRR = old_PWR.mT @ new_PWR
     outside_PWR = old_PWR - new_PWR @ change_PRR.mT
-    lost = mapped_energy(outside_PWR, stored_PRR)
-    # C − C UᵀV, at right angles to what projecting loses.
-    turned = mapped_energy((torch.eye(change_PRR.shape[-1]).to(change_PRR) - change_PRR).mT, stored_PRR)
-    stays = turned <= HARDLY_MORE * lost + rounding * energy
-    moved, rounded = (lost + turned, 0.0) if stays else (lost, rounding * energy)
-    leveled_PRR = without_outliers(stored_PRR)
-    price = (moved + rounded) / energy
-    if leveled_PRR is not None:
-        price = max(price, mapped_energy(outside_PWR, leveled_PRR) / energy_of(leveled_PRR) + rounded / energy)
-    return Move(new_PWR, None if stays else change_PRR, energy, moved, rounded, price)
+    turned_PRR = (identity_like(change_PRR) - change_PRR).mT  # C − C UᵀV, at right angles to what projecting loses
+    costs = [
+        _Costs.of(moment_PRR, outside_PWR, turned_PRR, rounding)
+        for moment_PRR in (stored_PRR, without_outliers(stored_PRR))
+        if moment_PRR is not None
+    ]
+    stays = all(each.turned <= HARDLY_MORE * each.lost + each.rounded for each in costs)
+    [true, *_] = costs
+    return Move(
+        new_PWR,
+        None if stays else change_PRR,
+        energy=true.energy,
+        moved=true.lost + (true.turned if stays else 0.0),
+        rounded=0.0 if stays else true.rounded,
+        price=max((each.lost + (each.turned if stays else each.rounded)) / each.energy for each in costs),
+    )
+
+
+class _Costs(NamedTuple):
+    """What a move does to rows of some energy: what projecting loses, how much farther they turn where their coefficients
+    stay, and what rounding changed ones is expected to take."""
+
+    energy: float
+    lost: float
+    turned: float
+    rounded: float
+
+    @classmethod
+    def of(cls, moment_PRR: Tensor, outside_PWR: Tensor, turned_PRR: Tensor, rounding: float) -> "_Costs":
+        energy = energy_of(moment_PRR)
+        return cls(
+            energy, mapped_energy(outside_PWR, moment_PRR), mapped_energy(turned_PRR, moment_PRR), rounding * energy
+        )
 
 
 class StepGuard:
     """Halves steps until they keep within two bounds, or refuses them.
 
-    A move takes the stored rows to their projection on the new basis, or next to it: they move by the root of the energy
-    that this drops. Moves in different directions may add up to more than what is lost of the energy in the end, so their
-    lengths are added.
+    A move takes the stored rows to their projection on the new basis, or next to it. Moves in different directions may add
+    up to more than what is lost of the energy in the end, so their lengths are added.
 
     Args:
         max_loss: highest price of a move (:class:`Move`), a share of the stored rows' energy.
         max_drift: most that all moves together may move the stored rows, as a share of their norm; None has no bound.
 
     Attributes:
-        kept_energy: product over moves of the share of stored energy that survived.
+        kept_energy: product over moves of the share of stored energy that still points where it did.
         distance: sum over moves of how far they moved the stored rows, ‖·‖.
         num_refused: steps left out because even a small share of them would have cost too much.
     """
@@ -142,7 +164,7 @@ def mapped_energy(map_PXR: Tensor, stored_PRR: Tensor) -> float:
 
 
 def without_outliers(stored_PRR: Tensor) -> Tensor | None:
-    """The moment of rows whose outlier directions are scaled down to :data:`OUTLIER` times the median direction's energy;
+    """The moment of rows whose outlier coefficients are scaled down to :data:`OUTLIER` times the energy of the median one;
     None where there are none."""
     energy_PR = stored_PRR.diagonal(dim1=1, dim2=2)
     most_P1 = OUTLIER * energy_PR.median(dim=1, keepdim=True).values

@@ -16,6 +16,7 @@ from torch import Tensor
 from lowrank_kv.hf.cache.windowed.plan import by_columns
 from lowrank_kv.stores.growable_tensor import writable
 from lowrank_kv.utils.errors import UserError
+from ojakv.change_of_basis import identity_like
 
 # Energies below this share of the largest count as this much, so that directions never seen do not divide by zero.
 ENERGY_FLOOR = 1e-6
@@ -194,8 +195,8 @@ class FrequentDirections(Tracker):
         self.used = rank
 
     def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        """The sketch's leading directions V, filled up from U where it has seen fewer than R; for a share of the step
-        orth((1 − share) U + share · V VᵀU).
+        """The sketch's leading directions V, filled up from U where it has seen fewer than R, and turned within their span
+        to be next to U; for a share of the step orth((1 − share) U + share · V VᵀU).
 
         There is no step to scale, so `rate` does not matter.
         """
@@ -256,7 +257,7 @@ def orthonormal(matrix_PWR: Tensor, what: str, remedy: str) -> Tensor:
     # A small step leaves the columns nearly orthonormal, AᵀA with a condition of 3 at most. Its Cholesky factor is then as
     # exact as a QR, and four times as fast.
     gram_PRR = matrix_PWR.mT @ matrix_PWR
-    away_P = (gram_PRR - _identity(gram_PRR)).square().sum(dim=(1, 2))
+    away_P = (gram_PRR - identity_like(gram_PRR)).square().sum(dim=(1, 2))
     if away_P.amax() < 0.25:
         return torch.linalg.solve_triangular(torch.linalg.cholesky(gram_PRR).mT, matrix_PWR, upper=True, left=False)
     if torch.isfinite(matrix_PWR).all():
@@ -279,8 +280,4 @@ def _lifted(moment_PRR: Tensor) -> Tensor:
     floor_P = (ENERGY_FLOOR * moment_PRR.diagonal(dim1=1, dim2=2).amax(dim=1)).clamp(
         min=torch.finfo(torch.float32).tiny
     )
-    return moment_PRR + floor_P[:, None, None] * _identity(moment_PRR)
-
-
-def _identity(like_PRR: Tensor) -> Tensor:
-    return torch.eye(like_PRR.shape[1], dtype=like_PRR.dtype, device=like_PRR.device)
+    return moment_PRR + floor_P[:, None, None] * identity_like(moment_PRR)

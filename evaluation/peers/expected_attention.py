@@ -64,10 +64,11 @@ class Expected(Rule):
         super().__init__(share, interval=LATEST, least=SINK_TOKENS + LATEST)
         self.rotary = rotary
 
-    def watch(self, tokens: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
+    def watch(self, tokens: WholeTokens, query_HQD: Tensor, place_Q: Tensor, scaling: float) -> None:
         first = tokens.num_seen - query_HQD.shape[1]
         query_HQD = query_HQD[:, max(0, SINK_TOKENS - first) :]
         if query_HQD.shape[1]:
+            # Rotations do not count padding.
             place_Q = torch.arange(tokens.num_seen - query_HQD.shape[1], tokens.num_seen, device=query_HQD.device)
             before = None if tokens.noted is None else tokens.noted[0]
             tokens.noted = Queries.of(unrotated(query_HQD.float(), place_Q, self.rotary), before), scaling

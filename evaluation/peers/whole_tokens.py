@@ -118,15 +118,18 @@ class Rule(abc.ABC):
         budget = self.share * (tokens.num_seen + self.interval) * whole / (whole + beside)
         return min(tokens.num_held, max(self.least, int(budget) - self.interval))
 
-    def watch(self, tokens: WholeTokens, query_HQD: Tensor, scaling: float) -> None:
+    def watch(self, tokens: WholeTokens, query_HQD: Tensor, place_Q: Tensor, scaling: float) -> None:
         """Take note of a call's queries, whose tokens have been appended.
 
         Args:
             query_HQD: rotated, without those of padding.
+            place_Q: where they stand in the text, padding counted.
             scaling: the model's score scale.
         """
         if self.sums_attention:
-            tokens.score_GN = tokens.score_GN + attention_sums(query_HQD[:, -self.interval :], tokens, scaling)
+            latest = slice(-self.interval, None)
+            sums_GN = attention_sums(query_HQD[:, latest], place_Q[latest], tokens, scaling)
+            tokens.score_GN = tokens.score_GN + sums_GN
 
     @abc.abstractmethod
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
@@ -167,8 +170,10 @@ class WholeTokensLayer(SequenceLayer):
         outputs, first = [], self.get_seq_length() - query.shape[2]
         for b, sequence in enumerate(self.sequences):
             mask_1HQN, query_HQD = None, query[b]
+            place_Q = torch.arange(first, self.get_seq_length(), device=query.device)
             if mask is not None:
-                query_HQD = query_HQD[:, mask_of_row(mask, b)[:, first:].any(dim=0)]
+                is_present_Q = mask_of_row(mask, b)[:, first:].any(dim=0)
+                query_HQD, place_Q = query_HQD[:, is_present_Q], place_Q[is_present_Q]
                 position = sequence.position_PN.long()
                 columns = columns_of(
                     mask_of_row(mask, b), position[0] if len(position) == 1 else position, query.shape[1]
@@ -176,7 +181,7 @@ class WholeTokensLayer(SequenceLayer):
                 mask_1HQN = columns[None] if columns.dim() == 3 else columns[None, None]
             states = sequence.key_GND[None], sequence.value_GND[None]
             outputs.append(inner(module, query[b : b + 1], *states, mask_1HQN, **kwargs)[0])
-            self.rule.watch(sequence, query_HQD, kwargs["scaling"])
+            self.rule.watch(sequence, query_HQD, place_Q, kwargs["scaling"])
             self._forget(sequence, query.shape[2])
         return torch.cat(outputs), None
 
@@ -194,16 +199,14 @@ def latest_and_best(score_GN: Tensor, count: int, latest: int) -> Tensor:
     return top_scores(score_GN, count)
 
 
-def attention_sums(query_HQD: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:
+def attention_sums(query_HQD: Tensor, place_Q: Tensor, tokens: WholeTokens, scaling: float) -> Tensor:
     """Σ over queries, and over the heads that share a KV head, of the attention that each token gets, (G, N) fp32.
 
     Args:
-        query_HQD: rotated queries of the latest Q places of the text.
+        query_HQD, place_Q: rotated queries, and where they stand in the text.
         scaling: the model's score scale.
     """
-    groups, queries = len(tokens.key_GND), query_HQD.shape[1]
-    query_GJQD = query_HQD.float().unflatten(0, (groups, -1))
-    place_Q = torch.arange(tokens.length - queries, tokens.length, device=query_HQD.device)
+    query_GJQD = query_HQD.float().unflatten(0, (len(tokens.key_GND), -1))
     sees_GQN = tokens.position_PN[:, None] <= place_Q[:, None]
     score_GJQN = torch.einsum("gjqd,gnd->gjqn", query_GJQD, tokens.key_GND.float()) * scaling
     weight_GJQN = score_GJQN.masked_fill(~sees_GQN[:, None], -torch.inf).softmax(dim=-1)

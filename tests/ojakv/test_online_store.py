@@ -283,6 +283,19 @@ def held_rows(store: OnlineStore) -> torch.Tensor:
     return (coef if store.coef_scale_PR is None else coef * store.coef_scale_PR[:, None]) @ store.basis_PWR.mT
 
 
+@pytest.fixture
+def rewrites(monkeypatch) -> list[int]:
+    """How many rows each change of basis wrote anew."""
+    lengths, change = [], online_store.change_basis
+
+    def counted(coef, *arguments):
+        lengths.append(coef.length)
+        return change(coef, *arguments)
+
+    monkeypatch.setattr(online_store, "change_basis", counted)
+    return lengths
+
+
 def outlier_stream(length: int) -> torch.Tensor:
     """Rows (1, N, 16) of a turning subspace, whose first channel is a thousand times the others."""
     rows = slowly_turning_stream(1.57, length)
@@ -293,22 +306,24 @@ def outlier_stream(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [slowly_turning_stream(1.57, 3200), outlier_stream(3200)], ids=["even", "outlier"])
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
-def test_integers_drift_no_further_than_the_bound_says_and_are_hardly_ever_rounded_again(tracker, cache_dtype, rows):
+def test_integers_drift_within_the_bound_and_are_hardly_ever_rounded_again(tracker, cache_dtype, rows, rewrites):
     store, drift = filled_by(rows, tracker=tracker, cache_dtype=cache_dtype)
     assert store.updates > 20
+    assert len(rewrites) < 0.03 * store.updates
     assert drift <= store.drift()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_bound_holds_for_integers_on_any_stream(seed):
+def test_the_bound_holds_for_integers_on_any_stream(seed, rewrites):
     """Small and large steps, which leave coefficients as they are and round them anew."""
     generator = torch.Generator().manual_seed(seed)
     bases = [torch.linalg.qr(torch.randn(16, 16, generator=generator)).Q for _ in range(4)]
     spectrum = 3.0 ** -torch.arange(16)
     rows = torch.cat([torch.randn(160, 16, generator=generator) * spectrum @ basis.T for basis in bases])[None]
-    settings = {"max_loss": 1.0, "preconditioned": bool(seed % 2), "decode_learning_rate": 0.5}
+    settings = {"max_loss": 1.0, "preconditioned": bool(seed % 2), "decode_learning_rate": 0.5 if seed % 2 else 30.0}
     store, drift = filled_by(rows, cache_dtype="int4", period=16, **settings)
-    assert store.updates > 20
+    assert len(rewrites) < store.updates
+    assert seed % 2 or rewrites, "plain steps must be large"
     assert 0 < drift <= store.drift() * (1 + 1e-4)
 
 

@@ -153,6 +153,18 @@ def test_planned_bytes_equal_the_bytes_held(one_layer, ids, rule):
 
 
 @torch.no_grad()
+def test_planned_bytes_are_those_of_layers_that_take_turns(ids):
+    model = tiny_model(num_hidden_layers=3)
+    calibration, settings = calibration_of(model), {**EXACT, "update_period": 10}
+    plan = make_plan(calibration, OjaKVConfig(rate=0.5, **settings))
+    for tokens in range(60, 71):
+        cache = filled(model, calibration, ids[:1, :tokens], 40, **settings)
+        assert cache.rate == planned_rate(plan, prompt=40, tokens=tokens, itemsize=4), tokens
+        lengths = {layer.sequences[0].key.coef.length for layer in cache.layers}
+        assert len(lengths) > 1, "layers must differ"
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_planned_counts_equal_those_of_a_cache_that_evicts(one_layer, ids, rule):
     """Lists of positions leave room to grow that is not planned, a few bytes a token."""

@@ -61,6 +61,15 @@ def test_an_outlier_does_not_hide_what_other_directions_lose():
     assert StepGuard(0.005, None).largest_move(old_PWR, lambda share: turned_PWR, stored_PRR, rounding=0.0) is None
 
 
+def test_an_outlier_does_not_hide_how_far_other_coefficients_turn():
+    """Two ordinary directions change places. Rounding the outlier again would cost more than that moves, all in all."""
+    stored_PRR = torch.diag(torch.tensor([1e6, 1.0, 1.0]))[None]
+    move = move_between(AXES[:, :3][None], AXES[:, [0, 2, 1]][None], stored_PRR, rounding=0.01)
+    assert move.change_PRR is not None
+    assert (move.moved, move.rounded) == (pytest.approx(0, abs=1e-6), pytest.approx(1e4, rel=1e-3))
+    assert move.price == pytest.approx(0.01)
+
+
 def test_a_step_is_halved_until_it_loses_little_enough():
     guard, shares = StepGuard(0.01, None), []
     move = guard.largest_move(OLD_PWR, proposals(math.pi / 2, shares), STORED_PRR, rounding=0.0)

@@ -9,7 +9,9 @@ Shapes: N tokens, C coefficients of the shared basis, R that a plan keeps at mos
 """
 
 import dataclasses
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +140,28 @@ class OwnDirections:
     def nbytes(width: int, count: int) -> int:
         """Bytes of the tensors of `count` directions of C coefficients."""
         return count * (width + 4 + 4)
+
+
+class LastDecoder:
+    """A decoder, and what attention has made of it, as long as what it was made for is there. A copy is empty."""
+
+    def __init__(self):
+        self._made: tuple[weakref.ref, torch.dtype, Tensor, dict[str, Any]] | None = None
+
+    def of(self, own: OwnDirections, dtype: torch.dtype, make: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """The decoder of these directions, made where it is not the last one."""
+        made = self._made  # read and replaced as a whole, so that no thread finds one sequence's with another's
+        if made is None or made[0]() is not own or made[1] != dtype:
+            made = self._made = (weakref.ref(own, self._forget), dtype, make(), {})
+        return made[2:]
+
+    def _forget(self, gone: weakref.ref) -> None:
+        made = self._made
+        if made is not None and made[0] is gone:
+            self._made = None
+
+    def __reduce__(self) -> tuple:
+        return LastDecoder, ()
 
 
 def leading_directions(row_NC: Tensor, count: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
-from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections, SharedSpace
+from lowrank_kv.hf.cache.windowed.own_directions import LastDecoder, OwnDirections, SharedSpace
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.ops.native import compiled_writer
@@ -112,18 +112,15 @@ class InitialBasis:
     def decoder_with(self, own: OwnDirections, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
         """The decoder with a sequence's own directions, (1, W, R), and what attention has made of it.
 
-        The one that was asked for last is kept, one for all caches: each sequence would otherwise hold a whole basis more.
+        The one that was asked for last is kept, once for all caches and as little counted as the shared decoder, until its
+        sequence is gone: each sequence would otherwise hold a whole basis more. Sequences of a batch take turns, and each
+        makes its own anew.
         """
-        last = self._last_with_own.get(dtype)
-        if last is None or last[0] is not own:
-            decoder_1WR = own.decoder(self.shared, self.rank).to(dtype).mT[None]
-            # Replaced as a whole, so that no thread finds one sequence's directions with another's decoder.
-            last = self._last_with_own[dtype] = (own, decoder_1WR, {})
-        return last[1:]
+        return self._last_decoder.of(own, dtype, lambda: own.decoder(self.shared, self.rank).to(dtype).mT[None])
 
     @functools.cached_property
-    def _last_with_own(self) -> dict[torch.dtype, tuple[OwnDirections, Tensor, dict[str, Any]]]:
-        return {}
+    def _last_decoder(self) -> LastDecoder:
+        return LastDecoder()
 
     @functools.cached_property
     def _decoders(self) -> dict[torch.dtype, Tensor]:

@@ -32,7 +32,7 @@ class RetentionSchedule:
 
     Args:
         config: the settings.
-        phase: decoded tokens leave whenever the number of tokens read is so much above a multiple of the period; None lets
+        phase: decoded tokens leave whenever the number of tokens read, less `phase`, is a multiple of the period; None lets
             them leave a full period after those before them.
     """
 
@@ -41,7 +41,7 @@ class RetentionSchedule:
 
     @classmethod
     def of_layer(cls, config: WindowedConfig, place: int, layers: int) -> "RetentionSchedule":
-        """Of the layer at `place` of so many: they take turns, so that no token pays for the work of all."""
+        """Of the layer at `place` of so many: behind a prompt they take turns, so that no token pays for the work of all."""
         return cls(config, place * config.update_period // layers if config.staggered else None)
 
     @property
