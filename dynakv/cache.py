@@ -62,6 +62,7 @@ class DynaKVCache(LowRankCache):
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
         windowed = WindowedConfig(
             **to_dict(config.exact_tokens),
+            staggered=False,  # all layers read what a training pass lets them read
             own_directions=config.own_directions,
             own_directions_from=config.own_directions_from,
             eviction=config.eviction,

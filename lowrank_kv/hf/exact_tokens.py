@@ -11,10 +11,8 @@ from lowrank_kv.utils.config import configuration, option, require
 
 @configuration
 class ExactTokens:
-    """A cache keeps its first tokens and its latest ones at full rank, and compresses the others a period at a time.
-
-    Here all layers do so together, where a cache that is served lets them take turns: on average a token is exact as long.
-    """
+    """A cache keeps its first tokens and its latest ones at full rank, and compresses the others a period at a time, in all
+    layers together. Where layers take turns, a token is exact as long on average."""
 
     num_sink_tokens: int = option(4, help="first tokens kept at full rank", unit="tokens")
     recent_window: int = option(16, help="latest tokens kept at full rank", unit="tokens")

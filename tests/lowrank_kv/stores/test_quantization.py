@@ -164,9 +164,8 @@ def test_dynakv_reads_a_text_in_pieces_as_at_once():
 
 
 @torch.no_grad()
-def test_online_int8_keeps_following_and_int4_stops_where_rounding_would_cost_more_than_an_update_may():
+def test_online_integers_keep_following_though_rounding_them_again_would_cost_more_than_an_update_may():
     ids = torch.randint(1, 97, (1, 120), generator=torch.Generator().manual_seed(5))
-    updates = {}
     for cache_dtype, max_loss in (("int8", 0.01), ("int4", 0.001), ("int4", 0.5)):
         model = tiny_model()
         cache = make_online(model, 0.5, cache_dtype, max_loss=max_loss)()
@@ -174,10 +173,7 @@ def test_online_int8_keeps_following_and_int4_stops_where_rounding_would_cost_mo
         after_prompt = cache.updates
         for part in ids[:, 40:].split(8, dim=1):
             model(part, past_key_values=cache, use_cache=True)
-        updates[cache_dtype, max_loss] = cache.updates - after_prompt
-    assert updates["int8", 0.01] > 0
-    assert updates["int4", 0.001] == 0
-    assert updates["int4", 0.5] > 0
+        assert cache.updates > after_prompt, (cache_dtype, max_loss)
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
