@@ -19,9 +19,8 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.rotary import Rotary
 
 from .peer import MakeCache, TextLength
-from .whole_tokens import Rule, WholeTokens, latest_and_best, whole_tokens_maker
+from .whole_tokens import LATEST, Rule, WholeTokens, latest_and_best, whole_tokens_maker
 
-LATEST = 32  # tokens always held, and decoded between two choices
 FUTURE = 512
 SINK_TOKENS = 4  # always held; their queries are unlike others
 
@@ -77,7 +76,7 @@ class Expected(Rule):
         queries, scaling = tokens.noted
         score_GN = self.scores(tokens, queries, scaling)
         score_GN[:, :SINK_TOKENS] = torch.inf
-        return latest_and_best(score_GN, count, LATEST)
+        return latest_and_best(score_GN, count)
 
     def scores(self, tokens: WholeTokens, queries: Queries, scaling: float) -> Tensor:
         """How much attention each token is expected to get, times the length of its value, (G, N) fp32."""

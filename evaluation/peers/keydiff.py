@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.calibration.calibration import Calibration
 
 from .peer import MakeCache, TextLength
-from .whole_tokens import Rule, WholeTokens, latest_and_best, whole_tokens_maker
-
-LATEST = 32  # tokens always held, and decoded between two choices
+from .whole_tokens import LATEST, Rule, WholeTokens, latest_and_best, whole_tokens_maker
 
 
 class Distinct(Rule):
@@ -24,7 +22,7 @@ class Distinct(Rule):
         super().__init__(share, interval=LATEST, least=LATEST)
 
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
-        return latest_and_best(-likeness(tokens.key_GND), count, LATEST)
+        return latest_and_best(-likeness(tokens.key_GND), count)
 
 
 def likeness(key_GND: Tensor) -> Tensor:

@@ -13,24 +13,24 @@ from transformers import PreTrainedModel
 from lowrank_kv.calibration.calibration import Calibration
 
 from .peer import MakeCache, TextLength
-from .whole_tokens import Rule, WholeTokens, latest_and_best, whole_tokens_maker
+from .whole_tokens import LATEST, Rule, WholeTokens, latest_and_best, whole_tokens_maker
 
-WINDOW, KERNEL = 32, 7
+KERNEL = 7
 
 
 class LookedAt(Rule):
-    """Keeps the latest :data:`WINDOW` tokens and those before them at which the window's queries look most."""
+    """Keeps the latest :data:`LATEST` tokens and those before them at which the window's queries look most."""
 
     chooses_by_head = sums_attention = True
 
     def __init__(self, share: float):
-        super().__init__(share, interval=WINDOW, least=WINDOW)
+        super().__init__(share, interval=LATEST, least=LATEST)
 
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
-        older = tokens.num_held - min(WINDOW, count)
+        older = tokens.num_held - min(LATEST, count)
         # Without the window's own scores: being next to the window is no reason to keep a token.
         pooled_GN = F.max_pool1d(tokens.score_GN[:, :older], KERNEL, 1, KERNEL // 2)
-        return latest_and_best(F.pad(pooled_GN, (0, tokens.num_held - older)), count, WINDOW)
+        return latest_and_best(F.pad(pooled_GN, (0, tokens.num_held - older)), count)
 
 
 def snapkv_maker(

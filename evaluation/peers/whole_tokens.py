@@ -25,6 +25,7 @@ from lowrank_kv.utils.errors import UserError
 
 from .peer import MakeCache
 
+LATEST = 32  # tokens that rules of scores hold always, and that are decoded between two choices
 _NUMBER_BYTES = 4  # of a position, int32, and of a score, fp32
 
 
@@ -192,10 +193,11 @@ class WholeTokensLayer(SequenceLayer):
             sequence.keep(self.rule.kept(sequence, count))
 
 
-def latest_and_best(score_GN: Tensor, count: int, latest: int) -> Tensor:
-    """The rows of the latest tokens and of those before them with the highest scores, `count` in all, rising, (G, count)."""
+def latest_and_best(score_GN: Tensor, count: int) -> Tensor:
+    """The rows of the :data:`LATEST` tokens and of those before them with the highest scores, `count` in all, rising,
+    (G, count)."""
     score_GN = score_GN.clone()
-    score_GN[:, score_GN.shape[1] - min(latest, count) :] = torch.inf
+    score_GN[:, score_GN.shape[1] - min(LATEST, count) :] = torch.inf
     return top_scores(score_GN, count)
 
 
