@@ -4,7 +4,7 @@
 
 Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. A
 second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output
-directory, anew after every window, and prints the table. Records of earlier runs stay beside it. At the end it writes
+directory, anew at least every minute, and prints the table. Records of earlier runs stay beside it. At the end it writes
 `report.html`, the run's page.
 """
 

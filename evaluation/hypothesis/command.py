@@ -5,7 +5,7 @@
 Measures perplexity over ranks, thresholds of energy, keys and values alone, both sides of the rotation, uniform and
 adaptive ranks, global and online bases, 8 bits, and single layers and heads; then judges H0 and every falsifier by rules.
 A second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output
-directory, anew after every window, and prints the verdicts.
+directory, anew at least every minute, and prints the verdicts.
 """
 
 from lowrank_kv.utils.config import parse_config

@@ -1,22 +1,21 @@
 """What the falsification suite reads."""
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
+from lowrank_kv.hf.loading import DTYPES
 from lowrank_kv.utils.config import configuration, option, require
-from lowrank_kv.utils.text_data import CalibrationText
 
+from ..measurement import MeasurementConfig
 from ..texts import TextConfig, check_texts
 
 SENSITIVITIES = ("none", "layers", "heads")
 
 
 @configuration
-class HypothesisConfig:
+class HypothesisConfig(MeasurementConfig):
     """One run of the suite. The defaults are the paper's."""
 
     model: str = option(help="hub id or directory")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
-    device: str | None = option(None, help=DEVICE_HELP)
     texts: list[TextConfig] = option(help="texts to measure on")
     familiar: list[str] = option(
         [], help="labels of texts of a kind that the bases were calibrated on; the others are foreign to them"
@@ -29,15 +28,9 @@ class HypothesisConfig:
         help="spread the windows evenly over this many of a text's first tokens; by default the first windows",
         unit="tokens",
     )
-    fraction: float = option(1.0, help="share of the windows to measure, for a first look")
     step: int = option(
         MAX_DECODE_QUERIES, help="tokens read at a time after the prompt where bases move", unit="tokens"
     )
-    bases: str | None = option(
-        None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run"
-    )
-    calibration: CalibrationText | None = option(None, help="text to calibrate on where there are no `bases`")
-
     shares: list[float] = option([0.125, 0.25, 0.5, 0.75, 0.875], help="ranks r over the head dim d")
     modest: float = option(0.25, help="the largest r / d that the paper calls modest; one of `shares`")
     thresholds: list[float] = option([0.9, 0.95, 0.98, 0.99], help="shares of energy that ranks are chosen by")
@@ -51,6 +44,7 @@ class HypothesisConfig:
     sensitivity_windows: int = option(2, help="of each text for that", unit="windows")
 
     def __post_init__(self):
+        super().__post_init__()
         check_texts(self.texts)
         labels = [text.label for text in self.texts]
         unknown = [label for label in self.familiar if label not in labels]
@@ -58,7 +52,6 @@ class HypothesisConfig:
         require(self.bases is not None or self.calibration is not None, "bases", self.bases, "given, or `calibration`")
         require(0 < self.prefix < self.length - 1, "prefix", self.prefix, "positive and below `length` by two at least")
         require(self.read is None or self.read >= self.length, "read", self.read, "at least `length`")
-        require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
         for key in ("shares", "thresholds", "online"):
             values = getattr(self, key)
             require(bool(values) and all(0 < each < 1 for each in values), key, values, "numbers in (0, 1)")
@@ -66,5 +59,5 @@ class HypothesisConfig:
         require(self.modest in self.shares, "modest", self.modest, "one of `shares`")
         require(0 < self.negligible < 1, "negligible", self.negligible, "in (0, 1); 0.01 is 1 %")
         require(self.sensitivity_length >= 2, "sensitivity_length", self.sensitivity_length, "at least 2")
-        for key in ("windows", "step", "refresh", "sensitivity_windows"):
+        for key in ("windows", "refresh", "sensitivity_windows"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")

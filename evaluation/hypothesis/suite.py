@@ -11,11 +11,12 @@ from typing import Any
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.provenance import model_input
 
-from ..cells import Cell, Cells
-from ..compare import calibrated, new_comparison, row_of
+from ..cells import Cell
+from ..compare import new_comparison, row_of
 from ..measure import Reading, measured
+from ..measurement import calibrated, cells_in, setting_of
+from ..output import MakeRecord
 from ..texts import read_texts
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
@@ -28,8 +29,8 @@ POINTS = 16  # of a head's curve of captured energy
 Found = Mapping[tuple[str, str], list[Cell]]
 
 
-def run_suite(config: HypothesisConfig, output: Path) -> Iterator[dict[str, Any]]:
-    """Yield the record of this run after each window; the last one has the verdicts.
+def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
+    """Yield what makes the record of this run after each window; the last one has the verdicts.
 
     Args:
         config: what to measure.
@@ -39,14 +40,10 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[dict[str, Any]
     check_length(model, max(config.length, config.sensitivity_length), "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = calibrated(model, tokenizer, config.bases, config.calibration, read=False)
+    calibration, inputs = calibrated(model, tokenizer, config, read=False)
     spectra, settings = Spectra.of(calibration), settings_of(config)
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, texts, model.device)
-    cells = Cells(output)
-    if len(cells):
-        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
-    common = {"model": model_input(model)["sha256"], "dtype": config.dtype}
-    common |= {"bases": [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]}
+    cells, common = cells_in(output), setting_of(config, model, inputs)
 
     alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
     alone_found: Found = {}
@@ -70,7 +67,8 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[dict[str, Any]
         methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
         now: Found = {}
         for now in measured(model, methods, texts, cells, reading, setting=common | reading._asdict(), record=record):
-            yield record | {"rows": _rows(settings, shares, {**before, **now})}
+            so_far = {**before, **now}
+            yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far)}
         before = {**before, **now}
     found = before
 
@@ -84,7 +82,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[dict[str, Any]
     )
     judged = {name: dataclasses.asdict(each) for name, each in verdicts(config, evidence).items()}
     rows = _rows(settings, shares, found) + _head_rows(evidence) + _layer_rows(evidence)
-    yield record | {"rows": rows, "summary": {"verdicts": judged}}
+    yield lambda: record | {"rows": rows, "summary": {"verdicts": judged}}
 
 
 def _scores(found: Found, label: str) -> dict[str, list]:

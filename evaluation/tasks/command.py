@@ -7,31 +7,17 @@ decoding. Each answer is kept in `cells.jsonl` of the output directory: a second
 only what is missing. The run's record goes into `quality/` of it, anew at least every minute, with 95 % intervals.
 """
 
-import time
-
-from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import parse_config
-from lowrank_kv.utils.run_lock import run_lock
 
-from ..output import output_argument
+from ..output import output_argument, written
 from .rows import markdown
 from .run import TasksConfig, run_tasks
-
-_WRITE_EVERY = 60.0
-"""Seconds between two writings of the record."""
 
 
 def main(argv: list[str]) -> None:
     config, arguments = parse_config(
         TasksConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
     )
-    written = time.monotonic()
-    with run_lock(arguments.output):
-        for progress in run_tasks(config, arguments.output):
-            if time.monotonic() - written > _WRITE_EVERY:
-                run_record.write(progress.record(), arguments.output)
-                written = time.monotonic()
-        record = progress.record()
-        path = run_record.write(record, arguments.output)
+    record, path = written(run_tasks(config, arguments.output), arguments.output)
     print(markdown(record))
     print(f"record: {path}")

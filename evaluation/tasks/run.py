@@ -12,22 +12,19 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
+from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input
-from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
-from ..cells import Cell, Cells
-from ..compare import calibrated
+from ..cells import Cell
 from ..measure import rounds
-from ..measured_model import base_model, check_measured
+from ..measurement import MethodsConfig, calibrated, cells_in, setting_of
 from ..methods import FULL, Method, MethodConfig, methods_of, there
-from ..peers.peer import READ
+from ..output import MakeRecord
 from ..scores import held_share
 from .building import Task, tasks_of
 from .item import AWARE, FreshReader, Item, ItemScore
@@ -39,33 +36,17 @@ _ROUNDED = 64  # tokens, so that tasks of about the same length share the plans 
 
 
 @configuration
-class TasksConfig:
+class TasksConfig(MethodsConfig):
     """Methods, and tasks that each of them answers."""
 
-    model: str | None = option(None, help="hub id or directory; by default what the first checkpoint was trained on")
-    dtype: str = option("bfloat16", help="of the model", choices=DTYPES)
-    device: str | None = option(None, help=DEVICE_HELP)
-    methods: list[MethodConfig] = option(help="what to compare; the uncompressed cache is always there")
     tasks: list[TaskConfig] = option(help="what to answer")
-    fraction: float = option(1.0, help="share of each task's items to answer, for a first look")
-    step: int = option(
-        MAX_DECODE_QUERIES,
-        help="tokens of a question that are read at a time, behind a compressed prompt",
-        unit="tokens",
-    )
-    bases: str | None = option(
-        None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run where it is needed"
-    )
-    calibration: CalibrationText | None = option(None, help="text to calibrate presets on where there are no `bases`")
 
     def __post_init__(self):
-        check_measured(self)
+        super().__post_init__()
         require(bool(self.tasks), "tasks", self.tasks, "at least one")
-        require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
-        require(self.step >= 1, "step", self.step, "at least 1")
 
 
-class Progress:
+class _Progress:
     """What a run has measured so far."""
 
     def __init__(self, record: dict[str, Any], tasks: Sequence[Task]):
@@ -132,22 +113,20 @@ class _Wanted(NamedTuple):
     of: dict[str, Any]
 
 
-def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
-    """Yield what is measured so far after each step; the items of all tasks take turns, so that a run that is
-    stopped has some of every task.
+def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
+    """Yield, after each step, what makes the record of all that is measured so far. The items of all tasks take turns, so
+    that a run that is stopped has some of every task.
 
     Args:
         config: what to measure.
         output: holds the cells of this and earlier runs.
     """
     config = dataclasses.replace(config, methods=there(config.methods))
-    name = base_model(config)
+    name = config.model_name
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     tasks = tasks_of(config.tasks, model, tokenizer, output)
-    read = any(READ in method.needs for method in config.methods)
-    calibration, inputs = calibrated(model, tokenizer, config.bases, config.calibration, read=read)
+    calibration, inputs = calibrated(model, tokenizer, config, read=config.reads)
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
-    bases = [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]
     inputs += [model_input(model), *{each["sha256"]: each for task in tasks for each in task.inputs}.values()]
     counts = {task.label: max(1, round(len(task.items) * config.fraction)) for task in tasks}
     record = run_record.new_record(
@@ -157,12 +136,10 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
         n={"tasks": len(tasks), "items": sum(counts.values())},
         device=str(model.device),
     )
-    setting = {"model": model_input(model)["sha256"], "dtype": config.dtype, "step": config.step, "bases": bases}
+    setting = setting_of(config, model, inputs) | {"step": config.step}
     methods = _Methods(config.methods, model, calibration)
     parts = list(_parts(tasks, counts, methods))
-    cells, progress = Cells(output, ItemScore), Progress(record, tasks)
-    if len(cells):
-        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
+    cells, progress = cells_in(output, ItemScore), _Progress(record, tasks)
     left = sum(_effort(part, method) for part in parts for method in part.methods)
     form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
@@ -192,7 +169,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[Progress]:
                     bar.update(effort)
                 else:  # what was there takes no time, and must not count as if it did
                     bar.total -= effort
-                yield progress
+                yield progress.record
 
 
 class _Methods:

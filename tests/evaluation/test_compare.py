@@ -60,8 +60,8 @@ def written(values, tmp_path):
 def last(values, output):
     """The record of a comparison when it is done."""
     output.mkdir(exist_ok=True)
-    *_, record = compare(build(CompareConfig, values), output)
-    return record
+    *_, make_record = compare(build(CompareConfig, values), output)
+    return make_record()
 
 
 def by_method(record, dataset="same"):
@@ -96,7 +96,7 @@ def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
 def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 3))[-1]
+    stopped = list(itertools.islice(compare(build(CompareConfig, values), output), 3))[-1]()
     lines = (output / CELLS).read_text().splitlines()
     assert len(lines) == 3 * 3  # windows by turns: both of the first text, one of the second
     assert stopped["n"] == {"windows": 3, "tokens": 300}

@@ -81,8 +81,8 @@ def values(model_dir, bases, files):
 def last(values, output):
     """The record of a run when it is done."""
     output.mkdir(exist_ok=True)
-    *_, progress = run_tasks(build(TasksConfig, values), output)
-    return progress.record()
+    *_, make_record = run_tasks(build(TasksConfig, values), output)
+    return make_record()
 
 
 def by_method(record, dataset):
@@ -126,7 +126,7 @@ def test_the_command_writes_a_record_and_tables(run, values, tmp_path):
 def test_a_run_goes_on_where_it_stopped_and_answers_what_is_new(values, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    stopped = list(itertools.islice(run_tasks(build(TasksConfig, values), output), 4))[-1].record()
+    stopped = list(itertools.islice(run_tasks(build(TasksConfig, values), output), 4))[-1]()
     before = cells(output)
     # The first list's two questions by all three methods, then the first choices.
     assert [each["of"]["task"] for each in before] == ["lookup"] * 6 + ["piqa"] * 5

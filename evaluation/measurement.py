@@ -1,0 +1,102 @@
+"""What measurements of methods have in common: the keys of their configurations, the model, its calibration, and the cells
+that were measured before.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dynakv.checkpoint import read_config
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
+from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.provenance import model_input, path_input, token_input
+from lowrank_kv.utils.text_data import CalibrationText
+from ojakv import Calibration
+
+from .cells import Cells
+from .methods import MethodConfig
+from .peers.peer import CALIBRATION, READ
+from .scores import WindowScore
+
+
+@configuration
+class MeasurementConfig:
+    """The keys that all of them have."""
+
+    model: str | None = option(None, help="hub id or directory; by default what the first checkpoint was trained on")
+    dtype: str = option("bfloat16", help="of the model", choices=DTYPES)
+    device: str | None = option(None, help=DEVICE_HELP)
+    fraction: float = option(1.0, help="share of the windows or items to measure, for a first look")
+    step: int = option(MAX_DECODE_QUERIES, help="tokens read at a time after the prompt", unit="tokens")
+    bases: str | None = option(
+        None, help="directory written by `lowrank-kv calibrate`; by default `calibration` is run where it is needed"
+    )
+    calibration: CalibrationText | None = option(None, help="text to calibrate on where there are no `bases`")
+
+    def __post_init__(self):
+        require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
+        require(self.step >= 1, "step", self.step, "at least 1")
+
+
+@configuration
+class MethodsConfig(MeasurementConfig):
+    """The keys of those that measure any methods."""
+
+    methods: list[MethodConfig] = option(help="what to compare; the uncompressed cache is always there")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(bool(self.methods), "methods", self.methods, "at least one")
+        checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
+        require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
+        needing = [method.name for method in self.methods if method.needs & {CALIBRATION, READ}]
+        require(
+            not needing or self.bases is not None or self.calibration is not None,
+            "bases",
+            self.bases,
+            f"given where there are presets, or peers that are calibrated ({', '.join(needing)}), or `calibration`",
+        )
+
+    @property
+    def model_name(self) -> str:
+        """Hub id or directory."""
+        return self.model or read_config(next(m.checkpoint for m in self.methods if m.checkpoint)).base_model
+
+    @property
+    def reads(self) -> bool:
+        """Whether the calibration must say what is read of a compressed cache."""
+        return any(READ in method.needs for method in self.methods)
+
+
+def calibrated(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: MeasurementConfig, *, read: bool
+) -> tuple[Calibration | None, list[dict[str, Any]]]:
+    """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither bases nor
+    text.
+
+    Args:
+        read: whether it is to say what is read of a compressed cache.
+    """
+    if config.bases is not None:
+        return Calibration.load(config.bases).for_model(model), [path_input("bases", config.bases)]
+    if config.calibration is None:
+        return None, []
+    ids_NT = config.calibration.blocks(tokenizer)
+    name = ",".join(config.calibration.name)
+    return Calibration.from_text(model, ids_NT, read=read), [token_input("calibration", name, ids_NT)]
+
+
+def setting_of(config: MeasurementConfig, model: PreTrainedModel, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all cells of a measurement have in common, as JSON: another model, dtype or other bases make other cells."""
+    bases = [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]
+    return {"model": model_input(model)["sha256"], "dtype": config.dtype, "bases": bases}
+
+
+def cells_in(output: Path, kind: type = WindowScore) -> Cells:
+    """The cells of a directory; says so where some were measured there before."""
+    cells = Cells(output, kind)
+    if len(cells):
+        print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
+    return cells
