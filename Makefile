@@ -42,7 +42,7 @@ sanitize: $(INSTALLED) ## run the compiled kernels under the address and undefin
 
 FUZZ_CASES ?= 5000
 fuzz: $(INSTALLED) ## try random models, caches, prompts and masks against the uncompressed model; FUZZ_CASES of them
-	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/contracts/test_fuzz.py
+	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest --timeout 0 --hypothesis-show-statistics tests/contracts/test_fuzz.py
 
 # vLLM's wheel pins other versions, so it has an environment of its own. Some of its dependencies do not load beside its torch.
 VLLM_BIN := .venv-vllm/bin

@@ -30,9 +30,9 @@ def random_ids(model: PreTrainedModel, length: int) -> Tensor:
     return torch.randint(10, model.config.vocab_size, (1, length), generator=generator).to(model.device)
 
 
-def calibration(model: PreTrainedModel) -> Calibration:
-    """Moments of random tokens."""
-    return Calibration.from_text(model, random_ids(model, CALIBRATION_TOKENS), progress=False)
+def calibration(model: PreTrainedModel, *, read: bool = False) -> Calibration:
+    """Moments of random tokens; `read`: and what plans of bits need."""
+    return Calibration.from_text(model, random_ids(model, CALIBRATION_TOKENS), read=read, progress=False)
 
 
 def granularity_of(model: PreTrainedModel) -> int:

@@ -7,6 +7,7 @@ The model is a small random one: which functions are called does not depend on i
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
 from benchmarks.random_models import add_compressors, calibration, random_ids
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils import cli
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig
 
@@ -42,12 +44,15 @@ def files_entered(method: str) -> dict[str, list[str]]:
         method: ``dynakv``, or an OjaKV preset.
     """
     model = _model()
-    moments = calibration(model)
     if method == DYNAKV:
-        add_compressors(model, moments, (0.3, 0.5), granularity=4)
+        add_compressors(model, calibration(model), (0.3, 0.5), granularity=4)
         cache = dynakv.DynaKVCache.from_model(model)
     else:
-        cache = OjaKVCache.from_model(model, OjaKVConfig.preset(method, rank_multiple=4), bases=moments)
+        config = OjaKVConfig.preset(method)
+        is_planned = config.cache_dtype == MIXED
+        if not is_planned:  # whose plan says how many coefficients there are
+            config = dataclasses.replace(config, rank_multiple=4)
+        cache = OjaKVCache.from_model(model, config, bases=calibration(model, read=is_planned))
     ids = random_ids(model, PROMPT + DECODED + 1)
     for step in (ids[:, :PROMPT], *ids[:, PROMPT:-1].split(1, dim=1)):
         model(step, past_key_values=cache)

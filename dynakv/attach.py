@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dynakv.cache import DynaKVCache, compressors
+from dynakv.cache import DynaKVCache, compressors, settings_of, token_compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
 from lowrank_kv.bases.rank_allocation import check_rank
@@ -43,11 +43,10 @@ def open_gates(model: PreTrainedModel) -> None:
     Raises:
         UserError: a plan of bits says what is kept, and rounds it.
     """
-    settings = next(iter(compressors(model).values())).key.config
+    settings = settings_of(model)
     require(not settings.has_plan, "rank_policy", settings.rank_policy, "one with gates or ranks to open")
-    for layer in compressors(model).values():
-        layer.key.gate.open()
-        layer.value.gate.open()
+    for compressor in token_compressors(model):
+        compressor.gate.open()
 
 
 def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
@@ -79,11 +78,10 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
         UserError: an unknown key, a value out of range, or an override that would change nothing (see
             :meth:`DynaKVConfig.overridden`); the settings stay as they were.
     """
-    layers = compressors(model).values()
-    settings = next(iter(layers)).key.config.overridden(**overrides)
+    settings = settings_of(model).overridden(**overrides)
     check_rank(settings.granularity, geometry_of(model).width, "granularity")
-    for layer in layers:
-        layer.key.config = layer.value.config = settings
+    for compressor in token_compressors(model):
+        compressor.config = settings
     full_checkpoint.declare(model, METHOD, to_dict(settings))
     return model
 

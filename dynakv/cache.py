@@ -5,6 +5,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor, TokenCompressor
+from dynakv.config import DynaKVConfig
 from lowrank_kv.hf.attention import TRANSFORM, has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
@@ -36,9 +37,26 @@ def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
     return found
 
 
+def settings_of(model: PreTrainedModel) -> DynaKVConfig:
+    """The settings of an attached model's compressors. Raises :class:`UserError` when the model has none."""
+    return next(iter(compressors(model).values())).key.config
+
+
 def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
     """The compressors of keys and of values, layer by layer. Raises :class:`UserError` when the model has none."""
     return [side for layer in compressors(model).values() for side in (layer.key, layer.value)]
+
+
+def windowed_config(config: DynaKVConfig) -> WindowedConfig:
+    """How a plan of bits is served."""
+    return WindowedConfig(
+        **to_dict(config.exact_tokens),
+        staggered=False,  # all layers read what a training pass lets them read
+        own_directions=config.own_directions,
+        own_directions_from=config.own_directions_from,
+        eviction=config.eviction,
+        prefill=config.prefill,
+    )
 
 
 class DynaKVCache(LowRankCache):
@@ -55,19 +73,10 @@ class DynaKVCache(LowRankCache):
     @classmethod
     def maker(cls, model: PreTrainedModel) -> Callable[[], "DynaKVCache"]:
         """A maker of caches that keep to the compressors as they are set now, also once these are taken off the model."""
-        layers = compressors(model)
-        config = next(iter(layers.values())).key.config
+        layers, config = compressors(model), settings_of(model)
         if not config.has_plan:
             codecs = {index: layer.codec() for index, layer in layers.items()}
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
-        windowed = WindowedConfig(
-            **to_dict(config.exact_tokens),
-            staggered=False,  # all layers read what a training pass lets them read
-            own_directions=config.own_directions,
-            own_directions_from=config.own_directions_from,
-            eviction=config.eviction,
-            prefill=config.prefill,
-        )
         bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
-        plan = Plan(config=windowed, geometry=geometry_of(model), layers=bases)
+        plan = Plan(config=windowed_config(config), geometry=geometry_of(model), layers=bases)
         return lambda: cls(model, {index: WindowedLayer(plan, index) for index in bases})

@@ -8,6 +8,7 @@ transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
 import dataclasses
 import hashlib
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_ragged_cache
-from dynakv.cache import compressors
+from dynakv.cache import compressors, settings_of, token_compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank_kv.hf import full_checkpoint
@@ -51,16 +52,18 @@ class CheckpointConfig:
     weights_sha256: str | None = None
 
 
-def settings_of(model: PreTrainedModel) -> DynaKVConfig:
-    """The settings of an attached model's compressors."""
-    return next(iter(compressors(model).values())).key.config
-
-
 def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """``layers.{index}.{key|value}.…`` → tensor, on the CPU."""
     return {
-        f"layers.{index}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
-        for index, layer in compressors(model).items()
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in _tensors_of(compressors(model)).items()
+    }
+
+
+def _tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
+    return {
+        f"layers.{index}.{name}": tensor
+        for index, layer in layers.items()
         for name, tensor in layer.state_dict().items()
     }
 
@@ -107,11 +110,29 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
     Raises:
         UserError: a projection cannot be inverted, or `directory` holds something else; nothing is written.
     """
-    for layer in compressors(model).values():
-        layer.key.projection.check_condition()
-        layer.value.projection.check_condition()
+    _check_conditions(model)
     with new_directory(directory, WEIGHTS) as partial:
         write_compressor(model, partial, compressor_state(model), summary)
+
+
+def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str, Any]) -> None:
+    """Write a checkpoint over the one that `model` has from `directory`, whole or not at all; what else lies there, such as
+    its card, stays.
+
+    Raises:
+        UserError: as of :func:`save_compressor`.
+    """
+    _check_conditions(model)
+    others = [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)]
+    with new_directory(directory, WEIGHTS) as partial:
+        for path in others:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+        write_compressor(model, partial, compressor_state(model), summary)
+
+
+def _check_conditions(model: PreTrainedModel) -> None:
+    for compressor in token_compressors(model):
+        compressor.projection.check_condition()
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:
@@ -272,17 +293,13 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
             index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
             for index in geometry.layers
         }
-    _fill(layers, read_state(Path(directory) / WEIGHTS), str(directory))
+    _fill(layers, _checked_state(Path(directory), config), str(directory))
     return layers
 
 
 @torch.no_grad()
 def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: str) -> None:
-    targets = {
-        f"layers.{index}.{name}": tensor
-        for index, layer in layers.items()
-        for name, tensor in layer.state_dict().items()
-    }
+    targets = _tensors_of(layers)
     if targets.keys() != state.keys():
         missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
         raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.windowed.config import PREFILLS
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
@@ -17,7 +18,6 @@ from lowrank_kv.utils.errors import UserError
 
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 MASKS = ("hard", "soft_prefix", "straight_through")
-PREFILLS = ("exact", "reconstructed")
 DECODERS = ("exact", "orthogonal", "decoupled")
 RANK_POLICIES = (GATE, NESTED, PLAN) = ("gate", "nested", "plan")
 LEARNED_BY_DEFAULT = PLAN  # by training that is not told what to learn

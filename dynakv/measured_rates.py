@@ -51,13 +51,13 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
         return _rates_in_weights(
             Path(directory) / WEIGHTS, geometry, of_bytes=settings.has_plan, has_classes=has_classes
         )
-    for text, measured in (summary.get("heldout") or {}).items():
-        if "layer_rates" in measured:
-            return Rates(source=text, **measured["layer_rates"])
-        return _mean_rates(text, measured["hard_rate"], geometry)
-    if "settled" in summary:
-        return _mean_rates("the training text", summary["settled"]["hard_rate"], geometry)
-    return None
+    text, measured = next(iter((summary.get("heldout") or {}).items()), (None, None))
+    if measured is None:
+        calibrated = summary.get("calibrated_threshold")
+        return calibrated and _mean_rates("the training text", calibrated["hard_rate"], geometry)
+    if "layer_rates" in measured:
+        return Rates(source=text, **measured["layer_rates"])
+    return _mean_rates(text, measured["hard_rate"], geometry)
 
 
 def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool, has_classes: bool) -> Rates:

@@ -145,9 +145,11 @@ class Projection(nn.Module):
         return inverted_CC, inverse_CC
 
     def _ill_conditioned(self, what: str) -> UserError:
+        # A plan of bits has a decoder of its own kind.
+        other = "" if self.decoder_kind == RELATIVE else ", or with `compressor.decoder: orthogonal`"
         return UserError(
             f"the projection U of {self.name} {what}; go back to an earlier checkpoint and train with a smaller "
-            f"learning rate for U, or with `compressor.decoder: orthogonal`"
+            f"learning rate for U{other}"
         )
 
 

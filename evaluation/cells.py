@@ -5,11 +5,12 @@ when it is measured: what it was measured with, what was found, and the run and 
 changed. One that a killed process left half-written is cut off, and measured again.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ class Cells:
                 raise UserError(
                     f"{self._path}: line {number} is damaged ({error}); delete that line, and its cell is measured again"
                 ) from error
+
+
+def measured_by(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Which run at which commit measured how many of the cells, as a record says it."""
+    counts = collections.Counter((cell.run_id, cell.commit) for cell in cells)
+    return [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in counts.items()]
 
 
 def _key(of: Mapping[str, Any]) -> str:

@@ -23,12 +23,12 @@ from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.provenance import model_input, path_input, token_input
 
 from .anatomy.measure import anatomy
-from .cells import Cell
+from .cells import Cell, measured_by
 from .measure import Reading, measured
 from .measurement import MethodsConfig, calibrated, cells_in, setting_of
 from .methods import methods_of, there
 from .output import MakeRecord
-from .scores import WindowScore, summary
+from .scores import WindowScore, summary, with_interval
 from .texts import TextConfig, check_texts, read_texts
 
 
@@ -137,7 +137,7 @@ def markdown(record: Mapping[str, Any]) -> str:
             "|---|--:|--:|--:|--:|--:|",
         ]
         for row in (row for row in record["rows"] if row["dataset"] == label):
-            ratio, kl = _with_interval(row, "perplexity_ratio", ".3f"), _with_interval(row, "kl", ".4f")
+            ratio, kl = with_interval(row, "perplexity_ratio", ".3f"), with_interval(row, "kl", ".4f")
             lines.append(
                 f"| {row['method']} | {row['rate']:.3f} | {ratio} | {kl} | {row['top1']:.3f} | {row['scored']} |"
             )
@@ -145,18 +145,11 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
-    if f"{key}_low" not in row:
-        return f"{row[key]:{form}}"
-    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}}–{row[f'{key}_high']:{form}})"
-
-
 def _record_so_far(record: dict[str, Any], found: Mapping[tuple[str, str], list[Cell]], length: int) -> dict[str, Any]:
     """The record with rows, the scores of each window of so many tokens, how many windows were read so far, and which run
     at which commit measured how many cells."""
     rows = [row_of(method, text, [cell.score for cell in each]) for (text, method), each in found.items()]
-    measured = collections.Counter((cell.run_id, cell.commit) for each in found.values() for cell in each)
-    by = [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in measured.items()]
+    by = measured_by(cell for each in found.values() for cell in each)
     scores = [
         {"method": method, "dataset": text, "windows": [dataclasses.asdict(cell.score) for cell in each]}
         for (text, method), each in found.items()

@@ -100,7 +100,10 @@ class MethodConfig:
         if self.preset is not None:
             return self.ojakv_config().prefill == "exact"
         if self.checkpoint is not None:
-            return self.settings.get("prefill", read_config(self.checkpoint).compressor.prefill) == "exact"
+            if "prefill" in self.settings:
+                return self.settings["prefill"] == "exact"
+            is_left_out = self.optional and not Path(self.checkpoint).exists()
+            return not is_left_out and read_config(self.checkpoint).compressor.prefill == "exact"
         return True
 
 

@@ -8,7 +8,7 @@ Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows, K r
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,6 @@ def score_windows(
     make_cache: Callable[[], Cache],
     *,
     prefix: int,
-    step: int = MAX_DECODE_QUERIES,
     description: str = "scoring",
 ) -> list[WindowScore]:
     """Each window's score, beside the uncompressed model.
@@ -91,11 +90,11 @@ def score_windows(
     scores = []
     for window_T in progress_bar(windows_NT.to(model.device), unit="window", desc=description, leave=False):
         full_SV = read_uncompressed(model, window_T, prefix=prefix)
-        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=prefix, step=step))
+        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=prefix, step=MAX_DECODE_QUERIES))
     return scores
 
 
-def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:
+def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
     """Means over windows and their 95 % intervals (a paired bootstrap over windows) as fields of a row.
 
     The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval.
@@ -115,9 +114,16 @@ def summary(scores: Sequence[WindowScore], *, seed: int = 0) -> dict[str, Any]:
         shown = torch.exp if name == "perplexity_ratio" else torch.Tensor.double
         row[name] = float(shown(value_N.mean()))
         if len(scores) > 1:
-            low, high = interval(value_N, seed=seed)
+            low, high = interval(value_N)
             row[f"{name}_low"], row[f"{name}_high"] = float(shown(low)), float(shown(high))
     return row | {"windows": len(scores), "scored": sum(score.scored for score in scores)}
+
+
+def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
+    """A mean and its interval, where it has one."""
+    if f"{key}_low" not in row:
+        return f"{row[key]:{form}}"
+    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"
 
 
 def held_share(scores: Sequence[WindowScore]) -> float:

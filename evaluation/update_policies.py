@@ -37,9 +37,9 @@ class UpdateRow:
     rate: float
 
 
-def continued(model: PreTrainedModel, prompt_T: Tensor, tokens: int, *, seed: int = 0) -> Tensor:
+def continued(model: PreTrainedModel, prompt_T: Tensor, tokens: int) -> Tensor:
     """A prompt and `tokens` that the uncompressed model samples after it, at temperature 1 and without an end."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     ids = prompt_T[None].to(model.device)
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     mask = torch.ones_like(ids)

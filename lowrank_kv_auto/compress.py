@@ -9,7 +9,7 @@ import dynakv
 from dynakv import checkpoint
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
-from lowrank_kv.hf.prepare import prepare, restore
+from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.errors import UserError, nearest
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
@@ -80,9 +80,7 @@ def uncompress(model: PreTrainedModel) -> PreTrainedModel:
 
     A model that is not compressed stays as it is. Returns the same model.
     """
-    dynakv.detach(model)
-    restore(model)
-    return model
+    return dynakv.detach(model)
 
 
 def _with_preset(

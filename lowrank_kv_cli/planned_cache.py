@@ -8,17 +8,16 @@ from collections.abc import Callable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from dynakv.cache import windowed_config
 from dynakv.checkpoint import CheckpointConfig
 from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks
-from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
-from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
 from ojakv.byte_budget import PlannedSequence, planned_rate
@@ -59,14 +58,9 @@ def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsi
 def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
     """The same where a plan of bits is kept, and some tokens at full rank."""
     geometry, settings = config.geometry, config.compressor
-    windowed = WindowedConfig(
-        **to_dict(settings.exact_tokens),
-        own_directions=settings.own_directions,
-        own_directions_from=settings.own_directions_from,
-        eviction=settings.eviction,
-    )
     # After a prompt alone all layers hold as many tokens.
-    sequence = PlannedSequence.after(RetentionSchedule(windowed), prompt=tokens, tokens=tokens)
+    schedule = RetentionSchedule(windowed_config(settings))
+    sequence = PlannedSequence.after(schedule, prompt=tokens, tokens=tokens)
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)
     positions = sequence.position_bytes(1) * len(geometry.layers) + sequence.rotation_bytes

@@ -9,7 +9,6 @@ Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C 
 coefficients.
 """
 
-import logging
 from typing import ClassVar
 
 import torch
@@ -29,8 +28,6 @@ from lowrank_kv_vllm.prompts import PromptPages
 from lowrank_kv_vllm.rotation import rotated, rotation_of_model
 from lowrank_kv_vllm.settings import ServingConfig
 from lowrank_kv_vllm.step import Step, StepBuilder
-
-logger = logging.getLogger("lowrank_kv")
 
 
 class PagedBackend(AttentionBackend):

@@ -87,7 +87,7 @@ class PlannedSequence:
             self._compress(step)
 
     def _compress(self, step: CompressionStep) -> None:
-        if not self.num_low_rank:
+        if not self.num_low_rank and not self.has_own_directions:
             config = self.config
             self.has_own_directions = config.own_directions > 0 and step.num_due >= config.own_directions_from
         num_full_rank = self.num_pinned + self.num_waiting - step.num_due + step.num_kept

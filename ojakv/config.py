@@ -171,6 +171,7 @@ class OjaKVConfig(WindowedConfig):
             "query_key": False,
             "ranks": "budget",
             "group_size": None,
+            **{key: type(self).__dataclass_fields__[key].default for key in ("energy", "rank_multiple", "key_weight")},
         }
         for key, value in served.items():
             given = getattr(self, key)

@@ -30,8 +30,8 @@ class Move(NamedTuple):
         moved: by how much the rows move.
         rounded: by how much they move beside that because changed coefficients are rounded; estimated, or measured once the
             move is made.
-        price: the share of the rows' energy that moves, or that share with outliers held down, whichever is larger: one
-            direction with all of the energy would hide what the others lose.
+        price: the largest share of a part's energy that moves, or of what that is with outliers held down: one direction, or
+            one head, with all of the energy would hide what the others lose.
     """
 
     basis_PWR: Tensor
@@ -73,33 +73,37 @@ def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, ro
         for moment_PRR in (stored_PRR, without_outliers(stored_PRR))
         if moment_PRR is not None
     ]
-    stays = all(each.turned <= HARDLY_MORE * each.lost + each.rounded for each in costs)
+    stays = all(bool(each.turned_P.sum() <= (HARDLY_MORE * each.lost_P + each.rounded_P).sum()) for each in costs)
     [true, *_] = costs
     return Move(
         new_PWR,
         None if stays else change_PRR,
-        energy=true.energy,
-        moved=true.lost + (true.turned if stays else 0.0),
-        rounded=0.0 if stays else true.rounded,
-        price=max((each.lost + (each.turned if stays else each.rounded)) / each.energy for each in costs),
+        energy=float(true.energy_P.sum()),
+        moved=float((true.lost_P + true.turned_P).sum() if stays else true.lost_P.sum()),
+        rounded=0.0 if stays else float(true.rounded_P.sum()),
+        price=max(each.price(stays=stays) for each in costs),
     )
 
 
 class _Costs(NamedTuple):
-    """What a move does to rows of some energy: what projecting loses, how much farther they turn where their coefficients
-    stay, and what rounding changed ones is expected to take."""
+    """What a move does to the rows of each part, (P,) energies each: theirs, what projecting loses, how much farther they
+    turn where their coefficients stay, and what rounding changed ones is expected to take."""
 
-    energy: float
-    lost: float
-    turned: float
-    rounded: float
+    energy_P: Tensor
+    lost_P: Tensor
+    turned_P: Tensor
+    rounded_P: Tensor
 
     @classmethod
     def of(cls, moment_PRR: Tensor, outside_PWR: Tensor, turned_PRR: Tensor, rounding: float) -> "_Costs":
-        energy = energy_of(moment_PRR)
-        return cls(
-            energy, mapped_energy(outside_PWR, moment_PRR), mapped_energy(turned_PRR, moment_PRR), rounding * energy
-        )
+        energy_P = moment_PRR.diagonal(dim1=1, dim2=2).sum(dim=1)
+        lost_P, turned_P = (mapped_energy(each, moment_PRR) for each in (outside_PWR, turned_PRR))
+        return cls(energy_P, lost_P, turned_P, rounding * energy_P)
+
+    def price(self, *, stays: bool) -> float:
+        """The largest share of a part's energy that moves."""
+        moved_P = self.lost_P + (self.turned_P if stays else self.rounded_P)
+        return float((moved_P / self.energy_P.clamp(min=torch.finfo(moved_P.dtype).tiny)).amax())
 
 
 class StepGuard:
@@ -158,9 +162,9 @@ class StepGuard:
         self.distance = 0.0
 
 
-def mapped_energy(map_PXR: Tensor, stored_PRR: Tensor) -> float:
-    """Σ ‖M c‖² over rows c with Σ cᵀc = S: tr(M S Mᵀ)."""
-    return max(0.0, float((map_PXR @ stored_PRR * map_PXR).sum()))
+def mapped_energy(map_PXR: Tensor, stored_PRR: Tensor) -> Tensor:
+    """Σ ‖M c‖² over rows c of each part with Σ cᵀc = S: tr(M S Mᵀ), (P,)."""
+    return (map_PXR @ stored_PRR * map_PXR).sum(dim=(1, 2)).clamp(min=0)
 
 
 def without_outliers(stored_PRR: Tensor) -> Tensor | None:

@@ -222,7 +222,7 @@ class FrequentDirections(Tracker):
         seen_PWR = leading_PWR * is_seen_PR[:, None]
         outside_PWR = self.vectors_PWR - seen_PWR @ (seen_PWR.mT @ self.vectors_PWR)
         # Where more of U is left than there is room for, its leading columns are preferred.
-        preference_R = torch.linspace(1, 0.5, rank, device=outside_PWR.device)
+        preference_R = torch.linspace(1, 0.5, rank, dtype=outside_PWR.dtype, device=outside_PWR.device)
         rest_PWR = torch.linalg.svd(outside_PWR * preference_R, full_matrices=False).U
         is_missing_PR = torch.arange(rank, device=is_seen_PR.device) < (~is_seen_PR).sum(dim=1, keepdim=True)
         taken_P2R = torch.cat([is_seen_PR, is_missing_PR], dim=1)

@@ -7,7 +7,6 @@ nearer the middle of the valley that they move in (Izmailov et al. 2018, Averagi
 import sys
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lowrank_kv.utils.errors import UserError
@@ -43,17 +42,28 @@ def load_mean(engine: Engine, root: Path, count: int) -> list[int]:
         raise UserError(f"there is no undamaged checkpoint under `{root}` to average; set `average_checkpoints` to 0")
     if len(found) < count:
         _warn(engine, f"`average_checkpoints` is {count}, and the mean is of {len(found)}: `{root}` holds no more")
-    mean: dict[str, dict[str, Tensor]] = {}
-    dtypes: dict[str, dict[str, torch.dtype]] = {}
-    for directory in found.values():
-        for name, tensors in read_weights(directory).items():
-            dtypes[name] = {key: tensor.dtype for key, tensor in tensors.items()}
-            sums = mean.setdefault(name, {key: torch.zeros_like(tensor).double() for key, tensor in tensors.items()})
-            for key, tensor in tensors.items():
-                sums[key] += tensor.double() / len(found)
-    rounded = {name: {key: sums[key].to(dtypes[name][key]) for key in sums} for name, sums in mean.items()}
-    load_weights(engine, rounded, f"the mean of {len(found)} checkpoints under {root}")
+    load_weights(engine, _mean(list(found.values())), f"the mean of {len(found)} checkpoints under {root}")
     return sorted(found)
+
+
+def _mean(directories: list[Path]) -> dict[str, dict[str, Tensor]]:
+    """The means of the weights in states, of which the newest comes first. Whole numbers, such as bits and ranks, are that
+    one's."""
+    newest, *others = directories
+    weights = read_weights(newest)
+    sums = {
+        name: {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
+        for name, tensors in weights.items()
+    }
+    for directory in others:
+        for name, tensors in read_weights(directory).items():
+            for key, sum_of_key in sums[name].items():
+                sum_of_key += tensors[key].double()
+    means = {
+        name: {key: (total / len(directories)).to(weights[name][key].dtype) for key, total in totals.items()}
+        for name, totals in sums.items()
+    }
+    return {name: {**tensors, **means[name]} for name, tensors in weights.items()}
 
 
 def _warn(engine: Engine, message: str) -> None:

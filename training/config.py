@@ -336,9 +336,9 @@ class TrainConfig:
                 None,
                 f"given where `compressor.rank_policy` is {policy}: it says what is allocated",
             )
-            for key, unused in (("key_cost", 1.0), ("layer_floor", 0.0)):
-                value = getattr(self.rate, key)
-                require(value == unused, f"rate.{key}", value, f"{unused:g} where `compressor.rank_policy` is {policy}")
+            for key, unused in (("alpha", None), ("key_cost", 1.0), ("layer_floor", 0.0)):
+                value, wanted = getattr(self.rate, key), "left out" if unused is None else f"{unused:g}"
+                require(value == unused, f"rate.{key}", value, f"{wanted} where `compressor.rank_policy` is {policy}")
         if self.compressor.has_plan:
             start = self.calibration.start
             require(start != PCA, "calibration.start", start, "`gradient`, or left out, with a plan of bits")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint import read_config, save_again
 from dynakv.compressor import TokenCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
@@ -26,7 +26,6 @@ from lowrank_kv.utils.config import option, parse_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
-from lowrank_kv.utils.provenance import name_trainer, trained_by
 from lowrank_kv.utils.text_data import CalibrationText
 
 from .data import Batch
@@ -53,10 +52,7 @@ def main(argv: list[str]) -> None:
     text = ", ".join(name_of(each) for each in config.name)
     batches = [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)]
     summary = measure_again(model, progress_bar(batches, unit="block", desc="measuring"), text, saved.summary)
-    run = trained_by(config.checkpoint)
-    dynakv.save_compressor(model, config.checkpoint, summary=summary)
-    if run is not None:
-        name_trainer(config.checkpoint, run)
+    save_again(model, config.checkpoint, summary)
     rates = measured_rates(config.checkpoint, read_config(config.checkpoint))
     kept = "of a token's bytes in 16 bits" if rates.of_bytes else "of its coefficients"
     print(f"{Path(config.checkpoint)}: keeps {rates.mean:.3f} {kept}, on {blocks_NT.numel():,} tokens of {text}")
@@ -74,7 +70,8 @@ def measure_again(
     compressors = dynakv.token_compressors(model)
     settings = compressors[0].config
     if settings.has_gates:
-        return {**summary, "heldout": {text: measure(model, batches), **(summary.get("heldout") or {})}}
+        others = {label: found for label, found in (summary.get("heldout") or {}).items() if label != text}
+        return {**summary, "heldout": {text: measure(model, batches), **others}}
     classed = [each for each in compressors if settings.has_plan and isinstance(each.gate.plan, TokenPlans)]
     if not classed:
         raise UserError(

@@ -9,7 +9,6 @@ import functools
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.utils.errors import UserError, nearest
 
 from .eigen_attention import eigen_maker
 from .expected_attention import expected_attention_maker
@@ -19,7 +18,7 @@ from .kvtc import kvtc_maker
 from .palu import GROUPED_HEADS, palu_maker
 from .peer import CALIBRATION, EVICTION, LOW_RANK, QUANTIZATION, READ, WEIGHTS, MakeCache, Peer, TextLength
 from .puzzle_kv import puzzle_maker
-from .quantized_cache import QUANTISED, quantized_maker
+from .quantized_cache import QUANTIZED, quantized_maker
 from .rotated import ROTATED, rotated_maker
 from .snapkv import snapkv_maker
 from .streaming_llm import streaming_maker
@@ -47,7 +46,7 @@ def _rotated(name: str) -> Peer:
 
 
 def _quantized(name: str) -> Peer:
-    backend, bits, _, package = QUANTISED[name]
+    backend, bits, _, package = QUANTIZED[name]
 
     def build(
         model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
@@ -78,7 +77,7 @@ def _palu(what: str, simplified: str, **settings: int | None) -> Peer:
 # Name → peer.
 PEERS: dict[str, Peer] = {
     **{name: _rotated(name) for name in ROTATED},
-    **{name: _quantized(name) for name in QUANTISED},
+    **{name: _quantized(name) for name in QUANTIZED},
     "kvtc": Peer(
         what="principal components of un-rotated keys and of values, bits by their energy",
         source="KVTC, arXiv 2511.01815, section 3",
@@ -164,10 +163,3 @@ PEERS: dict[str, Peer] = {
         build=streaming_maker,
     ),
 }
-
-
-def peer(name: str) -> Peer:
-    """The peer of that name. Raises :class:`UserError` where there is none."""
-    if name not in PEERS:
-        raise UserError(f"unknown peer `{name}`; {nearest(name, list(PEERS), 'peers')}")
-    return PEERS[name]

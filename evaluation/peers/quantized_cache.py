@@ -13,7 +13,7 @@ from lowrank_kv.utils.build_locks import await_builds, quanto_folders
 from lowrank_kv.utils.errors import UserError
 
 # name → (backend, bits, axis of the groups, package)
-QUANTISED = {
+QUANTIZED = {
     "quanto-int4": ("quanto", 4, 0, "optimum-quanto"),
     "quanto-int2": ("quanto", 2, 0, "optimum-quanto"),
     "hqq-int8": ("hqq", 8, 1, "hqq"),
@@ -25,7 +25,7 @@ _MODULES = {"optimum-quanto": "optimum", "hqq": "hqq"}
 
 def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype)."""
-    backend, bits, axis, package = QUANTISED[name]
+    backend, bits, axis, package = QUANTIZED[name]
     if importlib.util.find_spec(_MODULES[package]) is None:
         raise UserError(f"the baseline `{name}` needs {package}; pip install -c constraints.txt {package}")
     if backend == "quanto":

@@ -224,6 +224,8 @@ def read_choices(name: str, path: str, labels: str | None = None) -> list[Choice
             right = Path(labels).read_text(encoding="utf-8").split()
         except OSError as error:
             raise UserError(f"cannot read `{labels}`: {error.strerror}; check `labels`") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"`{labels}` is not UTF-8 text: {error.reason}; check `labels`") from error
         require(len(right) == len(rows), "labels", labels, f"as long as `{path}`, which has {len(rows)} rows")
     return [
         CHOICE_TASKS[name].read(row, path, number, right[number - 1] if right else None)

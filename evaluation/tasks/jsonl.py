@@ -18,8 +18,10 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     try:
         content = Path(path).read_bytes()
         text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read `{path}`: {error.strerror or error}; check `file`") from error
+    except (OSError, EOFError) as error:  # an archive that was cut is the latter
+        raise UserError(f"cannot read `{path}`: {getattr(error, 'strerror', None) or error}; check `file`") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"`{path}` is not UTF-8 text: {error.reason}; convert it") from error
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

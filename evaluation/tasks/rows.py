@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..methods import FULL
-from ..scores import held_share, interval
+from ..scores import held_share, interval, with_interval
 from .building import Task
 from .item import Item, ItemScore
 
@@ -77,17 +77,10 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += ["", f"## {task} ({of_task[0]['metric']}, query-{of_task[0]['query']})", ""]
         lines += ["| method | bytes | score | difference from the full cache | items |", "|---|--:|--:|--:|--:|"]
         for row in of_task:
-            score, difference = with_interval(row, "score"), with_interval(row, "difference", "+.1f")
+            score, difference = with_interval(row, "score", ".1f"), with_interval(row, "difference", "+.1f")
             shown = "–" if row["method"] == FULL else difference
             lines.append(f"| {row['method']} | {row['rate']:.3f} | {score} | {shown} | {row['items']} |")
     return "\n".join(lines) + "\n"
-
-
-def with_interval(row: Mapping[str, Any], key: str, form: str = ".1f") -> str:
-    """A mean and its interval, where it has one."""
-    if f"{key}_low" not in row:
-        return f"{row[key]:{form}}"
-    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"
 
 
 def _overview(rows: Sequence[Mapping[str, Any] | None]) -> str:

@@ -1,7 +1,6 @@
 """Every method on every item of every task, each answered through a fresh cache; a second start measures what is
 missing."""
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -20,7 +19,7 @@ from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input
 from ojakv import Calibration
 
-from ..cells import Cell
+from ..cells import Cell, measured_by
 from ..measure import rounds
 from ..measurement import MethodsConfig, calibrated, cells_in, setting_of
 from ..methods import FULL, Method, MethodConfig, methods_of, there
@@ -51,15 +50,15 @@ class _Progress:
 
     def __init__(self, record: dict[str, Any], tasks: Sequence[Task]):
         self._record, self._tasks = record, {task.label: task for task in tasks}
-        self._found: dict[tuple[str, str], dict[int, Cell]] = collections.defaultdict(dict)
+        self._found: dict[tuple[str, str], dict[int, Cell]] = {}
 
     def add(self, task: str, method: str, index: int, cell: Cell) -> None:
         """One item's cell; `index` is the item's number in its task."""
-        self._found[task, method][index] = cell
+        self._found.setdefault((task, method), {})[index] = cell
 
     def scores(self, task: str, method: str) -> dict[int, ItemScore]:
-        """By the number of the item."""
-        return {index: cell.score for index, cell in sorted(self._found[task, method].items())}
+        """By the number of the item; none where the method has answered nothing yet."""
+        return {index: cell.score for index, cell in sorted(self._found.get((task, method), {}).items())}
 
     def record(self) -> dict[str, Any]:
         """The run's record with a row for each task and method, beside the uncompressed cache on the same items."""
@@ -69,9 +68,7 @@ class _Progress:
             rows.append(row_of(method, self._tasks[label], found, full))
             scores.append({"method": method, "dataset": label, "scores": [each.score for each in found.values()]})
         rows += self._rows_together()
-        cells = [cell for each in self._found.values() for cell in each.values()]
-        measured = collections.Counter((cell.run_id, cell.commit) for cell in cells)
-        by = [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in measured.items()]
+        by = measured_by(cell for each in self._found.values() for cell in each.values())
         return self._record | {"rows": rows, "summary": {"measured_by": by, "items": scores}}
 
     def _rows_together(self) -> Iterator[dict[str, Any]]:

@@ -45,13 +45,13 @@ def allocate_bits(
     Raises:
         BudgetTooSmallError: the budget does not even hold one coefficient of each row.
     """
-    steps = _worthwhile_steps({0: 1.0, **distortions})
+    distortions = {0: 1.0, **distortions}
     importance_N = torch.cat([importance_C.double() for importance_C in importances])
     row_N = torch.cat([torch.full((len(each),), i) for i, each in enumerate(importances)])
     place_N = torch.cat([torch.arange(len(each)) for each in importances])
     gain, cost, owner, target = [], [], [], []
-    for before, after in steps:
-        saved = ({0: 1.0, **distortions}[before] - distortions[after]) / (after - before)
+    for before, after in _worthwhile_steps(distortions):
+        saved = (distortions[before] - distortions[after]) / (after - before)
         # The first coefficient of a row is given its first bits whatever they save.
         is_least_N = (place_N == 0) & (before == 0)
         gain.append(torch.where(is_least_N, torch.inf, importance_N * saved))
@@ -87,12 +87,11 @@ def _worthwhile_steps(distortions: Mapping[int, float]) -> list[tuple[int, int]]
     """(from, to) of the widths on the lower convex hull of distortion over bits."""
     hull: list[int] = []
     for bits in sorted(distortions):
-        while hull and distortions[bits] >= distortions[hull[-1]]:
-            break
-        else:
-            while len(hull) > 1 and _slope(distortions, hull[-1], bits) <= _slope(distortions, hull[-2], hull[-1]):
-                hull.pop()
-            hull.append(bits)
+        if hull and distortions[bits] >= distortions[hull[-1]]:
+            continue
+        while len(hull) > 1 and _slope(distortions, hull[-1], bits) <= _slope(distortions, hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(bits)
     return list(zip(hull, hull[1:], strict=False))
 
 

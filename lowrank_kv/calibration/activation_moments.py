@@ -42,13 +42,18 @@ def calibrate(
     moments = empty_moments(model, sides)
 
     def fold(index: int, side: str, rows_NC: Tensor) -> None:
-        try:
-            moments[index][side].update(rows_NC)
-        except ValueError as error:
-            raise UserError(f"layer {index}, {side}: {error}") from error
+        add_rows(moments[index][side], rows_NC, f"layer {index}, {side}")
 
     observe(model, blocks_NT, fold, sides=sides, progress=progress)
     return moments
+
+
+def add_rows(moment: SecondMoment, rows_NC: Tensor, name: str) -> None:
+    """Add rows to a moment; raises :class:`UserError` with the name of the states if they are not finite."""
+    try:
+        moment.update(rows_NC)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def check_uncompressed(model: PreTrainedModel) -> None:

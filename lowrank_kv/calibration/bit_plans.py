@@ -31,7 +31,7 @@ _BFLOAT16 = 2.0**-18 / 3
 # rare, but a coefficient that ends at the last level is then off by more than all others of its row together. So many
 # numbers on either side stand for it.
 _REACHING_BITS, _REACHING_NUMBERS = 5, 16
-# Numbers that a codebook is fitted to at most.
+# About how many numbers a codebook is fitted to at most.
 _MOST_SAMPLES = 1_000_000
 
 
@@ -52,17 +52,14 @@ class CodedBasis:
     importance_C: Tensor
 
 
-def coded_bases(
-    calibration: Calibration, rate: float, *, token_classes: int = 1, itemsize: int = 2
-) -> dict[int, dict[str, CodedBasis]]:
+def coded_bases(calibration: Calibration, rate: float, *, token_classes: int = 1) -> dict[int, dict[str, CodedBasis]]:
     """Layer index → ``key``, ``value`` → its coder, the budget spread over all of them by what the loss asks.
 
     Args:
         calibration: with what is read of a cache (:meth:`Calibration.read_states`).
-        rate: bytes of a compressed token over those of an uncompressed one, in (0, 1]; their mean over the calibration's
-            tokens where there are classes of them.
+        rate: bytes of a compressed token over those of one in 16 bits, in (0, 1]; their mean over the calibration's tokens
+            where there are classes of them.
         token_classes: K, how many plans each layer's keys, and its values, have; 1 codes all tokens alike.
-        itemsize: bytes of an uncompressed number.
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
@@ -73,7 +70,7 @@ def coded_bases(
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
     shares = [share for side in sides for share in side.shares]
     units = [unit_NC for side in sides for unit_NC in side.units]
-    uncompressed = itemsize * sum(len(side.spectrum.importance_C) for side in sides)
+    uncompressed = 2 * sum(len(side.spectrum.importance_C) for side in sides)
     places = PLACE_BYTES * len(sides) if token_classes > 1 else 0
 
     def allocated(distortions: Mapping[int, float]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
+from lowrank_kv.calibration.activation_moments import KEY, VALUE, add_rows, check_uncompressed, empty_moments
 from lowrank_kv.hf.attention import PREPARED, TRANSFORM
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.exact_tokens import ExactTokens
@@ -63,17 +63,10 @@ def gradient_moments(
             gradients = iter(torch.autograd.grad(loss, states))
             for index in probes:
                 for side in (KEY, VALUE):
-                    add_gradients(moments[index][side], next(gradients), f"layer {index}, {side}")
+                    rows_NC = next(gradients).flatten(0, 1)
+                    add_rows(moments[index][side], rows_NC, f"gradients of layer {index}, {side}")
             bar.update(block_T.numel())
     return moments
-
-
-def add_gradients(moment: SecondMoment, gradient_BTC: Tensor, name: str) -> None:
-    """Add gradients to a moment; raises :class:`UserError` with the name of the states if they are not finite."""
-    try:
-        moment.update(gradient_BTC.flatten(0, 1))
-    except ValueError as error:
-        raise UserError(f"gradients of {name}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.calibration.activation_moments import KEY, VALUE, check_uncompressed, empty_moments
-from lowrank_kv.calibration.gradient_moments import add_gradients, probes_of
+from lowrank_kv.calibration.activation_moments import KEY, VALUE, add_rows, check_uncompressed, empty_moments
+from lowrank_kv.calibration.gradient_moments import probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 from lowrank_kv.utils.progress import progress_bar
 
-# Rows of each layer's keys and of its values, and their gradients, that are kept to fit a gate to.
+# About how many rows of each layer's keys, and of its values, are kept with their gradients to fit a gate to.
 SAMPLED_ROWS = 12_288
 
 
@@ -55,7 +55,8 @@ def read_moments(
         exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
 
     Raises:
-        UserError: the model has compressors or attends otherwise, blocks are too short, or gradients are not finite.
+        UserError: the model has compressors or attends otherwise, blocks are too short, or states or gradients are not
+            finite.
     """
     check_uncompressed(model)
     exact_tokens = exact_tokens or ExactTokens()
@@ -81,17 +82,19 @@ def read_moments(
         for number, block_T in enumerate(blocks_NT):
             ids_T = block_T.to(model.device)
             logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits_TV.float(), ids_T[1:], reduction="sum")
+            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+            loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
             names = [(index, side) for index in probes for side in (KEY, VALUE)]
-            leaves = [state for probe in probes.values() for state in probe.states]
+            leaves = [state_BTC for probe in probes.values() for state_BTC in probe.states]
+            rows = [state_BTC.detach()[0, read] for state_BTC in leaves]
+            for (index, side), rows_NC in zip(names, rows, strict=True):
+                add_rows(states[index][side], rows_NC, f"layer {index}, {side}")
             first = -number * rows_of_block % stride
-            for (index, side), state_BTC, gradient_BTC in zip(
-                names, leaves, torch.autograd.grad(loss, leaves), strict=True
-            ):
-                rows_NC = state_BTC.detach()[0, read]
-                states[index][side].update(rows_NC)
-                add_gradients(gradients[index][side], gradient_BTC[:, read], f"layer {index}, {side}")
-                pair = rows_NC[first::stride], gradient_BTC[0, read][first::stride]
+            of_leaves = torch.autograd.grad(loss, leaves)
+            for (index, side), rows_NC, gradient_BTC in zip(names, rows, of_leaves, strict=True):
+                gradient_NC = gradient_BTC[0, read]
+                add_rows(gradients[index][side], gradient_NC, f"gradients of layer {index}, {side}")
+                pair = rows_NC[first::stride], gradient_NC[first::stride]
                 samples[index, side].append(tuple(each.bfloat16().cpu() for each in pair))
             bar.update(block_T.numel())
     found: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}

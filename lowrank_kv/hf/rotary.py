@@ -177,8 +177,9 @@ def rotates_halves(function: Callable) -> bool:
         try:
             theirs = function(key[:, :0], key, cos, sin)[1]
         except RuntimeError:
-            # A family that rotates all of a head cannot be tried on a part of one.
-            continue
+            if rotary == key.shape[-1]:
+                return False
+            continue  # a family that rotates all of a head cannot be tried on a part of one
         if theirs.shape != key.shape or not torch.allclose(theirs, _rotate_halves(key, cos, sin), atol=1e-6):
             return False
     return True

@@ -195,7 +195,7 @@ def write_rows(
 def read_rows(layout: SideLayout, page_Y: Tensor, count: int) -> Tensor:
     """The first `count` rows of a page, (N, R) fp32, zero where a token has no coefficient."""
     rows, start = layout.quantization, layout.rows
-    row_NR = torch.zeros(count, rows.num_coefficients)
+    row_NR = torch.zeros(count, rows.num_coefficients, dtype=torch.float32)
     for row_R, level in zip(row_NR, levels_of(layout, page_Y, count), strict=True):
         end = start + _size(rows, level)
         code_1Y = page_Y[None, start:end]

@@ -13,9 +13,14 @@ from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-# A tensor core multiplies 16 tokens or coefficients at once; 4-bit codes are two halves of a granule.
+# A tensor core multiplies 16 tokens or coefficients at once.
 MIN_TOKENS = 16
 MIN_GRANULE = 16
+
+
+def least_granule(quantization: IntegerQuantization | None) -> int:
+    """The smallest granule: 4-bit codes are two halves of one."""
+    return 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
 
 
 class PagePool:
@@ -45,7 +50,7 @@ class PagePool:
         device: torch.device,
         quantization: IntegerQuantization | None = None,
     ):
-        least = 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
+        least = least_granule(quantization)
         require(pages >= 1, "pages", pages, "at least 1")
         require(_is_power(tokens) and tokens >= MIN_TOKENS, "tokens", tokens, f"a power of two from {MIN_TOKENS} on")
         require(_is_power(granule) and granule >= least, "granule", granule, f"a power of two from {least} on")
@@ -66,6 +71,11 @@ class PagePool:
     @property
     def pages(self) -> int:
         return self.page_PNY.shape[0]
+
+    @property
+    def bits(self) -> int:
+        """Of a code; 16 where coefficients are held as they are."""
+        return 16 if self.quantization is None else self.quantization.bits
 
     @property
     def device(self) -> torch.device:

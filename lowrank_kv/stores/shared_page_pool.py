@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.stores.memory_report import COEFFICIENTS, POSITIONS
-from lowrank_kv.stores.page_pool import MIN_GRANULE, PagePool
+from lowrank_kv.stores.page_pool import PagePool, least_granule
 from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
@@ -50,7 +50,7 @@ class SharedPagePool:
         )
         require(0 < rate <= 1, "rate", rate, "in (0, 1]: the share of coefficients that there is to be room for")
         self.max_length, self.rate, self.stores, self.quantization = max_length, rate, stores, quantization
-        least = 2 * MIN_GRANULE if quantization and quantization.bits == 4 else MIN_GRANULE
+        least = least_granule(quantization)
         granule = _MAX_GRANULE
         while granule >= least and (granularity % granule or width % granule):
             granule //= 2
@@ -66,7 +66,7 @@ class SharedPagePool:
     def new_store(self, batch: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
         """An empty store that takes its pages from here."""
         if self.pool is None:
-            # Kernels of larger heads would spill with larger tiles; tiny pools (tests) would be all slack.
+            # Kernels of larger heads would spill with larger tiles. Of short sequences larger ones would be mostly empty.
             tokens = 64 if self.max_length >= 1024 else 16
             granules = self.granules
             tiles = -(-self.max_length // tokens)

@@ -117,10 +117,13 @@ class TokenwiseCoefficients(Coefficients):
         self.row_count.value += len(class_N)
 
     def empty_like(self, capacity: int) -> Self:
-        return self.clone(rows=0)
+        return self._empty()  # how many bytes so many rows will have is not known
+
+    def _empty(self) -> Self:
+        return type(self)(self.quantization, dtype=self.dtype, device=self.device)
 
     def reserve(self, capacity: int) -> None:
-        """How many bytes so many rows will have is not known: nothing is reserved."""
+        """Nothing is reserved, as in :meth:`empty_like`."""
 
     def keep(self, index_N: Tensor) -> None:
         """Keep the rows at `index_N`, (N,) or (1, N), in that order; no room to grow is left."""
@@ -130,7 +133,7 @@ class TokenwiseCoefficients(Coefficients):
         size_N, new_N = self.quantization.size_K[kept_N], self.quantization.starts(kept_N)
         # Byte y of the kept ones is byte y − new + start of the old ones.
         old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
-        kept = self.clone(rows=0)
+        kept = self._empty()
         kept._append_packed(self.stored.rows[old_Y], kept_N, new_N, exact=True)
         self.stored, self.classes, self.marks = kept.stored, kept.classes, kept.marks
         self.row_count, self.native_view = kept.row_count, None

@@ -170,3 +170,15 @@ def test_any_life_of_a_cache_is_the_dense_models(maker):
         machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True)
     )
     assert machine.steps >= 1000, f"only {machine.steps} steps were taken"
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_is_no_more_another_models_than_the_cache():
+    model, other = small_model(), small_model()
+    ids = torch.randint(1, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(0))
+    cache = model(ids, past_key_values=dynakv_maker(model)()).past_key_values
+    dynakv_maker(other)
+    for each in (cache, copy.deepcopy(cache)):
+        with pytest.raises(UserError, match="is a cache of another model"):
+            other(ids[:, :1], past_key_values=each)
+    assert model(ids[:, :1], past_key_values=copy.deepcopy(cache)).past_key_values.get_seq_length() == 21

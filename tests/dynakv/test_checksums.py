@@ -8,7 +8,7 @@ import pytest
 from methods import dynakv_model, tiny_model
 
 import dynakv
-from dynakv.checkpoint import CONFIG, SHA256, WEIGHTS
+from dynakv.checkpoint import CONFIG, SHA256, WEIGHTS, load_compressors
 from lowrank_kv.utils.errors import UserError
 
 FLIPS = 300
@@ -62,6 +62,15 @@ def test_every_flipped_bit_is_found_and_the_file_is_named(saved, name, tmp_path)
         else:
             assert f"copy/{name}" in error
         assert set(model.state_dict()) == before
+
+
+def test_a_server_that_needs_no_model_looks_at_the_checksum_too(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    content = (saved / WEIGHTS).read_bytes()
+    assert load_compressors(tmp_path / "copy")
+    (tmp_path / "copy" / WEIGHTS).write_bytes(flipped(content, 8 * len(content) - 20))
+    with pytest.raises(UserError, match=f"copy/{WEIGHTS} is damaged: its SHA-256"):
+        load_compressors(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])

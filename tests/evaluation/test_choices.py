@@ -1,5 +1,6 @@
 """Multiple choice, lookup and boxed answers: files of every form, and log-likelihoods through a cache."""
 
+import gzip
 import json
 import math
 
@@ -93,6 +94,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     path.write_text('{"a": 1}\nnot json\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         read_choices("piqa", str(path))
+    path.write_bytes("é".encode("latin1"))
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        read_choices("piqa", str(path))
+    packed = tmp_path / "x.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"a": 1}')[:-9])
+    with pytest.raises(UserError, match=r"cannot read `.*x.jsonl.gz`: Compressed file ended"):
+        read_choices("piqa", str(packed))
 
 
 def rows(count):

@@ -162,6 +162,9 @@ def test_an_optional_checkpoint_that_is_not_there_is_left_out(values, tmp_path, 
     assert "leaving out `trained`: nowhere is not there" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the checkpoints is there: nowhere"):
         last(values | {"methods": [missing]}, tmp_path / "other")
+    build(
+        CompareConfig, values | {"methods": [values["methods"][0], missing], "prefix": 0}
+    )  # it is not read to be checked
 
 
 def test_a_fraction_measures_fewer_windows(values, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensors_held import found_tensors
 
-from evaluation.peers import PEERS, TextLength, peer
+from evaluation.peers import PEERS, TextLength
 from evaluation.peers.peer import CALIBRATION, NEEDS, READ
 from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
 from evaluation.peers.quantized_cache import quantized_tensors
@@ -141,7 +141,7 @@ def test_generate_goes_through_the_cache(name, model, calibration):
 
 
 def test_what_is_needed_and_served_is_said_and_checked(model, calibration):
-    for name, each in PEERS.items():
+    for each in PEERS.values():
         assert all((each.what, each.source, each.simplified))
         assert each.needs <= set(NEEDS)
         if each.needs & {CALIBRATION, READ}:
@@ -152,16 +152,14 @@ def test_what_is_needed_and_served_is_said_and_checked(model, calibration):
                 each.maker(model, calibration, None)
             continue
         with pytest.raises(UserError, match="`share` must be none"):
-            peer(name).maker(model, calibration, 0.3)
+            each.maker(model, calibration, 0.3)
     with pytest.raises(UserError, match="`share` must be above 0.5"):
-        peer("think").maker(model, calibration, 0.4)
+        PEERS["think"].maker(model, calibration, 0.4)
     with pytest.raises(UserError, match="leaves no byte for a compressed token"):
-        peer("kvtc").maker(model, calibration, 0.05, TEXT)
+        PEERS["kvtc"].maker(model, calibration, 0.05, TEXT)
     unread = dataclasses.replace(calibration, read=None)
     with pytest.raises(UserError, match="does not say what is read"):
-        peer("kvtc").maker(model, unread, 0.5)
-    with pytest.raises(UserError, match="did you mean `kvtc`"):
-        peer("kvct")
+        PEERS["kvtc"].maker(model, unread, 0.5)
 
 
 def test_a_cache_that_forgets_refuses_to_go_back(model, calibration):

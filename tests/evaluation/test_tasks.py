@@ -219,6 +219,17 @@ def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
         assert row["full_bytes"] <= int(row["dataset"].split()[1]) * token_bytes
 
 
+def test_a_record_may_be_written_before_every_task_has_begun(values, files, tmp_path):
+    names = ["niah_single_1", "niah_single_2"]
+    task = {"task": names, "length": 900, "items": 1, "together": "needles", "essay": files["essay"]}
+    (tmp_path / "out").mkdir()
+    config = build(TasksConfig, values | {"tasks": [task], "methods": [{"peer": "rotated-int2"}]})
+    for answered, make_record in enumerate(run_tasks(config, tmp_path / "out"), 1):
+        for _ in range(2):
+            rows = [row for row in make_record()["rows"] if row["dataset"] != "needles 900"]
+            assert len(rows) == answered
+
+
 def test_a_row_holds_the_mean_of_several_tasks(values, files, tmp_path):
     names = ["niah_single_1", "niah_single_2"]
     task = {"task": names, "length": [900, 1000], "items": 3, "together": "needles", "essay": files["essay"]}

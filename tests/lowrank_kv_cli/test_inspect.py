@@ -73,7 +73,7 @@ def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tm
     ("summary", "expected"),
     [
         ({"heldout": {"t": {"hard_rate": 0.3, "perplexity": 2.0}}}, "0.300 of all coefficients on t"),
-        ({"heldout": {}, "settled": {"hard_rate": 0.4}}, "0.400 of all coefficients on the training text"),
+        ({"heldout": {}, "calibrated_threshold": {"hard_rate": 0.4}}, "0.400 of all coefficients on the training text"),
         ({}, "rates       not recorded"),
     ],
 )

@@ -4,8 +4,10 @@ import shutil
 
 import pytest
 
+import dynakv
 from dynakv.checkpoint import read_config
 from dynakv.measured_rates import measured_rates
+from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
 from lowrank_kv_cli.__main__ import dispatch
 
@@ -87,6 +89,23 @@ def test_measure_says_what_it_found(capsys, checkpoint, text_file, tmp_path):
     assert f"keeps {rate:.3f} of " in told.out
     assert "256 tokens of text.jsonl" in told.out
     assert "measuring: 100%" in told.err
+
+
+def test_measure_takes_the_place_of_what_was_measured_before_and_keeps_the_rest(checkpoint, text_file, tmp_path):
+    directory = tmp_path / "checkpoint"
+    model = dynakv.attach(load_model(read_config(checkpoint).base_model), checkpoint)
+    before = {"other.txt": {"hard_rate": 0.9}, "text.jsonl": {"hard_rate": 0.8}}
+    dynakv.save_compressor(model, directory, summary={"alpha": 2.0, "heldout": before})
+    beside = {"README.md": "the card", "run.json": '{"run_id": "r"}'}
+    for name, text in beside.items():
+        (directory / name).write_text(text)
+    words = ("--checkpoint", directory, "--name", text_file, "--tokens", 256, "--length", 64)
+    dispatch(["measure", *map(str, words)])
+    found = read_config(directory).summary
+    assert list(found["heldout"]) == ["text.jsonl", "other.txt"]
+    assert found["heldout"]["text.jsonl"].keys() > {"hard_rate", "layer_rates"}
+    assert (found["alpha"], found["heldout"]["other.txt"]) == (2.0, before["other.txt"])
+    assert {name: (directory / name).read_text() for name in beside} == beside
 
 
 @pytest.fixture(scope="module")

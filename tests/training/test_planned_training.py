@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from methods import calibration_of, planned_model, tiny_model
+from safetensors.torch import load_file
 from training_runs import STILL, losses, merged, summary, train_here
 
 import dynakv
@@ -101,6 +102,21 @@ def test_training_lowers_the_divergence_and_serves_what_it_wrote(training_values
     assert config["exact_tokens"] == PLANNED["compressor"]["exact_tokens"]
 
 
+def test_the_mean_of_states_keeps_their_bits(training_values, tmp_path):
+    """Sevenths of whole numbers do not add up to them."""
+    averaged = {"checkpoint_every": 1, "keep_checkpoints": 7, "average_checkpoints": 7, "optimizer": {"steps": 7}}
+    checkpoint = train_here(training_values, tmp_path / "run", **merged(PLANNED, averaged))
+    assert summary(tmp_path / "run")["averaged_steps"] == list(range(1, 8))
+    final = load_file(checkpoint / "compressor.safetensors")
+    last = load_file(tmp_path / "run/states/step-000007/compressor.safetensors")
+    whole = {name for name, tensor in final.items() if not tensor.is_floating_point()}
+    assert {name.rpartition(".")[2] for name in whole} >= {"bits"}
+    for name, tensor in final.items():
+        assert tensor.dtype == last[name].dtype
+        assert name not in whole or torch.equal(tensor, last[name])
+    assert any(not torch.equal(final[name], last[name]) for name in final.keys() - whole)
+
+
 @pytest.mark.parametrize("token_classes", [1, 4])
 @torch.no_grad()
 def test_a_checkpoint_is_served_as_it_was_trained(tmp_path, token_classes):
@@ -141,6 +157,7 @@ def test_predicted_bytes_are_those_of_a_cache(tmp_path):
         ({"compressor.cache_dtype": "int4"}, "`compressor.cache_dtype` must be model where `rank_policy` is plan"),
         ({"compressor.rank_policy": "gate"}, "`compressor.exact_tokens` must be left out"),
         ({"rate.key_cost": 3}, "`rate.key_cost` must be 1"),
+        ({"rate.alpha": 0.5}, "`rate.alpha` must be left out"),
     ],
 )
 def test_settings_that_a_plan_does_not_know_are_refused(changes, message):

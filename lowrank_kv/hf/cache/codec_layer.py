@@ -76,7 +76,7 @@ class CodecLayer(CompressedLayer):
 
     def _encode_compiled(
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, targets: Sequence[native.AppendTarget] = ()
-    ) -> native.NewTokens | None:
+    ) -> native.EncodedTokens | None:
         """See :meth:`native.Encoder.encode`; None where there is no faster way for these tokens."""
         if self._encoder is None:
             return None

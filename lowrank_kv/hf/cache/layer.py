@@ -257,6 +257,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def __deepcopy__(self, memo: dict) -> "CompressedLayer":
         # Codecs and calibrated bases belong to the model, not to the tokens: they are shared.
         twin = copy.copy(self)
+        twin._owner = self._owner  # which a saved cache does not keep
         twin.stored = StoredStates()
         twin.history = copy.deepcopy(self.history, memo)
         memo[id(self)] = twin

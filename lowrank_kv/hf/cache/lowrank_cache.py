@@ -51,8 +51,12 @@ class LowRankCache(Cache):
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all state of the compressed layers between steps, each byte once."""
+        seen: dict[int, Tensor] = {}  # by identity; beams share what is found once for their text
         for layer in self.compressed_layers():
-            yield from layer.tensors_by_kind()
+            for kind, tensor in layer.tensors_by_kind():
+                if id(tensor) not in seen:
+                    seen[id(tensor)] = tensor
+                    yield kind, tensor
         if self.history is not None:
             for tensor in self.history.tensors():
                 yield POSITIONS, tensor

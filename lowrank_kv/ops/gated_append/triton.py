@@ -222,7 +222,7 @@ def gated_append(
         GRANULES=store.granules,
         TOKENS=pool.tokens,
         PAGE_WIDTH=pool.page_PNY.shape[2],
-        BITS=16 if pool.quantization is None else pool.quantization.bits,
+        BITS=pool.bits,
         COMPUTE=computing_type(state_BC.dtype),
         BLOCK_B=_BLOCK_BATCH,
         BLOCK_IN=min(128, triton.next_power_of_2(width)),

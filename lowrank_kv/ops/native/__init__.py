@@ -2,7 +2,7 @@
 and appending new tokens."""
 
 from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, multiplies_pairs, unsupported_reason
-from lowrank_kv.ops.native.encoding import AppendTarget, Encoder, NewTokens, encoder_of, encodes
+from lowrank_kv.ops.native.encoding import AppendTarget, EncodedTokens, Encoder, encoder_of, encodes
 from lowrank_kv.ops.native.packing import compiled_writer
 from lowrank_kv.ops.native.rotary import PackedRotary, computes_cos_sin, cos_sin
 from lowrank_kv.ops.native.store_view import RankBucketView, StoreView, appends
@@ -11,7 +11,7 @@ __all__ = [
     "PackedDecoders",
     "Encoder",
     "AppendTarget",
-    "NewTokens",
+    "EncodedTokens",
     "RankBucketView",
     "StoreView",
     "Tokens",

@@ -28,7 +28,7 @@ _NO_ROTATION = bytes(ENCODE_ROTARY.size)
 AppendTarget = tuple[StoreView, StoreView]
 
 
-class NewTokens:
+class EncodedTokens:
     """Encoded tokens.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Last(threading.local):
     """Memory for what a call gives out, which nearly every call could take over from the one before, whatever its layer: to
     ask torch for it takes as long as much of the encoding."""
 
-    new: NewTokens | None = None
+    new: EncodedTokens | None = None
 
 
 _last = _Last()
@@ -85,7 +85,7 @@ class Encoder:
         value_BGTD: Tensor,
         rotary: PackedRotary | None,
         targets: Sequence[AppendTarget] = (),
-    ) -> NewTokens | None:
+    ) -> EncodedTokens | None:
         """Coefficients and ranks of new tokens (DynaKV, equations 1, 5, 6 and 8), appended to stores that have room for all.
 
         Args:
@@ -106,7 +106,7 @@ class Encoder:
             return None
         new = _last.new
         if new is None or new.shape != (batch, tokens, self._width):
-            new = _last.new = NewTokens(batch, tokens, self._width)
+            new = _last.new = EncodedTokens(batch, tokens, self._width)
         if targets:
             for b, (key, value) in zip(range(batch), targets, strict=True):
                 new.stores[b], new.stores[batch + b] = key.address, value.address

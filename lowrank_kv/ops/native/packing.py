@@ -86,9 +86,6 @@ class CompiledPlan:
     def __init__(self, plan: BitPlan):
         self._plan, self._coders = plan, _Coders([plan])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledPlan, (self._plan,)
-
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`BitPlan.encode`; rows (…, N, R) of all coefficients."""
         *lead, rank = rows_NR.shape
@@ -104,9 +101,6 @@ class CompiledTokenPlans:
     def __init__(self, plans: TokenPlans):
         self._plans, self._gate = plans, PackedGate(plans.gate, plans.bounds_K)
         self._coders = _Coders(plans.plans)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledTokenPlans, (self._plans,)
 
     def classes(self, coef_NC: Tensor) -> Tensor:
         """See :meth:`TokenPlans.classes`."""

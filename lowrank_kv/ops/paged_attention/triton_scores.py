@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes, load_page_numbers, page_number
 from lowrank_kv.ops.rotation import RotaryTable
-from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned
+from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, tuned
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 from lowrank_kv.stores.paged import PagedStore
 
@@ -189,14 +189,14 @@ def paged_scores(
         keys.tile_position_BSN,
         keys.tile_scale_BSN2,
     )
-    mask_strides = (0, 0) if mask_BQT is None else (sequence_stride(mask_BQT), mask_BQT.stride(1))
+    mask_strides = first_strides(mask_BQT, 2)
     shared = {
         "QUERIES": queries,
         "TOKENS": pool.tokens,
         "PAGE_WIDTH": page_width,
         "GRANULES": keys.granules,
         "BLOCK_K": triton.next_power_of_2(keys.granules),
-        "BITS": 16 if pool.quantization is None else pool.quantization.bits,
+        "BITS": pool.bits,
         "COMPUTE": computing_type(query_BGMD.dtype),
     }
     if rotation is None:
@@ -220,8 +220,7 @@ def paged_scores(
         triton.next_power_of_2(keys.slots),  # not tuned for anew at every capacity
         keys.slots,
         keys.capacity,
-        sequence_stride(rotation.cos_BTF),
-        rotation.cos_BTF.stride(1),
+        *first_strides(rotation.cos_BTF, 2),
         *mask_strides,
         scaling,
         softcap,

@@ -155,7 +155,7 @@ def weighted_latents(
         TOKENS=pool.tokens,
         PAGE_WIDTH=pool.page_PNY.shape[2],
         GRANULES=values.granules,
-        BITS=16 if pool.quantization is None else pool.quantization.bits,
+        BITS=pool.bits,
         COMPUTE=computing_type(dtype),
         BLOCK_P=block_rows,
         ROW_BLOCKS=row_blocks,

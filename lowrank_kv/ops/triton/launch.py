@@ -83,6 +83,11 @@ def sequence_stride(tensor: Tensor) -> int:
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
+def first_strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides of a tensor, as :func:`sequence_stride` has the one of sequences; zeros of no tensor."""
+    return (0,) * count if tensor is None else (sequence_stride(tensor), *tensor.stride()[1:count])
+
+
 @triton.jit
 def capped(score, softcap):
     """softcap · tanh(score / softcap) (Gemma 2, section 2)."""

@@ -18,8 +18,8 @@ from lowrank_kv.ops.triton.launch import (
     block,
     capped,
     computing_type,
+    first_strides,
     online_softmax_step,
-    sequence_stride,
     tuned,
     tuning_class,
 )
@@ -132,14 +132,14 @@ def _attend_split(
             is_seen_MN = is_seen_MN & (tl.load(mask_ptrs, mask=is_seen_MN, other=0) != 0)
         score_MN = tl.where(is_seen_MN, score_MN * LOG2E, float("-inf"))
 
-        weight_MN, fade_M, max_M, sum_M = online_softmax_step(score_MN, max_M, sum_M)
+        weight_MN, rescale_M, max_M, sum_M = online_softmax_step(score_MN, max_M, sum_M)
         if VALUE_BITS < 16:
             scale_ptrs = (
                 value_scale_ptr + b * value_scale_stride_b + group * value_scale_stride_g + n * value_scale_stride_n
             )
             step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
             least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
-            least_M = least_M * fade_M + tl.sum(weight_MN * least_N[None, :], 1)
+            least_M = least_M * rescale_M + tl.sum(weight_MN * least_N[None, :], 1)
             weight_MN *= step_N[None, :]
         value_NW = tl.load(
             value_ptr + n[:, None] * value_stride_n + w[None, :],
@@ -149,11 +149,13 @@ def _attend_split(
         weight_MN = weight_MN.to(COMPUTE)
         if VALUE_BITS == 4:
             total_MW = tl.dot(
-                weight_MN, (value_NW & 15).to(COMPUTE), total_MW * fade_M[:, None], input_precision="ieee"
+                weight_MN, (value_NW & 15).to(COMPUTE), total_MW * rescale_M[:, None], input_precision="ieee"
             )
-            high_MW = tl.dot(weight_MN, (value_NW >> 4).to(COMPUTE), high_MW * fade_M[:, None], input_precision="ieee")
+            high_MW = tl.dot(
+                weight_MN, (value_NW >> 4).to(COMPUTE), high_MW * rescale_M[:, None], input_precision="ieee"
+            )
         else:
-            total_MW = tl.dot(weight_MN, value_NW.to(COMPUTE), total_MW * fade_M[:, None], input_precision="ieee")
+            total_MW = tl.dot(weight_MN, value_NW.to(COMPUTE), total_MW * rescale_M[:, None], input_precision="ieee")
 
     p = (b * GROUPS + group) * ROWS + m
     partial_ptrs = partial_ptr + (p * splits + split)[:, None] * value_width + w[None, :]
@@ -218,10 +220,10 @@ def attend_split(
         key_width,
         value_width,
         *key_BGNY.stride()[:3],
-        *_strides(key_scale_BGN2, 3),
+        *first_strides(key_scale_BGN2, 3),
         *value_BGNY.stride()[:3],
-        *_strides(value_scale_BGN2, 3),
-        *_strides(mask_BQN, 2),
+        *first_strides(value_scale_BGN2, 3),
+        *first_strides(mask_BQN, 2),
         splits,
         max_BPX1.shape[2],
         first,
@@ -238,8 +240,3 @@ def attend_split(
         BLOCK_W=block(value_BGNY.shape[3]),
     )
     return partial_BPSW
-
-
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first strides of a tensor; 0 over sequences that share it."""
-    return (0,) * count if tensor is None else (sequence_stride(tensor), *tensor.stride()[1:count])

@@ -77,6 +77,13 @@ def test_nothing_is_left_on_the_model():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_states_that_are_not_finite_are_named():
+    model = tiny_model()
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.inf
+    with pytest.raises(UserError, match="layer 1, value: calibration rows hold NaN or infinite entries"):
+        read_moments(model, ids_of(1, 160), progress=False)
+
+
 def test_blocks_too_short_to_be_read_compressed_are_refused():
     with pytest.raises(UserError, match="in blocks of 32 tokens none is read compressed"):
         read_moments(tiny_model(), ids_of(1, 32), progress=False)

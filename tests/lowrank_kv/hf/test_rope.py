@@ -61,6 +61,13 @@ def test_unrotate_inverts_rotate(kind):
     torch.testing.assert_close(rope.rotate(rope.unrotate(key)), key, atol=2e-6, rtol=0)
 
 
+def test_a_rotation_that_cannot_be_tried_is_not_taken_for_the_usual_one():
+    def refuses(query, key, cos, sin):
+        raise RuntimeError
+
+    assert not rotates_halves(refuses)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "cohere"])
 def test_the_fast_rotation_is_the_familys(family):
     function = importlib.import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb

@@ -77,10 +77,9 @@ class AdaptiveStore(TokenStore):
         row_NR = self.own.encode(coef_PNR[0], shared, self.initial.rank)
         return self.rows_of(row_NR[None], self.own.decoder(shared, self.initial.rank).mT[None])
 
-    def crop(self, length: int) -> None:
-        super().crop(length)
-        if not length:
-            self.own = None
+    def forget_text(self) -> None:
+        super().forget_text()
+        self.own = None
 
     def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors_by_kind(num_pinned)

@@ -77,6 +77,10 @@ class InitialBasis:
     def parts(self) -> int:
         return self.vectors_PWR.shape[0]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is made of the fields is made again: a saved cache may go on where there is no compiled code.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @functools.cached_property
     def coef_scale(self) -> Tensor | None:
         """The scale that coefficients are divided by to be held as integers, (P, R) fp32; None where they are not."""

@@ -244,6 +244,8 @@ class WindowedSequence:
         self.num_pinned = int(is_kept_F[: self.num_pinned].sum())
         for store in (self.key, self.value):
             store.crop(num_low_rank)
+            if not num_low_rank and self.num_pinned <= self.config.num_sink_tokens:
+                store.forget_text()
         if not bool(is_kept_F.all()):
             self._keep_full_rank(is_kept_F)
         self.positions.crop(length, num_low_rank)

@@ -128,6 +128,9 @@ class TokenStore:
         """Forget the coefficients from row `length` on."""
         self.coef.crop(length)
 
+    def forget_text(self) -> None:
+        """All tokens but the first are gone: forget what was found in them."""
+
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
-from lowrank_kv.ops.triton.launch import block, computing_type, sequence_stride, tuned, tuning_class
+from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, sequence_stride, tuned, tuning_class
 from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
 from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
 
@@ -195,12 +195,11 @@ def joint_scores(
         keys.rank,
         sequence_stride(basis_BCR),
         basis_BCR.stride(2),
-        sequence_stride(row_BNY),
-        row_BNY.stride(1),
-        *((0, 0) if scale_BN2 is None else (sequence_stride(scale_BN2), scale_BN2.stride(1))),
-        *((0, 0) if cos is None else (sequence_stride(cos), cos.stride(1))),
+        *first_strides(row_BNY, 2),
+        *first_strides(scale_BN2, 2),
+        *first_strides(cos, 2),
         0 if position_BN is None else sequence_stride(position_BN),
-        *((0, 0) if mask_BQN is None else (sequence_stride(mask_BQN), mask_BQN.stride(1))),
+        *first_strides(mask_BQN, 2),
         scaling,
         softcap,
         GROUPS=groups,

@@ -15,8 +15,8 @@ from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
 from lowrank_kv.ops.triton.launch import (
     block,
     computing_type,
+    first_strides,
     online_softmax_step,
-    sequence_stride,
     tuned,
     tuning_class,
 )
@@ -165,9 +165,8 @@ def weighted_rows(
         tuning_class(room, values.rank, row_BNY.stride(1)),
         room,
         values.rank,
-        sequence_stride(row_BNY),
-        row_BNY.stride(1),
-        *((0, 0) if scale_BN2 is None else (sequence_stride(scale_BN2), scale_BN2.stride(1))),
+        *first_strides(row_BNY, 2),
+        *first_strides(scale_BN2, 2),
         splits,
         sum_BPX.shape[2],
         P=rows,
