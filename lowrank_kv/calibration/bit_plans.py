@@ -145,12 +145,12 @@ class _Side:
 
 def _fitted(units: list[Tensor], widths: list[list[int]]) -> tuple[dict[int, Tensor], dict[int, float]]:
     """(levels, distortions) of each width, fitted to the coefficients that have it, of rows divided by their scales. A width
-    that too few have is fitted to all.
+    that too few have is fitted to all that are coded, or, where all are held in 16 bits, to those.
 
     Args:
         units: sampled coefficients of each kind of rows, (N, C), whose widths are `widths`.
     """
-    samples: dict[int, list[Tensor]] = {bits: [] for bits in WIDTHS if bits != UNCODED}
+    samples: dict[int, list[Tensor]] = {bits: [] for bits in WIDTHS}
     for unit_NC, row in zip(units, widths, strict=True):
         width_C = torch.tensor(row)
         kept_NR = unit_NC[:, width_C > 0]
@@ -159,7 +159,9 @@ def _fitted(units: list[Tensor], widths: list[list[int]]) -> tuple[dict[int, Ten
             found.append(scaled_NR[:, width_C[width_C > 0] == bits].flatten())
     widest = max(map(len, widths))
     together = {bits: _thinned(torch.cat(found)) for bits, found in samples.items()}
+    uncoded_N = together.pop(UNCODED)
     everything = _thinned(torch.cat(list(together.values())))
+    everything = everything if len(everything) else uncoded_N
     levels, distortions = {}, {}
     for bits, sample_N in together.items():
         sample_N = sample_N if len(sample_N) >= 64 * 2**bits else everything
