@@ -57,7 +57,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
             )
             for index, sides in coded.items()
         }
-        return Plan(config=config, geometry=geometry, layers=layers)
+        return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
     if config.integers is not None and (calibration.tokens or math.inf) < 2 * widest:
         raise UserError(
@@ -72,8 +72,8 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
         _initial_basis(spectrum, next(ranks), config.integers) if chosen else _identity(geometry)
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
-    layers = zip(bases[::2], bases[1::2], strict=True)
-    return Plan(config=config, geometry=geometry, layers=dict(zip(geometry.layers, layers, strict=True)))
+    layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
+    return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
 
 
 def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:

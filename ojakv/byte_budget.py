@@ -9,6 +9,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.growable_tensor import grown
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
@@ -20,8 +21,6 @@ from ojakv.config import OjaKVConfig
 # Rates that are tried at most. Bytes of plans of bits grow evenly with the rate, and a plan takes seconds to make: there the
 # search interpolates, and ends so near below the limit. Narrow models have bytes in steps: it halves the range at times.
 _STEPS, _NEAR, _HALVES_EVERY = 12, 1e-3, 3
-# A position is an int32.
-_POSITION_BYTES = 4
 
 
 class PlannedSequence:
@@ -102,12 +101,12 @@ class PlannedSequence:
     def position_bytes(self, parts: int) -> int:
         """Bytes of one layer's positions: of full-rank tokens and, once some are evicted, of each part's low-rank ones."""
         low_rank = parts * self.low_rank_capacity if self.has_evicted else 0
-        return _POSITION_BYTES * (self.full_rank_capacity + low_rank)
+        return POSITION_BYTES * (self.full_rank_capacity + low_rank)
 
     @property
     def rotation_bytes(self) -> int:
         """Bytes of what all layers' rotations need: the position of every token read."""
-        return _POSITION_BYTES * self.length
+        return POSITION_BYTES * self.length
 
 
 def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
@@ -139,7 +138,7 @@ def _rate(plan: Plan, sequences: list[PlannedSequence], itemsize: int) -> float:
     ]
     num_bytes = sum(layer_bytes)
     if plan.config.rotates:
-        num_bytes += sequences[0].rotation_bytes
+        num_bytes += plan.rotation_bytes * sequences[0].length
     return num_bytes / plan.geometry.full_nbytes(sequences[0].length, itemsize)
 
 
@@ -238,7 +237,7 @@ def break_even_tokens(plan: Plan, itemsize: int) -> int | None:
     It takes more before where the sequence has bases of its own. None where it always does.
     """
     saved = plan.geometry.full_nbytes(1, itemsize) - token_nbytes(plan, itemsize)
-    if saved <= (_POSITION_BYTES if plan.config.rotates else 0):
+    if saved <= (plan.rotation_bytes if plan.config.rotates else 0):
         return None
 
     def is_smaller(tokens: int) -> bool:

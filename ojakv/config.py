@@ -68,7 +68,9 @@ class OjaKVConfig(WindowedConfig):
         True, help="divide each direction's Oja step by its energy; η = 1 is then one orthogonal iteration"
     )
     prior_tokens: float = option(
-        32.0, help="how much the calibration counts for in preconditioned steps and sketches", unit="tokens"
+        32.0,
+        help="how much the calibration counts for in sketches, and in a sequence's first preconditioned steps",
+        unit="tokens",
     )
     update_window: int | None = option(
         None,

@@ -18,8 +18,8 @@ from lowrank_kv.stores.growable_tensor import writable
 from lowrank_kv.utils.errors import UserError
 from ojakv.change_of_basis import identity_like
 
-# Energies below this share of the largest count as this much. Directions that were hardly seen would turn by roundings of fp32
-# divided by next to nothing: the bases of a short text would depend on the padding and the batch beside it.
+# Energies below this share of the largest count as this much. Directions that were hardly seen would turn by the rounding of
+# fp32 divided by next to nothing: the bases of a short text would depend on the padding and the batch beside it.
 ENERGY_FLOOR = 1e-4
 # A basis whose columns would move by less is there already.
 SMALLEST_MOVE = 1e-5

@@ -27,6 +27,7 @@ from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.calibration.token_gates import GateFit, fit_gates
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.atomic_write import new_directory, put_back
@@ -80,6 +81,7 @@ class Calibration:
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         tokens: how many tokens were read, if known.
+        rotation_bytes: what a cache of the model keeps of each token's rotation; the model says it, no file does.
     """
 
     geometry: KVGeometry
@@ -88,6 +90,7 @@ class Calibration:
     origin: str = "the calibration"
     model: str | None = None
     tokens: int | None = None
+    rotation_bytes: int = POSITION_BYTES
 
     @classmethod
     def from_text(
@@ -122,7 +125,13 @@ class Calibration:
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
         # On the CPU, wherever the model is: bases and ranks are worked out over all layers.
         moments = {i: {side: m.mean().float().cpu() for side, m in sides.items()} for i, sides in found.items()}
-        return cls(geometry=geometry_of(model), moments=moments, read=read_states, tokens=blocks_NT.numel())
+        return cls(
+            geometry=geometry_of(model),
+            moments=moments,
+            read=read_states,
+            tokens=blocks_NT.numel(),
+            rotation_bytes=RopeHistory.token_nbytes(model),
+        )
 
     @classmethod
     def of_reads(
@@ -247,7 +256,7 @@ class Calibration:
         return self.read
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
-        """This calibration, after a check that it fits `model`.
+        """This calibration as it serves `model`, after a check that it fits.
 
         Warns where it was made on a model of the same shape but another name, whose states may be quite different.
 
@@ -256,7 +265,7 @@ class Calibration:
         """
         geometry_of(model).check_equal(self.geometry, self.origin)
         warn_of_another(model, self.model, self.origin, "make one on this model with `lowrank-kv calibrate`")
-        return self
+        return dataclasses.replace(self, rotation_bytes=RopeHistory.token_nbytes(model))
 
 
 def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> dict[int, dict[str, Tensor]]:

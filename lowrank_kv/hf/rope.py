@@ -12,12 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 
-from lowrank_kv.hf.rotary import LENGTH_DEPENDENT_ROPE, Rotary, rotate_halves, rotates_halves
+from lowrank_kv.hf.rotary import Rotary, rotate_halves, rotates_halves
 from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.utils.errors import UserError
+
+POSITION_BYTES = 4  # of a position id, int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class RopeHistory:
 
     def __init__(self, rotary: Rotary):
         self.rotary = rotary
-        self.keeps_rows = rotary.rope_type in LENGTH_DEPENDENT_ROPE
+        self.keeps_rows = rotary.is_length_dependent
         self._kept: list[GrowingTensor] = []  # [positions (B, T)] or [cos (B, T, E), sin (B, T, E)]
         self._dtype = torch.float32  # of cos and sin
         # Computed once per step, and dropped after its last layer:
@@ -93,6 +96,14 @@ class RopeHistory:
         self._all: Rope | None = None  # the rotation of all tokens
         self._table: RotaryTable | None = None  # the same, for a family that rotates pairs by one angle each
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same, of one sequence on one device
+
+    @staticmethod
+    def token_nbytes(model: PreTrainedModel) -> int:
+        """Bytes that are kept of a token's rotation, for a family that passes position ids to its layers."""
+        rotary = Rotary.from_model(model)
+        if rotary is None or not rotary.is_length_dependent:
+            return POSITION_BYTES
+        return 2 * rotary.num_dims * model.dtype.itemsize
 
     @property
     def length(self) -> int:

@@ -23,8 +23,7 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.utils.errors import UserError
 
-# Rotary kinds whose frequencies depend on the length seen so far; a cached key keeps the rotation it was given.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary kinds
 # Families whose layers with full attention leave queries and keys as they are, if the others have a window.
 _ONLY_WINDOWS_ROTATE = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 # Positions at which a module's cos and sin are compared with those of its frequencies.
@@ -69,6 +68,17 @@ class Rotary:
         """The kind of rotation, as transformers names it."""
         rope_type = _rope_type(self.module)
         return rope_type if self.layer_type is None else rope_type[self.layer_type]
+
+    @property
+    def is_length_dependent(self) -> bool:
+        """Whether frequencies depend on the length seen so far; a cached key keeps the rotation it was given."""
+        return self.rope_type in _LENGTH_DEPENDENT
+
+    @property
+    def num_dims(self) -> int:
+        """E."""
+        name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
+        return 2 * getattr(self.module, name).numel()
 
     @property
     def rotates_halves(self) -> bool:

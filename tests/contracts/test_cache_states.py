@@ -182,3 +182,27 @@ def test_a_copy_of_a_cache_is_no_more_another_models_than_the_cache():
         with pytest.raises(UserError, match="is a cache of another model"):
             other(ids[:, :1], past_key_values=each)
     assert model(ids[:, :1], past_key_values=copy.deepcopy(cache)).past_key_values.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("preset", ["ojakv-joint", "ojakv-pf", "ojakv-per-head"])
+@torch.no_grad()
+def test_padding_does_not_move_the_bases_of_a_short_text(preset):
+    """Few tokens leave most directions of a basis unseen, and what is not seen must not be divided by."""
+    model = tiny_model()
+    config = OjaKVConfig.preset(preset, rate=0.3, update_period=4, num_sink_tokens=0, recent_window=0, rank_multiple=1)
+    plan = make_plan(calibration_of(model), config)
+    ids = torch.randint(1, VOCABULARY, (1, 23), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), ids], dim=1)
+    both = torch.cat([padded, torch.randint(1, VOCABULARY, (1, 32), generator=torch.Generator().manual_seed(1))])
+    mask = (both != 0).long()
+    alone, beside = OjaKVCache(model, plan), OjaKVCache(model, plan)
+    model(ids[:, :7], past_key_values=alone)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    model(both[:, :16], attention_mask=mask[:, :16], position_ids=position[:, :16], past_key_values=beside)
+    expected, found = [], []
+    for place in range(7, 23):
+        expected.append(model(ids[:, place : place + 1], past_key_values=alone).logits)
+        now, seen = slice(place + 9, place + 10), mask[:, : place + 10]
+        both_now = model(both[:, now], attention_mask=seen, position_ids=position[:, now], past_key_values=beside)
+        found.append(both_now.logits[:1])
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-2, rtol=0)

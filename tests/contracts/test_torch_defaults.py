@@ -7,6 +7,7 @@ import torch
 from methods import METHODS, calibration_of, tiny_model
 
 import lowrank_kv
+from ojakv import OjaKVCache, OjaKVConfig
 
 IDS = torch.randint(1, 97, (2, 80), generator=torch.Generator().manual_seed(0))
 
@@ -47,6 +48,24 @@ def test_logits_are_the_same_under_other_defaults(method, dtype, device):
         found = logits(models[1], make_caches[1])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@OTHERS
+@torch.no_grad()
+def test_a_sketch_that_has_seen_too_few_directions_is_filled_up_the_same(dtype, device):
+    bases = calibration_of(tiny_model())
+    settings = {"prior_tokens": 0.0, "update_period": 4, "num_sink_tokens": 0, "recent_window": 0}
+
+    def logits(model):
+        cache = OjaKVCache.from_model(model, OjaKVConfig.preset("subspace-a", **settings), bases=bases)
+        found = [model(part, past_key_values=cache).logits for part in IDS[:1, :20].split([6, *[1] * 14], dim=1)]
+        return torch.cat(found, dim=1)
+
+    expected = logits(tiny_model())
+    model = tiny_model()
+    with defaults(dtype, device):
+        found = logits(model)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @OTHERS

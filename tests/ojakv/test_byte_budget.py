@@ -31,6 +31,16 @@ def test_a_prompt_takes_the_budget_and_no_more(model, calibration, preset):
     assert 0.9 * 60_000 < held(model, cache) <= allowed * 60_000
 
 
+def test_rotations_that_depend_on_the_length_take_their_rows(calibration):
+    """Such a cache keeps cos and sin of every token in place of its position."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_model(rope_parameters=rope)
+    cache = OjaKVCache.from_model(
+        model, OjaKVConfig.preset("static-joint-pf"), bases=calibration, budget=f"100 KB/{LENGTH} tokens"
+    )
+    assert 0.9 * 100_000 < held(model, cache) <= 100_000
+
+
 @pytest.mark.parametrize("preset", ["static-joint-pf", "static-mixed"])
 def test_a_token_takes_the_budget_and_no_more(model, calibration, preset):
     cache = OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget="150 B/token")

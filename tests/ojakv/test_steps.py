@@ -61,6 +61,15 @@ def test_an_outlier_does_not_hide_what_other_directions_lose():
     assert StepGuard(0.005, None).largest_move(old_PWR, lambda share: turned_PWR, stored_PRR, rounding=0.0) is None
 
 
+def test_a_head_does_not_hide_what_another_loses():
+    """The second head's basis turns away from all of its rows; the first one's have a thousand times their norm."""
+    old_PWR, new_PWR = (torch.stack([AXES[:, :2], AXES[:, second]]) for second in ([0, 1], [2, 3]))
+    stored_PRR = torch.stack([1e6 * torch.eye(2), torch.eye(2)])
+    move = move_between(old_PWR, new_PWR, stored_PRR, rounding=0.0)
+    assert move.lost == pytest.approx(1e-6, rel=1e-3)
+    assert move.price == pytest.approx(1)
+
+
 def test_an_outlier_does_not_hide_how_far_other_coefficients_turn():
     """Two ordinary directions change places. Rounding the outlier again would cost more than that moves, all in all."""
     stored_PRR = torch.diag(torch.tensor([1e6, 1.0, 1.0]))[None]

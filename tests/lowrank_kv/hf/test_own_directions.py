@@ -211,6 +211,23 @@ def test_short_prompts_keep_to_the_shared_basis(model, calibration):
     assert adaptive.nbytes == tokenwise.nbytes
 
 
+@pytest.mark.parametrize("chunk", [8, 24, 100])
+@torch.no_grad()
+def test_chunks_of_a_prompt_wait_to_be_enough(model, calibration, chunk):
+    """Directions are found in the first chunks that are enough together, and all tokens are compressed in the end."""
+    whole, cache = cache_of(model, calibration), cache_of(model, calibration)
+    ids = ids_of(180)
+    for each, size in ((whole, None), (cache, chunk)):
+        model.generate(ids, past_key_values=each, max_new_tokens=2, do_sample=False, prefill_chunk_size=size)
+    found = [store.own is not None for store in stores(whole)]
+    assert any(found)
+    assert [store.own is not None for store in stores(cache)] == found
+    period = cache.compressed_layers()[0].config.update_period  # of which the last of several chunks leaves a rest
+    assert all(
+        one.coef.length - other.coef.length < period for one, other in zip(stores(whole), stores(cache), strict=True)
+    )
+
+
 @torch.no_grad()
 def test_a_cache_that_was_emptied_finds_the_next_texts_directions(model, calibration):
     cache = cache_of(model, calibration)
@@ -315,7 +332,11 @@ def test_a_direction_beyond_the_rows_that_would_hold_it_saves_nothing(shared):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retention", [{}, {"update_period": 1, "recent_window": 0}], ids=["waiting", "at once"])
+@pytest.mark.parametrize(
+    "retention",
+    [{}, {"update_period": 1, "recent_window": 0}, {"keep_prompt_full_rank": True}],
+    ids=["waiting", "at once", "prompt at full rank"],
+)
 def test_drafts_that_are_taken_back_leave_no_trace_in_the_directions(model, calibration, retention):
     ids = ids_of(61)
 
@@ -336,3 +357,13 @@ def test_drafts_that_are_taken_back_leave_no_trace_in_the_directions(model, cali
     for own, other in zip(found, owns, strict=True):
         assert (own is None) == (other is None)
         assert own is None or torch.equal(own.code_CK, other.code_CK)
+
+
+@torch.no_grad()
+def test_beams_count_what_they_share_once(model, calibration):
+    cache = cache_of(model, calibration)
+    model(ids_of(180), past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    assert any(store.own is not None for store in stores(cache))
+    storages = [tensor.untyped_storage() for _, tensor in cache.tensors_by_kind()]
+    assert cache.nbytes == sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

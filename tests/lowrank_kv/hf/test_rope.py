@@ -10,7 +10,7 @@ from methods import METHODS, tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lowrank_kv.hf.rope import Rope, RopeHistory
-from lowrank_kv.hf.rotary import LENGTH_DEPENDENT_ROPE, Rotary, rotates_halves
+from lowrank_kv.hf.rotary import Rotary, rotates_halves
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.growable_tensor import GROWTH
 
@@ -207,7 +207,7 @@ def test_full_rank_equals_the_dense_model_past_the_original_length(kind, method)
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C compiler")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LENGTH_DEPENDENT_ROPE])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dynamic", "longrope")])
 def test_compiled_code_rotates_by_the_modules_angles(kind):
     rotary = Rotary.from_model(model_of(kind))
     position = torch.tensor([[0, 5, 700, 1_000_003], [9, 8, 7, 6]], dtype=torch.int32)

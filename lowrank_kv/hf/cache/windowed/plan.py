@@ -14,6 +14,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import LastDecoder, OwnDirections, SharedSpace
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.ops.native import compiled_writer
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization, Quantization, coef_scale_of
@@ -151,11 +152,13 @@ class Plan:
 
     Attributes:
         layers: layer index → (keys, values).
+        rotation_bytes: what a cache keeps of each token's rotation, for all layers.
     """
 
     config: WindowedConfig
     geometry: KVGeometry
     layers: dict[int, tuple[InitialBasis, InitialBasis]]
+    rotation_bytes: int = POSITION_BYTES
 
     def pair(self, index: int, device: torch.device) -> tuple[InitialBasis, InitialBasis]:
         """The bases of a layer's keys and values on `device`; all caches share one copy."""

@@ -59,7 +59,14 @@ class RetentionSchedule:
         return num_pinned + self.config.recent_window + self.config.update_period + (not self.compresses_at_once)
 
     def due(
-        self, *, num_pinned: int, num_waiting: int, num_seen: int, has_started: bool, is_prompt: bool
+        self,
+        *,
+        num_pinned: int,
+        num_waiting: int,
+        num_seen: int,
+        has_started: bool,
+        is_prompt: bool,
+        goes_on: bool = False,
     ) -> CompressionStep | None:
         """The step that a call makes; None where no token is due. For a prompt that stays at full rank: :meth:`keep_prompt`.
 
@@ -69,6 +76,7 @@ class RetentionSchedule:
             num_seen: all tokens of the sequence, without padding and uncommitted ones.
             has_started: whether there has been a step before.
             is_prompt: whether the call ends a prompt, or a chunk of one.
+            goes_on: whether more of the prompt is known to come.
         """
         config = self.config
         if num_seen < config.min_length:
@@ -82,6 +90,9 @@ class RetentionSchedule:
             num_pinned = config.num_sink_tokens
             # A prompt is compressed at once. If it was too short for that, its tokens wait until a period is full.
             if not is_prompt and num_due < config.update_period:
+                return None
+            # Own directions are found in the first tokens that are compressed together: small chunks wait to be enough.
+            if goes_on and config.own_directions and num_due < config.own_directions_from:
                 return None
         if not num_due:
             return None

@@ -111,6 +111,7 @@ class WindowedSequence:
             num_seen=num_seen,
             has_started=self.has_started,
             is_prompt=prompt is not None,
+            goes_on=prompt is not None and prompt.query_end < prompt.end,
         )
         if step is not None:
             self._compress(step, prompt, scaling, rotation, unrotate)
