@@ -45,7 +45,7 @@ class ServingConfig:
         unit="tokens",
     )
     page_margin: float = option(
-        0.05,
+        0.03,
         help="where tokens differ in size: room in a page beyond what they take on average; a full page codes its last "
         "tokens more coarsely, or keeps fewer of their coefficients",
     )
@@ -59,7 +59,7 @@ class ServingConfig:
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
         require(self.num_sink_tokens >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
         require(
-            self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.05 leaves room for 5 % more"
+            self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.03 leaves room for 3 % more"
         )
 
     def overrides(self) -> dict[str, Any]:

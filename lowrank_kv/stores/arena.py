@@ -147,7 +147,7 @@ class PageLayout:
             if not isinstance(quantization, Rows):
                 raise UserError(f"pages hold rows of {Rows}, not of {type(quantization).__name__}")
         require(0 <= num_sinks < block_size, "num_sink_tokens", num_sinks, f"below the block size, {block_size} tokens")
-        require(margin >= 0, "page_margin", margin, "zero or positive; 0.05 leaves room for 5 % more")
+        require(margin >= 0, "page_margin", margin, "zero or positive; 0.03 leaves room for 3 % more")
         shared = {"block_size": block_size, "num_sinks": num_sinks, "sink_bytes": sink_bytes, "margin": margin}
         key_side = SideLayout.after(0, keys, **shared)
         value_side = SideLayout.after(key_side.end, values, **shared)
