@@ -14,16 +14,18 @@ also how long each sequence may be.
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dynakv.checkpoint import read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
+from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.budget import Budget, parse_size
 from lowrank_kv.utils.config import require
@@ -86,54 +88,16 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         if getattr(arguments, name) is not None and arguments.preset is None:
             raise UserError(f"`--{name}` is of a preset: give `--preset`, too")
     model = load_shape(arguments.model)
-    geometry = geometry_of(model)
-    size = {"tokens": arguments.tokens, "itemsize": getattr(torch, arguments.dtype).itemsize}
-    itemsize, windows = size["itemsize"], sliding_window_nbytes(model, geometry, **size)
-    caches = {"uncompressed": lambda tokens: geometry.full_nbytes(tokens, itemsize)}  # bytes of so many tokens
-    notes = []
+    geometry, itemsize = geometry_of(model), getattr(torch, arguments.dtype).itemsize
+    rotation_bytes = RopeHistory.token_nbytes(model, itemsize)
+    uncompressed = _PlannedCache("uncompressed", lambda tokens: geometry.full_nbytes(tokens, itemsize))
+    caches = [uncompressed]
     if arguments.checkpoint is not None:
-        config = read_config(arguments.checkpoint)
-        geometry.check_equal(config.geometry, f"the checkpoint `{arguments.checkpoint}`")
-        rates = measured_rates(arguments.checkpoint, config)
-        if rates is None:
-            raise UserError(
-                f"nobody measured what the checkpoint `{arguments.checkpoint}` keeps; train with `dataset.heldout` or "
-                f"`rate.target_retain_rate`, which does, or see what `lowrank-kv generate` reports"
-            )
-        caches[f"DynaKV, {Path(arguments.checkpoint)}"] = lambda tokens: dynakv_nbytes(
-            config, rates, tokens=tokens, itemsize=itemsize
-        )
-        if rates.of_bytes:
-            notes.append(f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}")
-        else:
-            notes.append(
-                f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
-            )
+        caches.append(_dynakv_cache(arguments, geometry, itemsize, rotation_bytes))
     if arguments.preset is not None:
-        calibration = None if arguments.bases is None else Calibration.load(arguments.bases)
-        preset = preset_plan(
-            geometry,
-            arguments.preset,
-            rate=arguments.rate,
-            budget=None if arguments.budget is None else Budget.parse(arguments.budget),
-            calibration=calibration,
-            model=arguments.model,
-            itemsize=itemsize,
-        )
-        caches[f"OjaKV, {arguments.preset}"] = lambda tokens: preset_nbytes(preset, tokens=tokens, itemsize=itemsize)
-        notes += _notes_of(preset, arguments, itemsize)
-    rows = []
-    for name, nbytes in caches.items():
-        held = nbytes(arguments.tokens) * arguments.batch
-        row = {
-            "cache": name,
-            "bytes": held,
-            "share": held / (caches["uncompressed"](arguments.tokens) * arguments.batch),
-        }
-        row["bytes_per_token"] = held / (arguments.batch * arguments.tokens)
-        if arguments.memory is not None:
-            row["tokens_within"] = tokens_within(nbytes, parse_size(arguments.memory, "--memory") // arguments.batch)
-        rows.append(row)
+        caches.append(_preset_cache(arguments, geometry, itemsize, rotation_bytes))
+    notes = [note for cache in caches for note in cache.notes]
+    windows = sliding_window_nbytes(model, geometry, tokens=arguments.tokens, itemsize=itemsize)
     if windows is None:
         notes.append("the model has layers without attention, too, whose state is not compressed and not counted here")
     elif windows:
@@ -146,10 +110,79 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch": arguments.batch,
         "dtype": arguments.dtype,
         "memory": arguments.memory,
-        "caches": rows,
+        "caches": [_row(cache, uncompressed, arguments) for cache in caches],
         "sliding_window_bytes": None if windows is None else windows * arguments.batch,
         "notes": notes,
     }
+
+
+class _PlannedCache(NamedTuple):
+    """A cache that there is not yet.
+
+    Attributes:
+        nbytes: tokens of one sequence → bytes.
+        notes: what else to say of it.
+    """
+
+    name: str
+    nbytes: Callable[[int], int]
+    notes: Sequence[str] = ()
+
+
+def _dynakv_cache(
+    arguments: argparse.Namespace, geometry: KVGeometry, itemsize: int, rotation_bytes: int
+) -> _PlannedCache:
+    config = read_config(arguments.checkpoint)
+    geometry.check_equal(config.geometry, f"the checkpoint `{arguments.checkpoint}`")
+    rates = measured_rates(arguments.checkpoint, config)
+    if rates is None:
+        raise UserError(
+            f"nobody measured what the checkpoint `{arguments.checkpoint}` keeps; train with `dataset.heldout` or "
+            f"`rate.target_retain_rate`, which does, or see what `lowrank-kv generate` reports"
+        )
+    if rates.of_bytes:
+        note = f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}"
+    else:
+        note = f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
+
+    def nbytes(tokens: int) -> int:
+        return dynakv_nbytes(config, rates, tokens=tokens, itemsize=itemsize, rotation_bytes=rotation_bytes)
+
+    return _PlannedCache(f"DynaKV, {Path(arguments.checkpoint)}", nbytes, [note])
+
+
+def _preset_cache(
+    arguments: argparse.Namespace, geometry: KVGeometry, itemsize: int, rotation_bytes: int
+) -> _PlannedCache:
+    preset = preset_plan(
+        geometry,
+        arguments.preset,
+        rate=arguments.rate,
+        budget=None if arguments.budget is None else Budget.parse(arguments.budget),
+        calibration=None if arguments.bases is None else Calibration.load(arguments.bases),
+        model=arguments.model,
+        itemsize=itemsize,
+        rotation_bytes=rotation_bytes,
+    )
+    return _PlannedCache(
+        f"OjaKV, {arguments.preset}",
+        lambda tokens: preset_nbytes(preset, tokens=tokens, itemsize=itemsize),
+        _notes_of(preset, arguments, itemsize),
+    )
+
+
+def _row(cache: _PlannedCache, uncompressed: _PlannedCache, arguments: argparse.Namespace) -> dict[str, Any]:
+    held = cache.nbytes(arguments.tokens) * arguments.batch
+    row = {
+        "cache": cache.name,
+        "bytes": held,
+        "share": held / (uncompressed.nbytes(arguments.tokens) * arguments.batch),
+        "bytes_per_token": held / (arguments.batch * arguments.tokens),
+    }
+    if arguments.memory is not None:
+        memory = parse_size(arguments.memory, "--memory") // arguments.batch
+        row["tokens_within"] = tokens_within(cache.nbytes, memory)
+    return row
 
 
 def _notes_of(preset: Plan, arguments: argparse.Namespace, itemsize: int) -> list[str]:

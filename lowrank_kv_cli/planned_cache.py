@@ -3,6 +3,7 @@
 Shapes: P parts, W width of a part, R rank.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
@@ -36,14 +38,16 @@ def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, token
     return sum(2 * min(tokens, layer.sliding_window - 1) * geometry.width * itemsize for layer in others)
 
 
-def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
+def dynakv_nbytes(
+    config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int, rotation_bytes: int = POSITION_BYTES
+) -> int:
     """Bytes that a DynaKV cache holds of one sequence, at measured rates; room to grow (less than 1 in 64) is left out."""
     geometry, settings = config.geometry, config.compressor
     if settings.has_plan:
-        return _windowed_nbytes(config, rates, tokens=tokens, itemsize=itemsize)
+        return _windowed_nbytes(config, rates, tokens=tokens, itemsize=itemsize, rotation_bytes=rotation_bytes)
     rows = settings.eviction.num_kept(tokens) if settings.eviction.is_on else tokens
     position = 2 if tokens <= _INT16_MAX else 4
-    held = 4 * tokens  # position ids
+    held = rotation_bytes * tokens
     for rate in (*rates.keys, *rates.values):
         coefficients = rate * geometry.width
         row = coefficients * itemsize
@@ -55,7 +59,7 @@ def dynakv_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsi
     return round(held)
 
 
-def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int) -> int:
+def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, itemsize: int, rotation_bytes: int) -> int:
     """The same where a plan of bits is kept, and some tokens at full rank."""
     geometry, settings = config.geometry, config.compressor
     # After a prompt alone all layers hold as many tokens.
@@ -63,7 +67,7 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
     sequence = PlannedSequence.after(schedule, prompt=tokens, tokens=tokens)
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)
-    positions = sequence.position_bytes(1) * len(geometry.layers) + sequence.rotation_bytes
+    positions = sequence.position_bytes(1) * len(geometry.layers) + rotation_bytes * tokens
     own = OwnDirections.nbytes(geometry.width, settings.own_directions) if sequence.has_own_directions else 0
     sides = 2 * len(geometry.layers)
     return round(sequence.low_rank_capacity * row + sequence.full_rank_capacity * full + sides * own + positions)
@@ -78,6 +82,7 @@ def preset_plan(
     calibration: Calibration | None,
     model: str,
     itemsize: int,
+    rotation_bytes: int = POSITION_BYTES,
 ) -> Plan:
     """The plan of a named preset, of which only the shapes count.
 
@@ -87,6 +92,7 @@ def preset_plan(
         calibration: of the model; needed where the preset's ranks follow from one, or from a budget.
         model: the model's name, for errors.
         itemsize: bytes of an uncompressed number.
+        rotation_bytes: what a cache keeps of each token's rotation.
 
     Raises:
         UserError: unknown preset, a rate out of range, a budget that no rate keeps, or a preset that needs a calibration and
@@ -99,13 +105,14 @@ def preset_plan(
     )
     if calibration is not None:
         geometry.check_equal(calibration.geometry, calibration.origin)
+        calibration = dataclasses.replace(calibration, rotation_bytes=rotation_bytes)
         if budget is not None:
             return plan_for_budget(calibration, config, budget, itemsize=itemsize)
         return make_plan(calibration, config)
     if budget is not None:
         raise UserError(f"`--budget` finds a rate with a calibration's help: {calibrate}, or give `--rate`")
     if config.ranks == "fraction":
-        return _shapes_of(geometry, config)
+        return dataclasses.replace(_shapes_of(geometry, config), rotation_bytes=rotation_bytes)
     free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
     raise UserError(
         f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): {calibrate}, or take a "

@@ -103,11 +103,6 @@ class PlannedSequence:
         low_rank = parts * self.low_rank_capacity if self.has_evicted else 0
         return POSITION_BYTES * (self.full_rank_capacity + low_rank)
 
-    @property
-    def rotation_bytes(self) -> int:
-        """Bytes of what all layers' rotations need: the position of every token read."""
-        return POSITION_BYTES * self.length
-
 
 def planned_rate(plan: Plan, *, prompt: int, tokens: int, itemsize: int) -> float:
     """Bytes over those of an uncompressed cache, for one unpadded sequence whose last token was decoded alone.

@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVConfig
@@ -137,7 +138,7 @@ def token_share(
     low_rank = statistics.fmean(layer.low_rank_capacity for layer in layers)
     held = full_rank * token_bytes + sum(layer.position_bytes(1) for layer in layers)
     if config.rotates:
-        held += layers[0].rotation_bytes
+        held += POSITION_BYTES * text.tokens
     found = (share * text.tokens * token_bytes - held) / (low_rank * token_bytes)
     if found <= 0:
         raise UserError(

@@ -98,12 +98,16 @@ class RopeHistory:
         self._rotations: dict[tuple[int, torch.device], Rotation] = {}  # the same, of one sequence on one device
 
     @staticmethod
-    def token_nbytes(model: PreTrainedModel) -> int:
-        """Bytes that are kept of a token's rotation, for a family that passes position ids to its layers."""
+    def token_nbytes(model: PreTrainedModel, itemsize: int | None = None) -> int:
+        """Bytes that are kept of a token's rotation, for a family that passes position ids to its layers.
+
+        Args:
+            itemsize: bytes of a number that the model computes with; by default as it is.
+        """
         rotary = Rotary.from_model(model)
         if rotary is None or not rotary.is_length_dependent:
             return POSITION_BYTES
-        return 2 * rotary.num_dims * model.dtype.itemsize
+        return 2 * rotary.num_dims * (model.dtype.itemsize if itemsize is None else itemsize)
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv_cli.planned_cache import _shapes_of
 from ojakv import OjaKVConfig
 from ojakv.byte_budget import PlannedSequence, break_even_tokens
@@ -31,7 +32,7 @@ def planned(layers: int, heads: int, head_dim: int) -> list[int]:
     sequence = PlannedSequence.after(
         RetentionSchedule(OjaKVConfig.preset("static-joint-pf")), prompt=TOKENS, tokens=TOKENS
     )
-    positions = layers * sequence.position_bytes(1) + sequence.rotation_bytes
+    positions = layers * sequence.position_bytes(1) + POSITION_BYTES * sequence.length
     tenth = sequence.low_rank_capacity * token / 10 + sequence.full_rank_capacity * token + positions
     online = _shapes_of(geometry, OjaKVConfig.preset("ojakv-joint", rate=0.3, ranks="fraction"))
     bases = sum(4 * initial.vectors_PWR.numel() for kv in online.layers.values() for initial in kv)
