@@ -99,8 +99,8 @@ class PagedAttention(AttentionImpl[Step]):
     def layout(self, block_size: int) -> PageLayout:
         """A page of so many tokens."""
         return PageLayout.of(
-            self._key.rows,
-            self._value.rows,
+            self._key.row_format,
+            self._value.row_format,
             block_size=block_size,
             num_sinks=self._served.num_sinks,
             sink_bytes=self.num_kv_heads * self.head_size * self._dtype.itemsize,

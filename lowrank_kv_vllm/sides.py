@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowrank_kv.codec import Codec
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
-from lowrank_kv.stores.arena import Rows
+from lowrank_kv.stores.arena import RowFormat
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ranked_rows import RankedRows
@@ -23,14 +23,14 @@ class Side:
     """Keys, or values, of one layer.
 
     Attributes:
-        rows: how coefficients lie in pages.
+        row_format: how coefficients lie in pages.
         decoder_RC: the map from coefficients to states, in the model's dtype.
         vectors_CR: coefficients are states before rotation times these, fp32; None where a codec gives them.
         encode: that codec, from states (T, C), fp32, to coefficients (T, C), fp32, and how many of them each token keeps,
             (T,) int64.
     """
 
-    rows: Rows
+    row_format: RowFormat
     decoder_RC: Tensor
     vectors_CR: Tensor | None = None
     encode: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -38,7 +38,7 @@ class Side:
     @property
     def multiplies_pairs(self) -> bool:
         """Whether attention may round coefficients to bf16."""
-        return isinstance(self.rows, (BitPlan, TokenPlans)) and self.decoder_RC.dtype == torch.bfloat16
+        return isinstance(self.row_format, (BitPlan, TokenPlans)) and self.decoder_RC.dtype == torch.bfloat16
 
 
 def side_of_basis(initial: InitialBasis, dtype: torch.dtype) -> Side:
@@ -50,15 +50,15 @@ def side_of_basis(initial: InitialBasis, dtype: torch.dtype) -> Side:
     """
     [vectors_CR] = initial.vectors_PWR
     decoder_RC = _joint_decoder(initial, dtype)
-    rows = initial.quantization
-    if isinstance(rows, IntegerQuantization) or rows is None:
+    row_format = initial.quantization
+    if isinstance(row_format, IntegerQuantization) or row_format is None:
         scale_R = initial.coef_scale
         if scale_R is not None:
             vectors_CR, decoder_RC = vectors_CR / scale_R[0], scale_R[0].to(dtype)[:, None] * decoder_RC
         rank = vectors_CR.shape[1]
-        fixed = {"num_coefficients": rank, "granularity": None, "dtype": dtype, "quantization": rows}
-        rows = RankedRows(**fixed, mean_row_bytes=RankedRows(**fixed, mean_row_bytes=0.0).row_bytes(rank))
-    return Side(rows=rows, decoder_RC=decoder_RC.contiguous(), vectors_CR=vectors_CR)
+        fixed = {"num_coefficients": rank, "granularity": None, "dtype": dtype, "quantization": row_format}
+        row_format = RankedRows(**fixed, mean_row_bytes=RankedRows(**fixed, mean_row_bytes=0.0).row_bytes(rank))
+    return Side(row_format=row_format, decoder_RC=decoder_RC.contiguous(), vectors_CR=vectors_CR)
 
 
 def side_of_codec(
@@ -83,7 +83,7 @@ def side_of_codec(
 
     return Side(
         encode=encode,
-        rows=RankedRows(**ranked, mean_row_bytes=float(size)),
+        row_format=RankedRows(**ranked, mean_row_bytes=float(size)),
         decoder_RC=codec.decoder(dtype, torch.device("cpu")).contiguous(),
     )
 

@@ -30,7 +30,7 @@ from lowrank_kv.utils.errors import UserError
 
 _ALIGNMENT = 16  # bytes
 
-Rows = BitPlan | TokenPlans | RankedRows
+RowFormat = BitPlan | TokenPlans | RankedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +38,22 @@ class SideLayout:
     """Where a layer's keys, or its values, are in a page; places are bytes from the page's start.
 
     Attributes:
-        quantization: how rows are packed: by one plan, by that of their class, or as numbers of one width.
+        row_format: how rows are packed: by one plan, by that of their class, or as numbers of one width.
         block_size: tokens of a page.
         num_sinks: first tokens of a sequence, which stay exact.
         packed: where the levels of rows are: classes four to a byte, the first in its low bits, or ranks as uint16.
         marks: where the starts of every 32nd row are, int32, counted from the first row.
-        rows: where the first row is.
+        first_row: where the first row is.
         sinks: where exact states are in a sequence's first page, (F, C) in the model's dtype.
         end: what follows belongs to something else.
     """
 
-    quantization: Rows
+    row_format: RowFormat
     block_size: int
     num_sinks: int
     packed: int
     marks: int
-    rows: int
+    first_row: int
     sinks: int
     end: int
 
@@ -61,7 +61,7 @@ class SideLayout:
     def after(
         cls,
         start: int,
-        quantization: Rows,
+        row_format: RowFormat,
         *,
         block_size: int,
         num_sinks: int,
@@ -74,28 +74,28 @@ class SideLayout:
             sink_bytes: of a token's exact state.
             margin: room for rows beyond their mean size over the calibration's tokens, as a share of it.
         """
-        if isinstance(quantization, TokenPlans):
-            sizes = quantization.row_bytes()
+        if isinstance(row_format, TokenPlans):
+            sizes = row_format.row_bytes()
             require(sizes == sorted(sizes), "plans", sizes, "of rows that take more bytes from class to class")
-        differ, least = has_levels(quantization), _size(quantization, _least(quantization))
+        differ, least = has_levels(row_format), _size(row_format, _least(row_format))
         packed = _aligned(start)
-        marks = packed + _aligned(_level_bytes(quantization, block_size), MARK_BYTES)
-        rows = marks + -(-block_size // ROWS_BETWEEN_MARKS) * MARK_BYTES * differ
+        marks = packed + _aligned(_level_bytes(row_format, block_size), MARK_BYTES)
+        first_row = marks + -(-block_size // ROWS_BETWEEN_MARKS) * MARK_BYTES * differ
 
         def room(tokens: int) -> int:
             if not differ:
                 return tokens * least
-            return max(math.ceil(tokens * quantization.mean_row_bytes * (1 + margin)), tokens * least)
+            return max(math.ceil(tokens * row_format.mean_row_bytes * (1 + margin)), tokens * least)
 
-        sinks = _aligned(rows + room(block_size - num_sinks))
-        end = max(sinks + num_sinks * sink_bytes, rows + room(block_size))
+        sinks = _aligned(first_row + room(block_size - num_sinks))
+        end = max(sinks + num_sinks * sink_bytes, first_row + room(block_size))
         return cls(
-            quantization=quantization,
+            row_format=row_format,
             block_size=block_size,
             num_sinks=num_sinks,
             packed=packed,
             marks=marks,
-            rows=rows,
+            first_row=first_row,
             sinks=sinks,
             end=end,
         )
@@ -103,7 +103,7 @@ class SideLayout:
     @property
     def fixed_row_bytes(self) -> int:
         """Of every row, where rows have no levels."""
-        return _size(self.quantization, _least(self.quantization))
+        return _size(self.row_format, _least(self.row_format))
 
     def row_capacity(self, *, is_first: bool) -> int:
         """Rows of a page, which in a sequence's first one follow its sinks."""
@@ -111,7 +111,7 @@ class SideLayout:
 
     def row_room(self, *, is_first: bool) -> int:
         """Bytes for all rows of a page."""
-        return (self.sinks if is_first else self.end) - self.rows
+        return (self.sinks if is_first else self.end) - self.first_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ class PageLayout:
     @classmethod
     def of(
         cls,
-        keys: Rows,
-        values: Rows,
+        keys: RowFormat,
+        values: RowFormat,
         *,
         block_size: int,
         num_sinks: int,
@@ -143,9 +143,9 @@ class PageLayout:
         Raises:
             UserError: blocks have no room for rows, or the margin is negative.
         """
-        for quantization in (keys, values):
-            if not isinstance(quantization, Rows):
-                raise UserError(f"pages hold rows of {Rows}, not of {type(quantization).__name__}")
+        for row_format in (keys, values):
+            if not isinstance(row_format, RowFormat):
+                raise UserError(f"pages hold rows of {RowFormat}, not of {type(row_format).__name__}")
         require(0 <= num_sinks < block_size, "num_sink_tokens", num_sinks, f"below the block size, {block_size} tokens")
         require(margin >= 0, "page_margin", margin, "zero or positive; 0.03 leaves room for 3 % more")
         shared = {"block_size": block_size, "num_sinks": num_sinks, "sink_bytes": sink_bytes, "margin": margin}
@@ -168,41 +168,38 @@ def write_rows(
     Returns:
         how many rows are of a cheaper level than their tokens asked for.
     """
-    capacity, room, rows = (
-        layout.row_capacity(is_first=is_first),
-        layout.row_room(is_first=is_first),
-        layout.quantization,
-    )
-    least = _least(rows)
-    if isinstance(rows, TokenPlans):
-        wanted = rows.classes(coef_NC).tolist()
+    capacity, room = layout.row_capacity(is_first=is_first), layout.row_room(is_first=is_first)
+    row_format = layout.row_format
+    least = _least(row_format)
+    if isinstance(row_format, TokenPlans):
+        wanted = row_format.classes(coef_NC).tolist()
     else:
         wanted = [least] * len(coef_NC) if rank_N is None else rank_N.tolist()
-    start, cut = sum(_size(rows, level) for level in levels_of(layout, page_Y, first)), 0
+    start, cut = sum(_size(row_format, level) for level in levels_of(layout, page_Y, first)), 0
     for row, (coef_C, level) in enumerate(zip(coef_NC, wanted, strict=True), start=first):
-        reserved, held = (capacity - row - 1) * _size(rows, least), level
-        while held > least and start + _size(rows, held) + reserved > room:
-            held = rows.cheaper(held) if isinstance(rows, RankedRows) else held - 1
+        reserved, held = (capacity - row - 1) * _size(row_format, least), level
+        while held > least and start + _size(row_format, held) + reserved > room:
+            held = row_format.cheaper(held) if isinstance(row_format, RankedRows) else held - 1
         cut += held < level
-        if has_levels(rows):
+        if has_levels(row_format):
             _note(layout, page_Y, row, held, start)
-        size = _size(rows, held)
-        page_Y[layout.rows + start : layout.rows + start + size] = _encoded(rows, held, coef_C)
+        size = _size(row_format, held)
+        page_Y[layout.first_row + start : layout.first_row + start + size] = _encoded(row_format, held, coef_C)
         start += size
     return cut
 
 
 def read_rows(layout: SideLayout, page_Y: Tensor, count: int) -> Tensor:
     """The first `count` rows of a page, (N, R) fp32, zero where a token has no coefficient."""
-    rows, start = layout.quantization, layout.rows
-    row_NR = torch.zeros(count, rows.num_coefficients, dtype=torch.float32)
+    row_format, start = layout.row_format, layout.first_row
+    row_NR = torch.zeros(count, row_format.num_coefficients, dtype=torch.float32)
     for row_R, level in zip(row_NR, levels_of(layout, page_Y, count), strict=True):
-        end = start + _size(rows, level)
+        end = start + _size(row_format, level)
         code_1Y = page_Y[None, start:end]
-        if isinstance(rows, RankedRows):
-            row_R[:level] = rows.decode(code_1Y, level)[0]
+        if isinstance(row_format, RankedRows):
+            row_R[:level] = row_format.decode(code_1Y, level)[0]
         else:
-            plan = _plan(rows, level)
+            plan = _plan(row_format, level)
             rank = plan.num_coefficients
             row_R[:rank] = plan.decode(code_1Y, code_1Y[:, :0], rank, torch.float32)[0]
         start = end
@@ -211,10 +208,10 @@ def read_rows(layout: SideLayout, page_Y: Tensor, count: int) -> Tensor:
 
 def levels_of(layout: SideLayout, page_Y: Tensor, count: int) -> list[int]:
     """The levels of the first `count` rows of a page."""
-    rows = layout.quantization
-    if not has_levels(rows):
-        return [_least(rows)] * count
-    if isinstance(rows, RankedRows):
+    row_format = layout.row_format
+    if not has_levels(row_format):
+        return [_least(row_format)] * count
+    if isinstance(row_format, RankedRows):
         byte_Y = page_Y[layout.packed : layout.packed + RANK_BYTES * count]
         return (byte_Y[::2].int() | byte_Y[1::2].int() << 8).tolist()
     return [
@@ -222,14 +219,16 @@ def levels_of(layout: SideLayout, page_Y: Tensor, count: int) -> list[int]:
     ]
 
 
-def has_levels(rows: Rows) -> bool:
+def has_levels(row_format: RowFormat) -> bool:
     """Whether rows differ in size."""
-    return isinstance(rows, TokenPlans) or (isinstance(rows, RankedRows) and rows.granularity is not None)
+    return isinstance(row_format, TokenPlans) or (
+        isinstance(row_format, RankedRows) and row_format.granularity is not None
+    )
 
 
 def _note(layout: SideLayout, page_Y: Tensor, row: int, level: int, start: int) -> None:
     """Note a row's level, and of every 32nd where it begins."""
-    if isinstance(layout.quantization, RankedRows):
+    if isinstance(layout.row_format, RankedRows):
         place = layout.packed + RANK_BYTES * row
         page_Y[place], page_Y[place + 1] = level & 255, level >> 8
     else:
@@ -240,36 +239,36 @@ def _note(layout: SideLayout, page_Y: Tensor, row: int, level: int, start: int) 
         page_Y[place : place + MARK_BYTES] = torch.tensor([start], dtype=torch.int32).view(torch.uint8)
 
 
-def _encoded(rows: Rows, level: int, coef_C: Tensor) -> Tensor:
+def _encoded(row_format: RowFormat, level: int, coef_C: Tensor) -> Tensor:
     """The bytes of a row, (Y,)."""
-    if isinstance(rows, RankedRows):
-        return rows.encode(coef_C[None, :level])[0]
-    plan = _plan(rows, level)
+    if isinstance(row_format, RankedRows):
+        return row_format.encode(coef_C[None, :level])[0]
+    plan = _plan(row_format, level)
     return plan.encode(coef_C[None, : plan.num_coefficients])[0][0]
 
 
-def _least(rows: Rows) -> int:
+def _least(row_format: RowFormat) -> int:
     """The cheapest level; the only one where there are none."""
-    return rows.least_rank if isinstance(rows, RankedRows) else 0
+    return row_format.least_rank if isinstance(row_format, RankedRows) else 0
 
 
-def _size(rows: Rows, level: int) -> int:
+def _size(row_format: RowFormat, level: int) -> int:
     """Bytes of a row of this level."""
-    if isinstance(rows, RankedRows):
-        return rows.row_bytes(level)
-    plan = _plan(rows, level)
+    if isinstance(row_format, RankedRows):
+        return row_format.row_bytes(level)
+    plan = _plan(row_format, level)
     return plan.row_bytes(plan.num_coefficients)
 
 
-def _level_bytes(rows: Rows, tokens: int) -> int:
+def _level_bytes(row_format: RowFormat, tokens: int) -> int:
     """Bytes that say of which levels the rows of a page are."""
-    if not has_levels(rows):
+    if not has_levels(row_format):
         return 0
-    return RANK_BYTES * tokens if isinstance(rows, RankedRows) else -(-tokens // CLASSES_PER_BYTE)
+    return RANK_BYTES * tokens if isinstance(row_format, RankedRows) else -(-tokens // CLASSES_PER_BYTE)
 
 
-def _plan(rows: BitPlan | TokenPlans, level: int) -> BitPlan:
-    return rows.plans[level] if isinstance(rows, TokenPlans) else rows
+def _plan(row_format: BitPlan | TokenPlans, level: int) -> BitPlan:
+    return row_format.plans[level] if isinstance(row_format, TokenPlans) else row_format
 
 
 def _aligned(place: int, to: int = _ALIGNMENT) -> int:

@@ -140,7 +140,7 @@ class Pages:
         """
         found = []
         for which, side in enumerate((self.layout.keys, self.layout.values)):
-            rank = side.quantization.num_coefficients
+            rank = side.row_format.num_coefficients
             row_NR = torch.empty(count, rank + -rank % lanes(), dtype=torch.float32, device=CPU)
             if library().read_pages(self._address, which, page_P.data_ptr(), count, row_NR.data_ptr()):
                 raise MemoryError("no memory for the scratch space of reading pages")
@@ -234,28 +234,28 @@ class _PackedSide:
     """A side's layout and how its rows are packed; `packed` are the bytes of `struct side`."""
 
     def __init__(self, side: SideLayout):
-        quantization = side.quantization
+        row_format = side.row_format
         classes = plan = gate = None
         coders: list[PackedCoder] = []
         form = PLANNED, 0, 0
-        if isinstance(quantization, TokenPlans):
-            coders = [PackedCoder(plan) for plan in quantization.plans]
-            classes, gate = PackedClasses(quantization), PackedGate(quantization.gate, quantization.bounds_K)
-        elif isinstance(quantization, BitPlan):
-            coders, plan = [PackedCoder(quantization)], packed_plan(quantization)
+        if isinstance(row_format, TokenPlans):
+            coders = [PackedCoder(plan) for plan in row_format.plans]
+            classes, gate = PackedClasses(row_format), PackedGate(row_format.gate, row_format.bounds_K)
+        elif isinstance(row_format, BitPlan):
+            coders, plan = [PackedCoder(row_format)], packed_plan(row_format)
         else:
-            integers = quantization.quantization
-            kind = KINDS[quantization.dtype] if integers is None else INTEGER_KINDS[integers.bits]
-            form = kind, 0 if integers is None else integers.group_size or 0, quantization.granularity or 0
+            integers = row_format.quantization
+            kind = KINDS[row_format.dtype] if integers is None else INTEGER_KINDS[integers.bits]
+            form = kind, 0 if integers is None else integers.group_size or 0, row_format.granularity or 0
         self._keepalive = coders, classes, plan, gate
         self.packed = _SIDE.pack(
             side.packed,
             side.marks,
-            side.rows,
+            side.first_row,
             side.sinks,
             side.end,
-            quantization.num_coefficients,
-            (side.end - side.rows) // side.block_size if has_levels(quantization) else side.fixed_row_bytes,
+            row_format.num_coefficients,
+            (side.end - side.first_row) // side.block_size if has_levels(row_format) else side.fixed_row_bytes,
             *(0 if each is None else each.address for each in (plan, classes, gate)),
             *(coder.address for coder in coders),
             *[0] * (MOST_CLASSES - len(coders)),

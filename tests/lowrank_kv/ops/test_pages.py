@@ -27,7 +27,7 @@ class Written:
         memory = torch.full((len(lengths) * count, layout.page_bytes + 48), 0xA5, dtype=torch.uint8)
         self.page_XY = memory[:, : layout.page_bytes]
         self.coef_SBTC = [[coefficients(n, seed + 7 * b + side) for b, n in enumerate(lengths)] for side in range(2)]
-        rows = (layout.keys.quantization, layout.values.quantization)
+        rows = (layout.keys.row_format, layout.values.row_format)
         self.rank_SBT = [
             [ranks(each, n, seed + 3 * b + i) for b, n in enumerate(lengths)] for i, each in enumerate(rows)
         ]
@@ -163,7 +163,7 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
     tokens.write_all()
     generator = torch.Generator().manual_seed(3)
     decoders = [
-        (torch.randn(side.quantization.num_coefficients, WIDTH, generator=generator) / 6).to(dtype)
+        (torch.randn(side.row_format.num_coefficients, WIDTH, generator=generator) / 6).to(dtype)
         for side in (tokens.layout.keys, tokens.layout.values)
     ]
     angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6

@@ -38,7 +38,7 @@ def written(
 
 def bytes_of(side: SideLayout, levels: list[int]) -> int:
     """Of rows of these levels."""
-    rows = side.quantization
+    rows = side.row_format
     if isinstance(rows, BitPlan):
         return len(levels) * side.fixed_row_bytes
     sizes = rows.row_bytes if rows in RANKED.values() else rows.row_bytes().__getitem__
@@ -49,9 +49,11 @@ def used(side: SideLayout, page_Y: torch.Tensor, count: int) -> list[torch.Tenso
     """What says something about the first `count` rows."""
     size = bytes_of(side, levels_of(side, page_Y, count))
     marks = (
-        page_Y[side.marks : side.rows].view(torch.int32)[: -(-count // 32)] if side.marks < side.rows else page_Y[:0]
+        page_Y[side.marks : side.first_row].view(torch.int32)[: -(-count // 32)]
+        if side.marks < side.first_row
+        else page_Y[:0]
     )
-    return [page_Y[side.rows : side.rows + size], marks, torch.tensor(levels_of(side, page_Y, count))]
+    return [page_Y[side.first_row : side.first_row + size], marks, torch.tensor(levels_of(side, page_Y, count))]
 
 
 @settings(deadline=None, max_examples=30)
@@ -63,7 +65,7 @@ def test_any_division_into_calls_gives_the_same_bytes(classes, layout, pieces, i
         count = side.row_capacity(is_first=is_first)
         coef_NC = coefficients(count, seed)
         at_once, piecewise = blank(layout), blank(layout)
-        rank_N = ranks(side.quantization, count, seed)
+        rank_N = ranks(side.row_format, count, seed)
         cut = written(side, at_once, coef_NC, [], is_first, rank_N)
         assert written(side, piecewise, coef_NC, pieces, is_first, rank_N) == cut
         assert torch.equal(at_once, piecewise)
@@ -71,10 +73,10 @@ def test_any_division_into_calls_gives_the_same_bytes(classes, layout, pieces, i
         if rank_N is not None:
             wanted = rank_N.tolist()
         else:
-            wanted = side.quantization.classes(coef_NC).tolist() if classes in (2, 4) else held
+            wanted = side.row_format.classes(coef_NC).tolist() if classes in (2, 4) else held
         assert cut == sum(level < asked for level, asked in zip(held, wanted, strict=True))
         assert bytes_of(side, held) <= side.row_room(is_first=is_first)
-        untouched = torch.cat([at_once[: side.packed], at_once[side.rows + side.row_room(is_first=is_first) :]])
+        untouched = torch.cat([at_once[: side.packed], at_once[side.first_row + side.row_room(is_first=is_first) :]])
         assert (untouched == 0xA5).all()
 
 
@@ -84,7 +86,7 @@ def test_rewritten_rows_take_the_later_ones_with_them(classes, kept, seed):
     layout = layout_of(classes)
     side, coef_NC = layout.keys, coefficients(30, seed)
     page_Y, fresh_Y = blank(layout), blank(layout)
-    rank_N, other_N = (ranks(side.quantization, 30, seed + i) for i in range(2))
+    rank_N, other_N = (ranks(side.row_format, 30, seed + i) for i in range(2))
     drafts_NC = torch.cat([coef_NC[:kept], coefficients(30 - kept, seed + 1)])
     drafts_N = None if rank_N is None else torch.cat([rank_N[:kept], other_N[kept:]])
     written(side, page_Y, drafts_NC, [], True, drafts_N)
@@ -101,7 +103,7 @@ def test_rows_are_read_as_their_plan_rounds_them():
         coef_NC = coefficients(20)
         page_Y = torch.zeros(layout_of(classes, margin=5.0).page_bytes, dtype=torch.uint8)
         assert write_rows(side, page_Y, 0, coef_NC, is_first=True) == 0
-        plan = side.quantization
+        plan = side.row_format
         expected_NR = (
             plan.rounded(coef_NC[:, : plan.num_coefficients])
             if isinstance(plan, BitPlan)
@@ -128,8 +130,8 @@ def test_full_pages_fall_to_cheaper_classes_and_hold_every_token():
     layout = layout_of(4, num_sinks=0, margin=0.0)
     side = layout.keys
     wanting_NC = coefficients(32)
-    wanting_NC += 3 * side.quantization.gate.linear_C  # all of them ask for much
-    assert side.quantization.classes(wanting_NC).min() == 3
+    wanting_NC += 3 * side.row_format.gate.linear_C  # all of them ask for much
+    assert side.row_format.classes(wanting_NC).min() == 3
     page_Y = blank(layout)
     cut = written(side, page_Y, wanting_NC, [5, 9], False)
     held = levels_of(side, page_Y, 32)
@@ -148,7 +150,7 @@ def test_sinks_leave_room_in_first_pages_and_give_it_to_rows_in_others():
 def test_a_page_of_one_plan_has_no_header():
     layout = layout_of(1, block_size=128, num_sinks=0)
     size = layout.keys.fixed_row_bytes
-    assert layout.keys.rows == 0
+    assert layout.keys.first_row == 0
     assert layout.page_bytes <= -(-(2 * 128 * size + 64) // 128) * 128
 
 
