@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dynakv
-from benchmarks import random_models as made_up
+from benchmarks import random_models
 from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.random_models import random_ids
 from dynakv.checkpoint import read_config
@@ -21,7 +21,7 @@ from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import home
+from lowrank_kv.utils.paths import demo_model
 from lowrank_kv.utils.text_data import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
@@ -92,7 +92,7 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     """
     name = os.path.expanduser(arguments.model or "") or _default_model(arguments.checkpoint)
     use_device(arguments.device)
-    load = made_up.load_model if arguments.made_up else load_model
+    load = random_models.load_model if arguments.made_up else load_model
     plain = load(name, dtype=arguments.dtype, device=arguments.device)
     check_length(plain, length, "the context")
     if arguments.columns:
@@ -196,7 +196,7 @@ def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
 def _default_model(checkpoint: str | None) -> str:
     if checkpoint:
         return read_config(checkpoint).base_model
-    demo = home() / "SmolLM2-135M-Instruct"
+    demo = demo_model()
     if not demo.is_dir():
         raise UserError(
             f"`--model` or `--checkpoint` must say what to run; the demo's model is not at {demo} (`make assets`)"
@@ -234,7 +234,7 @@ def _calibration(
 ) -> Calibration | None:
     if arguments.bases:
         return Calibration.load(arguments.bases)
-    return made_up.calibration(twin(plain)) if shares else None
+    return random_models.calibration(twin(plain)) if shares else None
 
 
 def _learned(
@@ -249,13 +249,13 @@ def _learned(
     granularity = arguments.granularity
     if granularity is None:
         trained = arguments.checkpoint and read_config(arguments.checkpoint).compressor.granularity
-        granularity = trained or made_up.granularity_of(plain)
+        granularity = trained or random_models.granularity_of(plain)
     if paged:
         granularity = -(-granularity // MIN_GRANULE) * MIN_GRANULE
     model = twin(plain)
     if not shares:
         return dynakv.attach(model, arguments.checkpoint, granularity=granularity)
-    made_up.add_compressors(model, calibration, shares, granularity)
+    random_models.add_compressors(model, calibration, shares, granularity)
     return model
 
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness import count
 from lowrank_kv.utils import cli, run_record
-from lowrank_kv.utils.paths import home
+from lowrank_kv.utils.paths import demo_model
 from lowrank_kv.utils.provenance import path_input
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ NAMES = ("other", "this")
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", required=True, metavar="DIR", help="the checkout to compare with")
-    parser.add_argument("--model", default=str(home() / "SmolLM2-135M-Instruct"), help="[default: the demo's]")
+    parser.add_argument("--model", default=str(demo_model()), help="[default: the demo's]")
     parser.add_argument(
         "--checkpoints", required=True, nargs=2, metavar="DIR", help="of the other checkout, of this one"
     )

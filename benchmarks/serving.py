@@ -28,7 +28,7 @@ from benchmarks.openai_server import COMPRESSED, STOCK, Answer, Server, Watch, a
 from lowrank_kv.hf.loading import load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import home
+from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.text_data import load_documents
 
 SERVED, BASELINE = "compressed", "stock"
@@ -55,9 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default=str(home() / "SmolLM2-135M-Instruct"), metavar="ID", help="[default: the demo's]"
-    )
+    parser.add_argument("--model", default=str(demo_model()), metavar="ID", help="[default: the demo's]")
     add_settings(parser)
     parser.add_argument("--dtype", choices=_BITS, default="bfloat16", help="of both servers [default %(default)s]")
     parser.add_argument(

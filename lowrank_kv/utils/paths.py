@@ -15,6 +15,11 @@ def home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/lowrank-kv").expanduser()
 
 
+def demo_model() -> Path:
+    """Where `make assets` puts the demo's model."""
+    return home() / "SmolLM2-135M-Instruct"
+
+
 def name_of(source: str) -> str:
     """How results call a hub id, or a file or directory: by its last part, as where it lies is this machine's own."""
     path = Path(source).expanduser()

@@ -73,11 +73,11 @@ def lowrank_attention(
 
     device, low, full = query_HQD.device, keys.coef.length, keys.full_GFD.shape[1]
     mask_1QT = None if mask_QT is None else rows_together(mask_QT)[None]
-    whole = None
+    full_tokens = None
     if full:
-        whole_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
+        full_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
         # With their room to grow: kernels are tuned by it, and it changes less often than what it holds.
-        whole = FullTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), whole_mask)
+        full_tokens = FullTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), full_mask)
     operation, options = latent_attention, {}
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention
@@ -92,7 +92,7 @@ def lowrank_attention(
             softcap=softcap,
             sink_H=sink_H,
             mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
-            full=whole,
+            full=full_tokens,
             **options,
         )[0]
 

@@ -55,8 +55,8 @@ class SplitSoftmax:
         rows, device = heads * self._queries, query_BHQD.device
         self.query_BGMD = query_BHQD.reshape(batch, groups, rows // groups, -1).contiguous()
         self._full, self._low, self._scaling, self._softcap = full, low, scaling, softcap
-        self._whole = 0 if full is None else splits or token_splits(full.key_BGFD.shape[2], batch * groups, device)
-        parts = low + self._whole + (sink_H is not None)
+        self._full_parts = 0 if full is None else splits or token_splits(full.key_BGFD.shape[2], batch * groups, device)
+        parts = low + self._full_parts + (sink_H is not None)
         self.max_BPXV = torch.empty(batch, rows, parts, maxima, dtype=torch.float32, device=device)
         self.sum_BPX = torch.empty(batch, rows, parts, dtype=torch.float32, device=device)
         if sink_H is not None:
@@ -74,11 +74,11 @@ class SplitSoftmax:
         """
         _, groups, _, head_dim = self.query_BGMD.shape
         # Before anything is merged: a part at full rank may hold the largest score.
-        whole_BPSD = self._attend_full() if self._full is not None else None
+        full_BPSD = self._attend_full() if self._full is not None else None
         latent_BPR = self._merged(partial_BPSR, first=0, block_width=block_width)
         out_BGMD = latent_BPR.unflatten(1, (groups, -1)) @ value_decoder_XGRD
-        if whole_BPSD is not None:
-            out_BGMD += self._merged(whole_BPSD, first=self._low, block_width=block(head_dim)).view_as(out_BGMD)
+        if full_BPSD is not None:
+            out_BGMD += self._merged(full_BPSD, first=self._low, block_width=block(head_dim)).view_as(out_BGMD)
         return out_BGMD.view(out_BGMD.shape[0], -1, self._queries, head_dim)
 
     def _merged(self, partial_BPSW: Tensor, *, first: int, block_width: int) -> Tensor:
@@ -95,7 +95,7 @@ class SplitSoftmax:
             self.max_BPXV,
             self.sum_BPX,
             first=self._low,
-            splits=self._whole,
+            splits=self._full_parts,
             queries=self._queries,
             scaling=self._scaling,
             softcap=self._softcap,
