@@ -11,12 +11,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, STARTS_FROM_PCA
@@ -137,21 +138,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
     recipe = read_yaml(config.train)
-    require(
-        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
-    )
-    gradients, has_plan = starts_from_gradients(config, recipe), has_plans(config, recipe)
-    require(
-        config.prefix > 0 or not has_plan,
-        "prefix",
-        config.prefix,
-        "above 0 with plans of bits: in one pass nothing they compress is ever read",
-    )
-    for variant in _variants(config):
-        trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
-        require(
-            trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
-        )
+    _check_recipe(config, recipe)
     source = expand(recipe["model"])
     name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
@@ -159,28 +146,17 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     # Training needs the device, too: the model is there only while it is in use.
     model = load_model(source, dtype=config.dtype, device="cpu")
     check_length(model, config.block_length, "block_length")
-    bases = output / BASES
-    extra = ({"gradients": True} if gradients else {}) | ({"read": True} if has_plan else {})
-    _check_same(output / CALIBRATION, {"model": source} | dataclasses.asdict(config.calibration) | extra)
-    if not bases.exists():
-        with _moved(model, device):
-            ids_NT = config.calibration.blocks(tokenizer)
-            calibration = Calibration.from_text(model, ids_NT, gradients=gradients, read=has_plan)
-        calibration.save(bases, model=name, text=[name_of(text) for text in config.calibration.name])
-    measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
-    measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     with _moved(model, device):
-        full = {
-            label: score_windows(model, of, lambda: full_cache(model), prefix=config.prefix, description="full")
-            for label, of in texts.items()
-        }
+        bases = _calibrate_once(config, recipe, model, tokenizer, output)
+        full = _measured(config, model, texts, lambda: full_cache(model), method="full", description="full")
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
-    record["rows"] = [row_of("full", label, full[label]) for label in texts]
-    record["summary"] = {"measured_by": {}}
+    record |= {"rows": full, "summary": {"measured_by": {}}}
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
+        measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
+        measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
         _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
@@ -188,14 +164,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
                 dynakv.attach(model, checkpoint)
                 make_cache = dynakv.DynaKVCache.maker(model)
                 dynakv.detach(model)
-                found = [
-                    row_of(
-                        point.variant,
-                        label,
-                        score_windows(model, of, make_cache, prefix=config.prefix, description=point.name),
-                    )
-                    for label, of in texts.items()
-                ]
+                found = _measured(config, model, texts, make_cache, method=point.variant, description=point.name)
             measurement = {
                 "run_id": record["run_id"],
                 "checkpoint": path_input("checkpoint", checkpoint) | {"name": point.name},
@@ -208,6 +177,65 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         record["rows"] += measurement["rows"]
         run_record.write(record, output)
     return record
+
+
+def _check_recipe(config: SweepConfig, recipe: dict[str, Any]) -> None:
+    """Raise :class:`UserError` where the training run cannot be swept."""
+    require(
+        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
+    )
+    require(
+        config.prefix > 0 or not has_plans(config, recipe),
+        "prefix",
+        config.prefix,
+        "above 0 with plans of bits: in one pass nothing they compress is ever read",
+    )
+    for variant in _variants(config):
+        trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
+        require(
+            trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
+        )
+
+
+def _calibrate_once(
+    config: SweepConfig,
+    recipe: dict[str, Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+) -> Path:
+    """The directory of the calibration that all points start from, made where it is not there yet."""
+    gradients, read = starts_from_gradients(config, recipe), has_plans(config, recipe)
+    extra = ({"gradients": True} if gradients else {}) | ({"read": True} if read else {})
+    settings = {"model": expand(recipe["model"])} | dataclasses.asdict(config.calibration) | extra
+    _check_same(output / CALIBRATION, settings)
+    bases = output / BASES
+    if not bases.exists():
+        ids_NT = config.calibration.blocks(tokenizer)
+        calibration = Calibration.from_text(model, ids_NT, gradients=gradients, read=read)
+        name = name_of(expand(recipe["model"]))
+        calibration.save(bases, model=name, text=[name_of(text) for text in config.calibration.name])
+    return bases
+
+
+def _measured(
+    config: SweepConfig,
+    model: PreTrainedModel,
+    texts: dict[str, Tensor],
+    make_cache: Callable[[], Cache],
+    *,
+    method: str,
+    description: str,
+) -> list[dict[str, Any]]:
+    """A row for each text."""
+    return [
+        row_of(
+            method,
+            label,
+            score_windows(model, windows_NT, make_cache, prefix=config.prefix, description=description),
+        )
+        for label, windows_NT in texts.items()
+    ]
 
 
 @contextlib.contextmanager
