@@ -8,17 +8,16 @@ With `--gradients true` it writes those of the loss's gradients, too, from which
 `--read_gradients true` what plans of bits are made from.
 """
 
-import dataclasses
 
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils.atomic_write import check_replaceable
-from lowrank_kv.utils.config import option, parse_config
+from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import CalibrationText
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class CalibrateConfig(CalibrationText):
     """One calibration."""
 

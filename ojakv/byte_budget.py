@@ -144,7 +144,7 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
     num_bytes = rows * _row_nbytes(initial, itemsize) + sequence.full_rank_capacity * width * itemsize
     if sequence.has_own_directions and initial.shared is not None and initial.drops_some:
         num_bytes += OwnDirections.nbytes(len(initial.shared.weight_C), config.own_directions)
-    if initial.is_compressed and config.tracker != "fixed":
+    if initial.is_compressed and config.follows_text:
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
         if config.tracker == "frequent_directions":
             num_bases = 2

@@ -6,7 +6,6 @@ Training measures it on the text that it held out. This command writes another t
 of those: the retain rates of gates, the shares of classes of tokens. Predictions do not change.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ from dynakv.compressor import TokenCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.token_plans import TokenPlans
-from lowrank_kv.utils.config import option, parse_config
+from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
@@ -32,7 +31,7 @@ from .data import Batch
 from .validation import measure, run_uncached
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@configuration
 class MeasureConfig(CalibrationText):
     """One measurement."""
 
