@@ -8,7 +8,6 @@ With `--gradients true` it writes those of the loss's gradients, too, from which
 `--read_gradients true` what plans of bits are made from.
 """
 
-
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils.atomic_write import check_replaceable

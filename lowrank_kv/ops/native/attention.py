@@ -66,7 +66,7 @@ class PackedDecoders:
             name, prepare = (_PAIRS, _pairs) if paired else (_ROWS, _padded)
             key = _kept(key_memo, name, prepare, key_PRW)
         value = _kept(value_memo, _ROWS, contiguous_fp32, value_PRW)
-        self._held = key, value  # kept alive: addresses in them follow
+        self._keepalive = key, value  # addresses in them follow
         self.is_copy = key is not key_PRW or value is not value_PRW
         self.key_address, self.value_address = 0 if key is None else key.data_ptr(), value.data_ptr()
         self.key_stride = 0 if key is None else key.shape[-1]

@@ -109,3 +109,19 @@ def contiguous_fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous():
         return tensor
     return tensor.to(CPU, torch.float32).contiguous()
+
+
+class CStruct:
+    """A struct whose bytes compiled code reads where they lie.
+
+    Args:
+        memory: its members.
+        keepalive: what they are addresses of.
+
+    Attributes:
+        address: of the first byte, valid for as long as this object lives.
+    """
+
+    def __init__(self, memory: bytes, keepalive: object):
+        self._buffer, self._keepalive = ctypes.create_string_buffer(memory, len(memory)), keepalive
+        self.address = ctypes.addressof(self._buffer)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import CPU, contiguous_fp32, library
+from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, library
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.token_plans import TokenPlans
@@ -21,7 +21,7 @@ from lowrank_kv.stores.token_plans import TokenPlans
 _CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
 
 
-class PackedCoder:
+class PackedCoder(CStruct):
     """How rows are packed by a plan, as compiled code reads it."""
 
     def __init__(self, plan: BitPlan):
@@ -34,33 +34,28 @@ class PackedCoder:
             dtype=torch.int64,
             device=CPU,
         )
-        self._keepalive = width_N, end_N, thresholds, address_N
         rank = plan.num_coefficients
         memory = _CODER.pack(
             rank, plan.row_bytes(rank), len(runs), *(each.data_ptr() for each in (width_N, end_N, address_N))
         )
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self.address = ctypes.addressof(self._buffer)
+        super().__init__(memory, keepalive=(width_N, end_N, thresholds, address_N))
 
 
-class PackedGate:
+class PackedGate(CStruct):
     """What tells a token's class, as compiled code reads it."""
 
     def __init__(self, gate: ImportanceGate, bounds_K: Tensor):
         held = [contiguous_fp32(each) for each in (gate.linear_C, gate.square_C, gate.rest_3, bounds_K)]
-        self._keepalive = held
         members = *(each.data_ptr() for each in held), len(gate.linear_C), gate.leading, len(bounds_K) + 1
-        memory = _IMPORTANCE.pack(*members)
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self.address = ctypes.addressof(self._buffer)
+        super().__init__(_IMPORTANCE.pack(*members), keepalive=held)
 
 
 class _Coders:
     """How rows are packed by one plan, or by one for each class."""
 
     def __init__(self, plans: Sequence[BitPlan]):
-        self._held = [PackedCoder(plan) for plan in plans]
-        self._addresses = (ctypes.c_int64 * len(plans))(*(coder.address for coder in self._held))
+        self._keepalive = [PackedCoder(plan) for plan in plans]
+        self._addresses = (ctypes.c_int64 * len(plans))(*(coder.address for coder in self._keepalive))
 
     def packed(self, row_NR: Tensor, class_N: Tensor | None, start_N: Tensor, total: int) -> Tensor:
         """The bytes of rows that begin at these, (Y,) uint8; `class_N` is None where there is one plan."""

@@ -4,7 +4,6 @@ Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C 
 sequence at most, N rows, R coefficients.
 """
 
-import ctypes
 import struct
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.native.attention import PackedDecoders
-from lowrank_kv.ops.native.library import CPU, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
 from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED, PackedClasses, packed_plan
 from lowrank_kv.stores.arena import PageLayout, SideLayout, has_levels
@@ -88,7 +87,6 @@ class Pages:
         self.page_XY, self._width = page_XY, num_kv_heads * head_dim
         order = torch.arange(most_tokens, dtype=torch.int32, device=CPU)
         sides = [_PackedSide(side) for side in (layout.keys, layout.values)]
-        self._keepalive = page_XY, order, sides
         memory = _PAGES.pack(
             page_XY.data_ptr(),
             page_XY.stride(0),
@@ -99,8 +97,7 @@ class Pages:
             KINDS[dtype],
         )
         memory += struct.pack("q", order.data_ptr()) + b"".join(side.packed for side in sides)
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self._address = ctypes.addressof(self._buffer)
+        self._struct = CStruct(memory, keepalive=(page_XY, order, sides))
 
     def write(
         self, new: NewTokens, key_TC: Tensor, value_TC: Tensor, ranks: tuple[Tensor, Tensor] | None = None
@@ -127,7 +124,7 @@ class Pages:
             len(new.slot_T),
             torch.get_num_threads(),
         )
-        cut = library().write_pages(self._address, call)
+        cut = library().write_pages(self._struct.address, call)
         if cut < 0:
             raise MemoryError("no memory for the scratch space of packing")
         return cut
@@ -142,7 +139,7 @@ class Pages:
         for which, side in enumerate((self.layout.keys, self.layout.values)):
             rank = side.row_format.num_coefficients
             row_NR = torch.empty(count, rank + -rank % lanes(), dtype=torch.float32, device=CPU)
-            if library().read_pages(self._address, which, page_P.data_ptr(), count, row_NR.data_ptr()):
+            if library().read_pages(self._struct.address, which, page_P.data_ptr(), count, row_NR.data_ptr()):
                 raise MemoryError("no memory for the scratch space of reading pages")
             found.append(row_NR[:, :rank])
         return found[0], found[1]
@@ -203,7 +200,7 @@ class Pages:
             scaling,
             softcap or 0.0,
         )
-        if library().attend_pages(self._address, call):
+        if library().attend_pages(self._struct.address, call):
             raise MemoryError("no memory for the scratch space of attention over pages")
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowrank_kv.ops.native.library import CPU, library
+from lowrank_kv.ops.native.library import CPU, CStruct, library
 from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -152,7 +152,7 @@ class StoreView:
         return bool(library().append(self.address, coef_address, rank))
 
 
-class PackedPlan:
+class PackedPlan(CStruct):
     """A plan of bits as compiled code reads it."""
 
     def __init__(self, plan: BitPlan):
@@ -172,32 +172,29 @@ class PackedPlan:
             window_B[block, : end - start, 0], window_B[block, : end - start, 1] = offset_A, offset_A + 1
             lookup_B[block] = _lookup_of(set(plan.bits[start:end]))
         wide, *narrow = _narrow_lanes(plan)
-        self._keepalive = byte_R, shift_R, mask_R, level_R, table_L, first_B, window_B, lookup_B
-        addresses = (tensor.data_ptr() for tensor in self._keepalive)
-        self._memory = _PLAN.pack(plan.num_uncoded, *addresses, wide, *(tensor.data_ptr() for tensor in narrow))
-        self._keepalive += tuple(narrow)
-        self._buffer = ctypes.create_string_buffer(self._memory, len(self._memory))
-        self.address = ctypes.addressof(self._buffer)
+        tensors = byte_R, shift_R, mask_R, level_R, table_L, first_B, window_B, lookup_B
+        addresses, narrow_addresses = ([tensor.data_ptr() for tensor in each] for each in (tensors, narrow))
+        super().__init__(
+            _PLAN.pack(plan.num_uncoded, *addresses, wide, *narrow_addresses), keepalive=(*tensors, *narrow)
+        )
 
     def __reduce__(self) -> tuple:
         return NOTHING
 
 
-class PackedClasses:
+class PackedClasses(CStruct):
     """The plans of several classes, as compiled code reads them."""
 
     def __init__(self, token_plans: TokenPlans):
         plans = [packed_plan(plan) for plan in token_plans.plans]
         missing = [0] * (MOST_CLASSES - len(plans))
         ranks = [plan.num_coefficients for plan in token_plans.plans]
-        self._keepalive = plans
         memory = _CLASSES.pack(
             *(plan.address for plan in plans), *missing,
             *ranks, *missing,
             *token_plans.row_bytes(), *missing,
         )  # fmt: skip
-        self._buffer = ctypes.create_string_buffer(memory, len(memory))
-        self.address = ctypes.addressof(self._buffer)
+        super().__init__(memory, keepalive=plans)
 
     def __reduce__(self) -> tuple:
         return NOTHING
