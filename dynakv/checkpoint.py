@@ -179,7 +179,7 @@ def _checked_hash(values: dict[str, Any], path: Path) -> str | None:
     if others.keys() != {WEIGHTS} or hashes.get(CONFIG) != _hash_of_entries({**values, SHA256: others}):
         raise UserError(
             f"{path} is damaged or was changed by hand: its SHA-256 is not the recorded one; restore it, and change "
-            f"settings where the checkpoint is attached, as in dynakv.attach(model, directory, threshold=0.2)"
+            f"settings where it is attached, as in dynakv.attach(model, directory, eviction={{'keep_ratio': 0.3}})"
         )
     return hashes[WEIGHTS]
 
@@ -195,8 +195,8 @@ def attach(
         directory: of the checkpoint.
         self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model;
             see :func:`lowrank_kv.hf.self_check.self_check`.
-        overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``cache_dtype="int8"`` or
-            ``threshold=0.2``.
+        overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``eviction={"keep_ratio": 0.3}``
+            or, of gates, ``threshold=0.2``.
 
     Warns where it was trained on a model of the same shape but another name.
 

