@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.rotary import Rotary, rotate_halves, rotates_halves
+from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.rotary import Rotary, rotary_function, rotate_halves, rotates_halves
 from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -104,7 +105,9 @@ class RopeHistory:
         Args:
             itemsize: bytes of a number that the model computes with; by default as it is.
         """
-        rotary = Rotary.from_model(model)
+        modules = attention_modules(model)
+        rotates = any(rotary_function(modules[index]) is not None for index in geometry_of(model).layers)
+        rotary = Rotary.from_model(model) if rotates else None
         if rotary is None or not rotary.is_length_dependent:
             return POSITION_BYTES
         return 2 * rotary.num_dims * (model.dtype.itemsize if itemsize is None else itemsize)

@@ -81,6 +81,9 @@ class CompiledPlan:
     def __init__(self, plan: BitPlan):
         self._plan, self._coders = plan, _Coders([plan])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _writer_of, (self._plan,)  # a copy has addresses of its own
+
     def encode(self, rows_NR: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`BitPlan.encode`; rows (…, N, R) of all coefficients."""
         *lead, rank = rows_NR.shape
@@ -96,6 +99,9 @@ class CompiledTokenPlans:
     def __init__(self, plans: TokenPlans):
         self._plans, self._gate = plans, PackedGate(plans.gate, plans.bounds_K)
         self._coders = _Coders(plans.plans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _writer_of, (self._plans,)
 
     def classes(self, coef_NC: Tensor) -> Tensor:
         """See :meth:`TokenPlans.classes`."""
@@ -116,3 +122,8 @@ def compiled_writer(plans: Any, device: torch.device) -> CompiledPlan | Compiled
     if not isinstance(plans, (BitPlan, TokenPlans)) or device.type != "cpu" or library() is None:
         return None
     return CompiledPlan(plans) if isinstance(plans, BitPlan) else CompiledTokenPlans(plans)
+
+
+def _writer_of(plans: BitPlan | TokenPlans) -> CompiledPlan | CompiledTokenPlans | BitPlan | TokenPlans:
+    """The writer of plans for rows on the CPU: compiled code, or where there is none, the plans."""
+    return compiled_writer(plans, CPU) or plans
