@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from threads import threads_of
 
 import dynakv
 from lowrank_kv.calibration.activation_moments import calibrate
@@ -12,12 +11,6 @@ from lowrank_kv.hf.loading import load_model, load_tokenizer
 from ojakv import Calibration, OjaKVCache, OjaKVConfig
 
 pytestmark = pytest.mark.demo
-
-
-@pytest.fixture(scope="module", autouse=True)
-def all_threads():
-    with threads_of(2):
-        yield
 
 
 @pytest.fixture(scope="module")
