@@ -17,8 +17,8 @@ from lowrank_kv.utils import paths
 
 ROOT = Path(__file__).parent.parent
 
-# The tiny models' operations are far too small to be worth a second thread, and the demo model's threads would wait for those
-# of another worker. Processes that tests start inherit this.
+# The tiny models' operations are far too small to be worth a second thread, and the demo model's would wait for those of
+# another worker. Processes that tests start inherit this.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -69,7 +69,9 @@ class _Progress:
             scores.append({"method": method, "dataset": label, "scores": [each.score for each in found.values()]})
         rows += self._rows_together()
         by = measured_by(cell for each in self._found.values() for cell in each.values())
-        return self._record | {"rows": rows, "summary": {"measured_by": by, "items": scores}}
+        answered = [len(items) for (_, method), items in self._found.items() if method == FULL]
+        n = {"tasks": len(answered), "items": sum(answered)}
+        return self._record | {"n": n, "rows": rows, "summary": {"measured_by": by, "items": scores}}
 
     def _rows_together(self) -> Iterator[dict[str, Any]]:
         """A row for each method and each group of tasks, from the items that were answered."""

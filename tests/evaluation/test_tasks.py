@@ -228,6 +228,7 @@ def test_a_record_may_be_written_before_every_task_has_begun(values, files, tmp_
         for _ in range(2):
             rows = [row for row in make_record()["rows"] if row["dataset"] != "needles 900"]
             assert len(rows) == answered
+            assert make_record()["n"] == {"tasks": (answered + 1) // 2, "items": (answered + 1) // 2}
 
 
 def test_a_row_holds_the_mean_of_several_tasks(values, files, tmp_path):
