@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,7 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
     Raises:
         UserError: a projection cannot be inverted, or `directory` holds something else; nothing is written.
     """
-    _check_conditions(model)
-    with new_directory(directory, WEIGHTS) as partial:
-        write_compressor(model, partial, compressor_state(model), summary)
+    _save(model, directory, summary)
 
 
 def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str, Any]) -> None:
@@ -122,17 +121,19 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
     Raises:
         UserError: as of :func:`save_compressor`.
     """
-    _check_conditions(model)
-    others = [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)]
+    _save(model, directory, summary, [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)])
+
+
+def _save(
+    model: PreTrainedModel, directory: str | Path, summary: dict[str, Any] | None, others: Sequence[Path] = ()
+) -> None:
+    """Write a checkpoint with copies of `others` beside it."""
+    for compressor in token_compressors(model):
+        compressor.projection.check_condition()
     with new_directory(directory, WEIGHTS) as partial:
         for path in others:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
         write_compressor(model, partial, compressor_state(model), summary)
-
-
-def _check_conditions(model: PreTrainedModel) -> None:
-    for compressor in token_compressors(model):
-        compressor.projection.check_condition()
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:

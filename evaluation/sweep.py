@@ -138,7 +138,11 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
     recipe = read_yaml(config.train)
-    _check_recipe(config, recipe)
+    needs = {
+        "gradients": starts_from_gradients(config, recipe),
+        "read": has_plans(config, recipe),
+    }  # of the calibration
+    _check_recipe(config, recipe, has_plan=needs["read"])
     source = expand(recipe["model"])
     name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
@@ -147,16 +151,16 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     model = load_model(source, dtype=config.dtype, device="cpu")
     check_length(model, config.block_length, "block_length")
     with _moved(model, device):
-        bases = _calibrate_once(config, recipe, model, tokenizer, output)
+        bases = _calibrate_once(config, source, needs, model, tokenizer, output)
         full = _measured(config, model, texts, lambda: full_cache(model), method="full", description="full")
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
     record |= {"rows": full, "summary": {"measured_by": {}}}
+    measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
+    measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
-        measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
-        measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
         _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
         if not (directory / ROWS).exists():
             checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
@@ -179,13 +183,13 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     return record
 
 
-def _check_recipe(config: SweepConfig, recipe: dict[str, Any]) -> None:
+def _check_recipe(config: SweepConfig, recipe: dict[str, Any], *, has_plan: bool) -> None:
     """Raise :class:`UserError` where the training run cannot be swept."""
     require(
         isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
     )
     require(
-        config.prefix > 0 or not has_plans(config, recipe),
+        config.prefix > 0 or not has_plan,
         "prefix",
         config.prefix,
         "above 0 with plans of bits: in one pass nothing they compress is ever read",
@@ -199,22 +203,24 @@ def _check_recipe(config: SweepConfig, recipe: dict[str, Any]) -> None:
 
 def _calibrate_once(
     config: SweepConfig,
-    recipe: dict[str, Any],
+    source: str,
+    needs: dict[str, bool],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     output: Path,
 ) -> Path:
-    """The directory of the calibration that all points start from, made where it is not there yet."""
-    gradients, read = starts_from_gradients(config, recipe), has_plans(config, recipe)
-    extra = ({"gradients": True} if gradients else {}) | ({"read": True} if read else {})
-    settings = {"model": expand(recipe["model"])} | dataclasses.asdict(config.calibration) | extra
-    _check_same(output / CALIBRATION, settings)
+    """The directory of the calibration that all points start from, made where it is not there yet.
+
+    Args:
+        source: hub id or directory of the model.
+        needs: what it must have, as :meth:`Calibration.from_text` takes it.
+    """
+    asked = {key: True for key, needed in needs.items() if needed}
+    _check_same(output / CALIBRATION, {"model": source} | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
-        ids_NT = config.calibration.blocks(tokenizer)
-        calibration = Calibration.from_text(model, ids_NT, gradients=gradients, read=read)
-        name = name_of(expand(recipe["model"]))
-        calibration.save(bases, model=name, text=[name_of(text) for text in config.calibration.name])
+        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)
+        calibration.save(bases, model=name_of(source), text=[name_of(text) for text in config.calibration.name])
     return bases
 
 

@@ -7,6 +7,7 @@ Whatever is not listed here goes to vLLM as it is.
 """
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -39,8 +40,19 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--group-size", type=int, metavar="N", help="with integers: coefficients that share a scale")
     parser.add_argument("--prefill", choices=PREFILLS, help="what a prompt's tokens see of each other")
-    parser.add_argument("--num-sink-tokens", type=int, metavar="N", help="first tokens that stay exact [default: 1]")
-    parser.add_argument("--page-margin", type=float, metavar="SHARE", help="room beyond the mean size [default: 0.03]")
+    defaults = {field.name: field.default for field in dataclasses.fields(ServingConfig)}
+    parser.add_argument(
+        "--num-sink-tokens",
+        type=int,
+        metavar="N",
+        help=f"first tokens that stay exact [default: {defaults['num_sink_tokens']}]",
+    )
+    parser.add_argument(
+        "--page-margin",
+        type=float,
+        metavar="SHARE",
+        help=f"room beyond the mean size [default: {defaults['page_margin']}]",
+    )
     arguments, rest = parser.parse_known_args(argv)
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}

@@ -14,7 +14,7 @@ from evaluation.reading import full_cache
 from evaluation.scores import interval
 from evaluation.tasks.building import tasks_of
 from evaluation.tasks.item import FreshReader, ItemScore, prompt_pieces
-from evaluation.tasks.long_decoding import TEXTS, position_edges
+from evaluation.tasks.long_decoding import TEXTS
 from evaluation.tasks.registry import TaskConfig
 from evaluation.tasks.rows import markdown, pooled, row_of
 from evaluation.tasks.run import TasksConfig, run_tasks
@@ -289,12 +289,6 @@ def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypa
     monkeypatch.setattr(torch, "multinomial", None)
     again = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
     assert again == rows
-
-
-def test_positions_double_from_512():
-    assert position_edges(8192) == (512, 1024, 2048, 4096, 8192)
-    assert position_edges(600) == (512, 600)
-    assert position_edges(100) == (100,)
 
 
 def test_a_chat_template_goes_around_context_and_question():
