@@ -13,16 +13,15 @@ from families import BY_NAME
 from methods import calibration_moments, spread_gates
 from tokenizers import processors
 from torch.utils.data import DataLoader
+from training_blocks import LENGTH, first_batches, load
 
 import dynakv
 from dynakv import DynaKVConfig
 from evaluation.texts import TextConfig, read_texts
 from lowrank_kv.utils import text_data
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import CalibrationText, blocks, document_blocks, hold_out, load_documents, tokens_of
+from lowrank_kv.utils.text_data import CalibrationText, blocks, document_blocks, hold_out, tokens_of
 from training.data import Batch, TrainingBlocks
-
-LENGTH = 48
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,6 @@ def texts(tmp_path_factory):
     return root
 
 
-def load(path, **options):
-    return load_documents(str(path), **{"subset": None, "split": "train", "text_field": "text", **options})
-
-
 def stream_of(texts, *, streaming=False, share=0.0, **options):
     sources = [load(texts / f"{name}.jsonl", streaming=streaming) for name in ("a", "b")]
     if share:
@@ -48,10 +43,6 @@ def stream_of(texts, *, streaming=False, share=0.0, **options):
 
 def first_ids(stream, count):
     return torch.cat([batch.ids_BT for batch in stream.first(count)])
-
-
-def first_batches(stream, count):
-    return list(itertools.islice(stream, count))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

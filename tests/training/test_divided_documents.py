@@ -9,8 +9,8 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file
-from test_data import LENGTH, first_batches, load
 from torch.utils.data import DataLoader
+from training_blocks import LENGTH, first_batches, load
 from training_runs import launch, losses, train_here
 
 from lowrank_kv.utils.errors import UserError
