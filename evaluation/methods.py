@@ -104,7 +104,7 @@ class MethodConfig:
                 return self.settings["prefill"] == "exact"
             is_left_out = self.optional and not Path(self.checkpoint).exists()
             return not is_left_out and read_config(self.checkpoint).compressor.prefill == "exact"
-        return True
+        return PEERS[self.peer].reads_exactly
 
 
 def there(configs: list[MethodConfig]) -> list[MethodConfig]:
@@ -132,12 +132,14 @@ class Method:
         label: name in the results.
         of: what distinguishes it, as JSON; two methods of equal `of` make equal caches.
         bytes_of: the label of the method whose bytes it takes on each text; None where its budget is known.
+        reads_exactly: whether a prompt attends to its own exact keys and values.
         make: a maker of caches, from the share of bytes where that is asked for, else from None; each is made once.
     """
 
     label: str
     of: dict[str, Any]
     bytes_of: str | None
+    reads_exactly: bool
     make: Callable[[float | None], Callable[[], Cache]]
 
 
@@ -158,7 +160,10 @@ def methods_of(
     Raises:
         UserError: two methods have one label, `bytes_of` names none, or a checkpoint does not fit.
     """
-    found = [Method(label=FULL, of={"method": FULL}, bytes_of=None, make=lambda _: lambda: full_cache(model))]
+    full = Method(
+        label=FULL, of={"method": FULL}, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model)
+    )
+    found = [full]
     for config in configs:
         if config.checkpoint is not None:
             found.append(_learned(config, model))
@@ -178,12 +183,22 @@ def methods_of(
     return found
 
 
+def _method(
+    config: MethodConfig,
+    label: str,
+    of: dict[str, Any],
+    make: Callable[[float | None], Callable[[], Cache]],
+    bytes_of: str | None = None,
+) -> Method:
+    return Method(label=label, of=of, bytes_of=bytes_of, reads_exactly=config.reads_exactly, make=make)
+
+
 def _learned(config: MethodConfig, model: PreTrainedModel) -> Method:
     dynakv.attach(model, config.checkpoint, **config.settings)
     maker = dynakv.DynaKVCache.maker(model)
     dynakv.detach(model)
     of = {"checkpoint": path_input("checkpoint", config.checkpoint)["sha256"], "settings": config.settings}
-    return Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
+    return _method(config, config.name, of, make=lambda _: maker)
 
 
 def _at_budgets(
@@ -197,10 +212,10 @@ def _at_budgets(
     """
     for share in config.bytes:
         label = f"{config.name} at {share:g}"
-        yield Method(label=label, of=of | {"bytes": share}, bytes_of=None, make=lambda _, share=share: at(share))
+        yield _method(config, label, of | {"bytes": share}, make=lambda _, share=share: at(share))
     if config.bytes_of is not None:
         label = f"{config.name} at the bytes of {config.bytes_of}"
-        yield Method(label=label, of=of | {"bytes": None}, bytes_of=config.bytes_of, make=at)
+        yield _method(config, label, of | {"bytes": None}, make=at, bytes_of=config.bytes_of)
 
 
 def _preset(
@@ -210,12 +225,8 @@ def _preset(
     of = {"preset": config.preset, "settings": to_dict(config.ojakv_config())}
     for rate in config.rates:
         plan = make_plan(calibration, config.ojakv_config(rate=rate))
-        yield Method(
-            label=f"{config.name} {rate:g}",
-            of=of | {"rate": rate},
-            bytes_of=None,
-            make=lambda _, plan=plan: lambda: OjaKVCache(model, plan),
-        )
+        label = f"{config.name} {rate:g}"
+        yield _method(config, label, of | {"rate": rate}, make=lambda _, plan=plan: lambda: OjaKVCache(model, plan))
 
     @functools.cache  # working out the plan of a share takes far longer than reading a window
     def at(share: float) -> Callable[[], Cache]:
@@ -232,6 +243,6 @@ def _peer(
     of, peer = {"peer": config.peer}, PEERS[config.peer]
     if peer.is_fixed:
         maker = peer.maker(model, calibration, None)
-        yield Method(label=config.name, of=of, bytes_of=None, make=lambda _: maker)
+        yield _method(config, config.name, of, make=lambda _: maker)
     at = functools.cache(lambda share: peer.maker(model, calibration, share, text))
     yield from _at_budgets(config, of, at)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
-from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, Plan, make_plan
 
 from ..methods import Method
 from .config import HypothesisConfig
@@ -149,7 +149,7 @@ def method_of(setting: Setting, model: PreTrainedModel, calibration: Calibration
         plan = head_plan(calibration, spectra, config, head_ranks(setting, spectra))
     else:
         plan = make_plan(calibration, config)
-    return Method(label=setting.label, of={"setting": setting.fields}, bytes_of=None, make=_maker(model, plan))
+    return _method(setting.label, {"setting": setting.fields}, model, plan)
 
 
 def sensitivity_methods(
@@ -166,9 +166,12 @@ def sensitivity_methods(
                 plan = head_plan(calibration, spectra, base, {side: ranks})
                 name = f"{side} of layer {layer}" + ("" if head is None else f", head {head}")
                 of = {"alone": [layer, head, side], "level": config.modest}
-                found[layer, head, side] = Method(label=name, of=of, bytes_of=None, make=_maker(model, plan))
+                found[layer, head, side] = _method(name, of, model, plan)
     return found
 
 
-def _maker(model: PreTrainedModel, plan) -> Callable[[float | None], Callable[[], Cache]]:
-    return lambda _: lambda: OjaKVCache(model, plan)
+def _method(label: str, of: dict, model: PreTrainedModel, plan: Plan) -> Method:
+    def make(_: float | None) -> Callable[[], Cache]:
+        return lambda: OjaKVCache(model, plan)
+
+    return Method(label=label, of=of, bytes_of=None, reads_exactly=plan.config.prefill == "exact", make=make)

@@ -71,6 +71,7 @@ def _palu(what: str, simplified: str, **settings: int | None) -> Peer:
         family=LOW_RANK,
         build=functools.partial(palu_maker, **settings),
         needs=frozenset({CALIBRATION, READ, WEIGHTS}),
+        reads_exactly=False,
     )
 
 
@@ -109,6 +110,7 @@ PEERS: dict[str, Peer] = {
         family=LOW_RANK,
         build=eigen_maker,
         needs=frozenset({CALIBRATION}),
+        reads_exactly=False,
     ),
     "palu-j": _palu("whitened factors of key and value projections, all heads of a layer together", ""),
     "palu-g": _palu(

@@ -61,6 +61,7 @@ class Peer:
         needs: some of :data:`NEEDS`.
         shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
             by its bits, and cannot be asked for.
+        reads_exactly: whether a prompt attends to its own exact keys and values, not to what is kept of them.
     """
 
     what: str
@@ -70,6 +71,7 @@ class Peer:
     build: Build
     needs: frozenset[str] = frozenset()
     shares: tuple[float, float] = (0.0, 1.0)
+    reads_exactly: bool = True
 
     @property
     def is_fixed(self) -> bool:

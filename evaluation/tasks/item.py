@@ -6,13 +6,12 @@ prompt ends.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..reading import full_cache
 from .matching import Metric
+from .prompts import FreshReader
 from .reader import Reader
 
 AGNOSTIC, AWARE = "agnostic", "aware"
@@ -72,25 +71,8 @@ class Item(abc.ABC):
         """Answer with the question behind a context that was read; `context` itself stays as it is."""
 
     @abc.abstractmethod
-    def answer_within(self, fresh: "FreshReader") -> ItemScore:
+    def answer_within(self, fresh: FreshReader) -> ItemScore:
         """Answer with the question as a part of the prompt."""
-
-
-class FreshReader:
-    """Reads prompts, each into a cache of its own."""
-
-    def __init__(self, model: PreTrainedModel, make_cache: Callable[[], Cache], *, step: int):
-        self._model, self._make_cache, self._step = model, make_cache, step
-
-    def __call__(self, prompt: Sequence[int]) -> Reader:
-        """A reader that has read this prompt, in one call."""
-        reader = Reader(self._model, self._make_cache(), step=self._step)
-        reader.read_prompt(prompt)
-        return reader
-
-    def uncompressed(self, prompt: Sequence[int]) -> Reader:
-        """The same with an uncompressed cache."""
-        return FreshReader(self._model, lambda: full_cache(self._model), step=self._step)(prompt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

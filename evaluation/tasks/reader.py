@@ -14,6 +14,7 @@ from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.geometry import geometry_of
 
 from ..reading import cache_bytes
+from ..shared_prompt import read_prompt_once
 
 
 class Reader:
@@ -101,6 +102,15 @@ class Reader:
         self.num_read += ids_1T.shape[1]
         self.logits_V = logits_TV[-1]
         return logits_TV
+
+
+def read_together(readers: Sequence[Reader], prompt: Sequence[int]) -> None:
+    """What :meth:`Reader.read_prompt` of each does, in one pass of their model; see :func:`read_prompt_once`."""
+    model = readers[0].model
+    ids_1T = torch.tensor([list(prompt)], device=model.device)
+    logits_V = read_prompt_once(model, ids_1T, [reader.cache for reader in readers])[0, -1]
+    for reader in readers:
+        reader.num_read, reader.logits_V = len(prompt), logits_V
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

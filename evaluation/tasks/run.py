@@ -19,14 +19,15 @@ from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input
 from ojakv import Calibration
 
-from ..cells import Cell, measured_by
+from ..cells import Cell, Cells, measured_by
 from ..measure import rounds
 from ..measurement import MethodsConfig, calibrated, cells_in, setting_of
 from ..methods import FULL, Method, MethodConfig, methods_of, there
 from ..output import MakeRecord
 from ..scores import held_share
 from .building import Task, tasks_of
-from .item import AWARE, FreshReader, Item, ItemScore
+from .item import AWARE, Item, ItemScore
+from .prompts import FreshReader, Prompts
 from .registry import TaskConfig
 from .rows import pooled, row_of
 
@@ -97,7 +98,7 @@ class _Progress:
 
 
 class _Part(NamedTuple):
-    """Items of one task that share a context."""
+    """Items of one task that share a context; a single one where its question is part of the prompt."""
 
     task: Task
     methods: Sequence[Method]
@@ -110,6 +111,16 @@ class _Wanted(NamedTuple):
     number: int
     item: Item
     of: dict[str, Any]
+
+
+class _Asked(NamedTuple):
+    """What one method is asked in a part: at which share of the bytes, and the cells of all items and of those that
+    nobody has measured."""
+
+    method: Method
+    share: float | None
+    wanted: list[_Wanted]
+    missing: list[_Wanted]
 
 
 def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
@@ -143,32 +154,37 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
         for part in parts:
-            digests = {number: _digest(part.task.items[number]) for number in part.numbers}
-            for method in part.methods:
-                bar.set_postfix_str(f"{part.task.label}, {method.label}", refresh=False)
-                of_method = setting | method.of | {"task": part.task.label, "query": part.task.query}
-                share = None
-                if method.bytes_of is not None:
-                    share = held_share(list(progress.scores(part.task.label, method.bytes_of).values()))
-                if "bytes" in method.of:
-                    of_method |= {"bytes": share or method.of["bytes"], "text": methods.text_of(part.task)}
-                wanted = [
-                    _Wanted(number, part.task.items[number], of_method | {"item": digest})
-                    for number, digest in digests.items()
-                ]
-                missing = [each for each in wanted if cells.get(each.of) is None]
-                if missing:
-                    fresh = FreshReader(model, method.make(share), step=config.step)
-                    for each, score in zip(missing, _answers(part.task, missing, fresh), strict=True):
-                        cells.add(each.of, Cell(score, record["run_id"], record["code"]["commit"]))
-                for each in wanted:
-                    progress.add(part.task.label, method.label, each.number, cells.get(each.of))
-                effort = _effort(part, method)
-                if missing:
+            asked = [_asked(part, method, setting, methods, progress, cells) for method in part.methods]
+            makers = {each.method.label: each.method.make(each.share) for each in asked if each.missing}
+            exact = {method.label for method in part.methods if method.reads_exactly}
+            prompts = Prompts(model, makers, exact=exact, step=config.step)
+            for each in asked:
+                label, effort = each.method.label, _effort(part, each.method)
+                bar.set_postfix_str(f"{part.task.label}, {label}", refresh=False)
+                scores = _answers(part.task, each.missing, prompts.of(label))
+                for wanted, score in zip(each.missing, scores, strict=True):
+                    cells.add(wanted.of, Cell(score, record["run_id"], record["code"]["commit"]))
+                for wanted in each.wanted:
+                    progress.add(part.task.label, label, wanted.number, cells.get(wanted.of))
+                if each.missing:
                     bar.update(effort)
                 else:  # what was there takes no time, and must not count as if it did
                     bar.total -= effort
                 yield progress.record
+
+
+def _asked(
+    part: _Part, method: Method, setting: Mapping[str, Any], methods: "_Methods", progress: _Progress, cells: Cells
+) -> _Asked:
+    task, share = part.task, None
+    if method.bytes_of is not None:
+        share = held_share(list(progress.scores(task.label, method.bytes_of).values()))
+    of = {**setting, **method.of, "task": task.label, "query": task.query}
+    if "bytes" in method.of:
+        of |= {"bytes": share or method.of["bytes"], "text": methods.text_of(task)}
+    items = ((number, task.items[number]) for number in part.numbers)
+    wanted = [_Wanted(number, item, of | {"item": _digest(item)}) for number, item in items]
+    return _Asked(method, share, wanted, [each for each in wanted if cells.get(each.of) is None])
 
 
 class _Methods:
@@ -204,7 +220,10 @@ def _parts(tasks: Sequence[Task], counts: Mapping[str, int], methods: _Methods) 
 
 
 def _groups(task: Task, count: int) -> Iterator[list[int]]:
-    """Numbers of items of equal context that stand together, at most :data:`_TOGETHER` of them."""
+    """Numbers of the items of each part: of equal context, next to one another, at most :data:`_TOGETHER` of them."""
+    if task.query == AWARE:
+        yield from ([number] for number in range(count))
+        return
     numbered = list(enumerate(task.items[:count]))
     for _, each in itertools.groupby(numbered, key=lambda pair: pair[1].context):
         numbers = [number for number, _ in each]
@@ -219,13 +238,13 @@ def _answers(task: Task, wanted: Sequence[_Wanted], fresh: FreshReader) -> Itera
     """The score of each item, in order."""
     if task.query == AWARE:
         yield from (each.item.answer_within(fresh) for each in wanted)
-        return
-    context = fresh(wanted[0].item.context)
-    yield from (each.item.answer_after(context) for each in wanted)
+    elif wanted:
+        context = fresh(wanted[0].item.context)
+        yield from (each.item.answer_after(context) for each in wanted)
 
 
-def _effort(part: _Part, method: Method) -> int:
+def _effort(part: _Part, method: Method) -> float:
     """How long a part takes, roughly, as tokens of a prompt."""
     items = [part.task.items[number] for number in part.numbers]
-    readings = len(items) if part.task.query == AWARE else 1
-    return readings * len(items[0].context) + sum(item.effort for item in items)
+    readers = sum(each.reads_exactly for each in part.methods) if method.reads_exactly else 1
+    return len(items[0].context) / readers + sum(item.effort for item in items)

@@ -12,9 +12,9 @@ from methods import tiny_model
 from evaluation.reading import full_cache
 from evaluation.tasks.boxed import boxed_items
 from evaluation.tasks.choices import choice_items, read_choices
-from evaluation.tasks.item import FreshReader
 from evaluation.tasks.lookup import lookup_items
 from evaluation.tasks.matching import BeginsWith, BoxedInteger, boxed_integer
+from evaluation.tasks.prompts import Prompts
 from lowrank_kv.utils.errors import UserError
 
 
@@ -115,7 +115,7 @@ def test_examples_are_not_asked_and_likelihoods_are_those_of_one_pass(written):
     context = tokenizer.decode(items[0].context)
     assert context.count("Question: ") == context.count("\nAnswer: ") == 3
     assert {item.context for item in items} == {items[0].context}
-    fresh = FreshReader(model, lambda: full_cache(model), step=16)
+    fresh = Prompts(model, {"full": lambda: full_cache(model)}, step=16).of("full")
     shared = fresh(items[0].context)
     for item in items:
         question = tokenizer.decode(item.questions[0]).split("\n")[0]
@@ -143,7 +143,7 @@ def test_examples_are_not_asked_and_likelihoods_are_those_of_one_pass(written):
 
 def test_a_likely_continuation_is_told_to_be_greedy():
     model = tiny_model()
-    reader = FreshReader(model, lambda: full_cache(model), step=16)([5, 6, 7])
+    reader = Prompts(model, {"full": lambda: full_cache(model)}, step=16).of("full")([5, 6, 7])
     likely = int(reader.logits_V.argmax())
     log, greedy = reader.copy().log_likelihood([likely])
     assert greedy

@@ -13,8 +13,9 @@ from evaluation.cells import CELLS
 from evaluation.reading import full_cache
 from evaluation.scores import interval
 from evaluation.tasks.building import tasks_of
-from evaluation.tasks.item import FreshReader, ItemScore, prompt_pieces
+from evaluation.tasks.item import ItemScore, prompt_pieces
 from evaluation.tasks.long_decoding import TEXTS
+from evaluation.tasks.prompts import Prompts
 from evaluation.tasks.registry import TaskConfig
 from evaluation.tasks.rows import markdown, pooled, row_of
 from evaluation.tasks.run import TasksConfig, run_tasks
@@ -305,7 +306,7 @@ def test_a_chat_template_goes_around_context_and_question():
 
 def test_generation_stops_where_an_answer_is_settled_or_ends():
     model, tokenizer = tiny_model(vocab_size=257, eos_token_id=0), byte_tokenizer()
-    fresh = FreshReader(model, lambda: full_cache(model), step=16)
+    fresh = Prompts(model, {"full": lambda: full_cache(model)}, step=16).of("full")
     prompt = [30, 31, 32, 33]
     ids = torch.tensor([prompt])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 4:]
