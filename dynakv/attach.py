@@ -25,7 +25,8 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     The caller fills them: from moments, from a checkpoint, or by weight loading.
     """
     geometry = geometry_of(model)
-    check_rank(config.granularity, geometry.width, "compressor.granularity")
+    if not config.has_plan:
+        check_rank(config.granularity, geometry.width, "compressor.granularity")
     modules = attention_modules(model)
     for index in geometry.layers:
         if TRANSFORM in modules[index]._modules:
@@ -79,7 +80,8 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
             :meth:`DynaKVConfig.overridden`); the settings stay as they were.
     """
     settings = settings_of(model).overridden(**overrides)
-    check_rank(settings.granularity, geometry_of(model).width, "granularity")
+    if not settings.has_plan:
+        check_rank(settings.granularity, geometry_of(model).width, "granularity")
     for compressor in token_compressors(model):
         compressor.config = settings
     full_checkpoint.declare(model, METHOD, to_dict(settings))

@@ -1,8 +1,8 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
-A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer) and `config.json`, which says what
-model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary
-transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
+A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits) and
+`config.json`, which says what model shape it is for and has the SHA-256 of the tensors and of its own entries. A full
+checkpoint is an ordinary transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses
@@ -70,7 +70,12 @@ def _tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
 
 
 def write_compressor(
-    model: PreTrainedModel, directory: Path, state: dict[str, Tensor], summary: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    state: dict[str, Tensor],
+    summary: dict[str, Any] | None = None,
+    *,
+    base_model: str | None = None,
 ) -> None:
     """Write the files of a compressor checkpoint into an existing directory.
 
@@ -79,10 +84,11 @@ def write_compressor(
         directory: to write into.
         state: the tensors, as :func:`compressor_state` names them; sharded training gathers them first.
         summary: anything worth keeping beside the weights, such as held-out rates.
+        base_model: of the compressor; by default the name of `model`.
     """
     config = CheckpointConfig(
         method=METHOD,
-        base_model=str(model.config._name_or_path),
+        base_model=base_model or str(model.config._name_or_path),
         geometry=geometry_of(model),
         compressor=settings_of(model),
         summary=summary or {},
@@ -111,7 +117,7 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
     Raises:
         UserError: a projection cannot be inverted, or `directory` holds something else; nothing is written.
     """
-    _save(model, directory, summary)
+    _save(model, directory, summary, None)
 
 
 def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str, Any]) -> None:
@@ -121,11 +127,16 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
     Raises:
         UserError: as of :func:`save_compressor`.
     """
-    _save(model, directory, summary, [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)])
+    others = [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)]
+    _save(model, directory, summary, read_config(directory).base_model, others)
 
 
 def _save(
-    model: PreTrainedModel, directory: str | Path, summary: dict[str, Any] | None, others: Sequence[Path] = ()
+    model: PreTrainedModel,
+    directory: str | Path,
+    summary: dict[str, Any] | None,
+    base_model: str | None,
+    others: Sequence[Path] = (),
 ) -> None:
     """Write a checkpoint with copies of `others` beside it."""
     for compressor in token_compressors(model):
@@ -133,7 +144,7 @@ def _save(
     with new_directory(directory, WEIGHTS) as partial:
         for path in others:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
-        write_compressor(model, partial, compressor_state(model), summary)
+        write_compressor(model, partial, compressor_state(model), summary, base_model=base_model)
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:

@@ -4,6 +4,7 @@ Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +96,9 @@ class TokenCompressor(nn.Module):
             basis_CC, decoder_CC = self.projection.matrices()
         else:
             basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
-        coef_BTR = self.gate.rounded(states_BTC.float() @ basis_CC)
-        rate = coef_BTR.new_tensor(self.gate.rate)
-        return (coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]).to(states_BTC.dtype), rate, rate
+        with torch.autocast(states_BTC.device.type, enabled=False):
+            coef_BTR, rate = self.gate.rounded(states_BTC.float() @ basis_CC)
+            return (coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]).to(states_BTC.dtype), rate, rate
 
     def initial_basis(self) -> InitialBasis:
         """What a cache starts from where there is a plan; the same object until a parameter changes."""
@@ -150,6 +151,14 @@ class LayerCompressor(nn.Module):
         self.head_dim = head_dim
         self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
         self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LayerCompressor":
+        # `model.to(torch.bfloat16)` is of the backbone: a basis and its inverse, rounded apart, would not fit together.
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return tensor.to(found.device) if found.dtype.itemsize < tensor.dtype.itemsize else found
+
+        return super()._apply(moved, recurse)
 
     def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compress and rebuild the rotated keys and the values of a pass without a cache.

@@ -25,7 +25,11 @@ LEARNED_BY_DEFAULT = PLAN  # by training that is not told what to learn
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
 STARTS_FROM_PCA = {"decoder": "orthogonal", "rank_policy": "nested"}
-WEIGHTS_DEPEND_ON = ("decoder", "rank_policy")  # what a compressor cannot be made to do after its training
+WEIGHTS_DEPEND_ON = (
+    "decoder",
+    "rank_policy",
+    "token_classes",
+)  # what a compressor cannot be made to do after its training
 
 
 @configuration
@@ -135,6 +139,12 @@ class DynaKVConfig:
         """Whether a plan of bits says what is kept of every token."""
         return self.rank_policy == PLAN
 
+    @property
+    def seen_exactly(self) -> ExactTokens | None:
+        """What a decoded token sees past the compressor, and so what each token sees in a pass that trains or measures; None
+        where a cache compresses every token at once."""
+        return self.exact_tokens if self.has_plan else None
+
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
         """These settings with some replaced, as a user may at inference; a present value may be repeated.
 
@@ -164,7 +174,7 @@ class DynaKVConfig:
             fixed |= dict.fromkeys(("threshold", "granularity", "mask"), why)
         if self.has_plan:
             why = "its plan says how many bits each coefficient has"
-            fixed |= dict.fromkeys(("cache_dtype", "group_size", "token_classes"), why)
+            fixed |= dict.fromkeys(("cache_dtype", "group_size"), why)
         return fixed
 
     @property

@@ -4,14 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from dynakv.checkpoint import WEIGHTS, CheckpointConfig
+from dynakv.nested_rank import NestedRank
+from dynakv.planned_bits import PlannedBits
 from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.stores.bit_plan import SCALE_BITS
-from lowrank_kv.stores.token_plans import PLACE_BYTES
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 SIDES = ("key", "value")
 
@@ -46,11 +47,7 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
     """
     geometry, summary = config.geometry, config.summary
     if not config.compressor.has_gates:
-        settings = config.compressor
-        has_classes = settings.has_plan and settings.token_classes > 1
-        return _rates_in_weights(
-            Path(directory) / WEIGHTS, geometry, of_bytes=settings.has_plan, has_classes=has_classes
-        )
+        return _rates_in_weights(Path(directory) / WEIGHTS, config)
     text, measured = next(iter((summary.get("heldout") or {}).items()), (None, None))
     if measured is None:
         calibrated = summary.get("calibrated_threshold")
@@ -60,25 +57,27 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
     return _mean_rates(text, measured["hard_rate"], geometry)
 
 
-def _rates_in_weights(path: Path, geometry: KVGeometry, *, of_bytes: bool, has_classes: bool) -> Rates:
-    def rate(weights: Any, layer: int, side: str) -> float:
-        if of_bytes:
-            bits_K = weights.get_tensor(f"layers.{layer}.{side}.gate.bits").sum(dim=1, dtype=torch.int64)
-            share_K = weights.get_tensor(f"layers.{layer}.{side}.gate.shares")
-            row_K = (bits_K + SCALE_BITS + 7) // 8
-            place = PLACE_BYTES if has_classes else 0.0
-            return (float((row_K * share_K).sum()) + place) / (2 * geometry.width)
-        return int(weights.get_tensor(f"layers.{layer}.{side}.gate.rank")) / geometry.width
+def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
+    """Of ranks, or of plans of bits."""
+    geometry, has_plan = config.geometry, config.compressor.has_plan
+    make = PlannedBits if has_plan else NestedRank
+
+    def gate(weights: Any, index: int, side: str) -> PlannedBits | NestedRank:
+        found, prefix = make(geometry.width), f"layers.{index}.{side}.gate."
+        found.load_state_dict({name: weights.get_tensor(prefix + name) for name in found.state_dict()})
+        return found
 
     try:
-        with safe_open(path, framework="pt") as weights:
-            keys, values = ([rate(weights, index, side) for index in geometry.layers] for side in SIDES)
-    except (OSError, SafetensorError) as error:
+        with safe_open(path, framework="pt") as weights, fp32_on_cpu():
+            gates = [[gate(weights, index, side) for index in geometry.layers] for side in SIDES]
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore the checkpoint or train it again") from error
+    keys, values = ([gate.rate for gate in each] for each in gates)
     source = "every text: all tokens of a layer keep the same"
-    if has_classes:
-        source = "text whose tokens are divided into classes as the calibration's"
-    return Rates(source=source, keys=keys, values=values, of_bytes=of_bytes)
+    if has_plan and any(isinstance(gate.plan, TokenPlans) for each in gates for gate in each):
+        text = (config.summary.get("measured_classes") or {}).get("text", "the calibration")
+        source = f"text whose tokens are divided into classes as those of {text}"
+    return Rates(source=source, keys=keys, values=values, of_bytes=has_plan)
 
 
 def _mean_rates(source: str, rate: float, geometry: KVGeometry) -> Rates:

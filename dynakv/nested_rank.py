@@ -36,6 +36,11 @@ class NestedRank(nn.Module):
         self.drawn = self.energy.shape[0]
         self.rank.fill_(self.drawn)
 
+    @property
+    def rate(self) -> float:
+        """Share of the coefficients that are kept at inference."""
+        return int(self.rank) / len(self.energy)
+
     def energies(self) -> Tensor:
         """Second moment of each coefficient, (C,) fp32: calibrated, or measured after training."""
         return self.energy.float()

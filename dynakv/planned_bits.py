@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
-from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
+from lowrank_kv.stores.token_plans import MOST_CLASSES, PLACE_BYTES, TokenPlans
 
 _CODED = tuple(width for width in WIDTHS if width != UNCODED)
 _ENDS = tuple(itertools.accumulate(2**width for width in _CODED))
@@ -96,12 +96,13 @@ class PlannedBits(nn.Module):
 
     @property
     def rate(self) -> float:
-        """Bytes of a token over those of C numbers of 16 bits, as the calibration's tokens were divided into classes."""
+        """Bytes of a token over those of C numbers of 16 bits, where :attr:`shares` of all tokens are in each class."""
         plan = self.plan
         return plan.nbytes(plan.num_coefficients) / (2 * self.bits.shape[1])
 
-    def rounded(self, coef_BTC: Tensor) -> Tensor:
-        """The first R coefficients as a store would give them back, fp32.
+    def rounded(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """The first R coefficients as a store would give them back, fp32, and what these tokens take as :attr:`rate` counts
+        it, a scalar.
 
         Gradients pass to those that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
         arXiv 1308.3432), and to the others not at all.
@@ -111,10 +112,11 @@ class PlannedBits(nn.Module):
         rank = plan.num_coefficients
         kept_BTR = coef_BTC[..., :rank]
         if isinstance(plan, BitPlan):
-            rounded_TR = plan.rounded(held_TC[:, :rank])
+            rounded_TR, rate = plan.rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
         else:
             class_T = plan.classes(held_TC)
             rounded_TR = plan.rounded(held_TC, class_T)
+            rate = (plan.size_K[class_T].float().mean() + PLACE_BYTES) / (2 * self.bits.shape[1])
             kept_BTR = kept_BTR * plan.keeps(class_T).view(kept_BTR.shape)
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
-        return kept_BTR + (rounded_BTR - kept_BTR.detach())
+        return kept_BTR + (rounded_BTR - kept_BTR.detach()), rate

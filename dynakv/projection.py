@@ -55,10 +55,14 @@ class Projection(nn.Module):
             self.decoder.copy_(inverse_CC)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """(U, V), differentiable, in the parameters' dtype. Raises :class:`UserError` for a singular U.
+        """(U, V), differentiable, in the parameters' dtype even under autocast. Raises :class:`UserError` for a singular U.
 
         Passes of one optimizer step, and the recomputed one of gradient checkpointing, share one inversion.
         """
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return self._matrices()
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
         if self.decoder_kind == "orthogonal":
             basis_CC = _orthogonal_basis(self.start, self.weight)
             return basis_CC, basis_CC.T
@@ -129,7 +133,8 @@ class Projection(nn.Module):
     def inversion_error(self) -> float:
         """‖U V − I‖ / ‖I‖ (Frobenius) as training computes it: how far all coefficients are from rebuilding a token."""
         basis_CC, decoder_CC = self.matrices()
-        product_CC = basis_CC @ decoder_CC
+        with torch.autocast(basis_CC.device.type, enabled=False):
+            product_CC = basis_CC @ decoder_CC
         return float((product_CC - torch.eye(len(product_CC)).to(product_CC)).norm() / len(product_CC) ** 0.5)
 
     def _in_fp64(self) -> tuple[Tensor, Tensor]:
@@ -169,6 +174,5 @@ class _Inverse(torch.autograd.Function):
 
 
 def _orthogonal_basis(start_CC: Tensor, weight_CC: Tensor) -> Tensor:
-    """U₀ · exp(A − Aᵀ), in the parameters' dtype even under autocast."""
-    with torch.autocast(weight_CC.device.type, enabled=False):
-        return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)
+    """U₀ · exp(A − Aᵀ)."""
+    return start_CC @ torch.linalg.matrix_exp(weight_CC - weight_CC.T)

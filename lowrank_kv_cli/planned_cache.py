@@ -4,6 +4,7 @@ Shapes: P parts, W width of a part, R rank.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,7 @@ from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
-from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.geometry import KVGeometry, heads_of_layer
 from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
@@ -30,12 +31,14 @@ _INT16_MAX = torch.iinfo(torch.int16).max
 def sliding_window_nbytes(model: PreTrainedModel, geometry: KVGeometry, *, tokens: int, itemsize: int) -> int | None:
     """Bytes that the layers with a sliding window hold of one sequence; None where a layer holds something else, such as a
     recurrent state."""
-    native = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    others = [layer for index, layer in enumerate(native) if index not in geometry.layers]
-    if not all(getattr(layer, "is_sliding", False) for layer in others):
+    config = model.config.get_text_config(decoder=True)
+    native = DynamicCache(config=config).layers
+    others = {index: layer for index, layer in enumerate(native) if index not in geometry.layers}
+    if not all(getattr(layer, "is_sliding", False) for layer in others.values()):
         return None
     # A window's newest token comes on top of what is held.
-    return sum(2 * min(tokens, layer.sliding_window - 1) * geometry.width * itemsize for layer in others)
+    held = (min(tokens, layer.sliding_window - 1) * math.prod(heads_of_layer(config, i)) for i, layer in others.items())
+    return 2 * itemsize * sum(held)
 
 
 def dynakv_nbytes(

@@ -39,6 +39,16 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Train under `accelerate launch`: `engine` is ``plain``, ``ddp`` or ``zero1`` to ``zero3``. Fails unless the run
     succeeds."""
+    done = launched(engine, processes, values, output, *extra, **changes)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("checkpoint:") == 1, "not two runs side by side"
+    return done
+
+
+def launched(
+    engine: str, processes: int, values: dict, output: Path, *extra: str, program: str = "train_dynakv.py", **changes
+) -> subprocess.CompletedProcess:
+    """The same of a run that may fail, and of another program with its arguments."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(merged({**values, "output": str(output)}, changes)))
@@ -66,15 +76,12 @@ def launch(
         "-m",
         "accelerate.commands.launch",
         *flags,
-        "train_dynakv.py",
+        program,
         "--config",
         str(file),
         *extra,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("checkpoint:") == 1, "not two runs side by side"
-    return done
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def _everything_sharded(file: Path) -> Path:

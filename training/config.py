@@ -3,7 +3,6 @@
 import dataclasses
 
 from dynakv.config import GRADIENT, LEARNED_BY_DEFAULT, PCA, STARTS, DynaKVConfig
-from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import configuration, option, require, section, within
 
 PLANNED_RATE = 0.1
@@ -123,7 +122,10 @@ class RateConfig:
         help="after training, move the threshold τ so that the training text that comes next has just the target rate",
     )
     calibrate_threshold_tokens: int = option(
-        16384, help="training text after the last step that τ is calibrated on", unit="tokens"
+        16384,
+        help="training text after the last step on which τ is calibrated, or ranks are allocated, or classes of tokens "
+        "counted",
+        unit="tokens",
     )
 
     def __post_init__(self):
@@ -365,16 +367,6 @@ class TrainConfig:
         if start is None and self.rate.target_retain_rate is not None and compressor.can_start_from_gradients:
             start = GRADIENT
         return start == GRADIENT and self.initial_checkpoint is None
-
-    @property
-    def seen_exactly(self) -> ExactTokens | None:
-        """What a token sees past its own compressor while training. Where exact prompts are served, it reads the compressed
-        form only of those before that a cache would have compressed by then; None where every token reads all so."""
-        if self.compressor.prefill != "exact":
-            return None
-        if self.compressor.has_plan:
-            return self.compressor.exact_tokens
-        return ExactTokens(num_sink_tokens=0, recent_window=0, update_period=1)  # a ragged cache compresses at once
 
     @property
     def lr_projection(self) -> float:

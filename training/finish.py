@@ -11,6 +11,7 @@ import dynakv
 from dynakv.config import NESTED
 
 from .checkpoint_averaging import load_mean
+from .class_shares import has_classes, measure_class_shares
 from .config import COMPRESSOR, TrainConfig
 from .data import Batch, TrainingBlocks
 from .engine import Engine
@@ -52,6 +53,7 @@ def finish(
         "threads": torch.get_num_threads(),
         "processes": engine.world,
         "alpha": run.controller.alpha,
+        "target_retain_rate": config.rate.target_retain_rate,
     }
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
@@ -69,7 +71,7 @@ def finish(
     checkpoints = _save(engine, tokenizer, output, summary)
     if engine.main:
         for checkpoint in checkpoints:
-            write_card(checkpoint, config, record, summary)
+            write_card(checkpoint, config, record, summary, is_compressor=checkpoint.name == CHECKPOINT)
         write_record(record, output, reporter.metrics, summary, checkpoints)
     engine.accelerator.wait_for_everyone()
     engine.accelerator.end_training()
@@ -83,13 +85,17 @@ def _calibrate_and_measure(
     heldout: dict[str, list[Batch]],
     reporter: Reporter,
 ) -> dict[str, Any]:
-    """Bring the hard rate to its target on the `following` training text, then measure every held-out text."""
+    """Bring the hard rate to its target on the `following` training text, or measure there what a plan takes, then measure
+    every held-out text."""
     found, step = {"heldout": {}}, config.optimizer.steps
     rate, is_nested = config.rate, config.compressor.rank_policy == NESTED
     has_threshold = config.compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
-    if has_threshold or is_nested:
+    is_classed = any(map(has_classes, dynakv.token_compressors(model)))
+    if has_threshold or is_nested or is_classed:
         blocks = following.first(math.ceil(rate.calibrate_threshold_tokens / config.dataset.sequence_length))
-        if is_nested:
+        if is_classed:
+            key, values = "measured_classes", measure_class_shares(model, blocks, "the training text")
+        elif is_nested:
             key, values = "allocated_ranks", {"hard_rate": allocate_ranks(model, blocks, rate.target_retain_rate)}
         else:
             key = "calibrated_threshold"

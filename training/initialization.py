@@ -10,10 +10,12 @@ from torch import Tensor
 import dynakv
 from dynakv.checkpoint import read_config
 from dynakv.initialization import Moments
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.utils.config import require
 
 from .config import TrainConfig
 from .data import TrainingBlocks
@@ -22,6 +24,7 @@ from .engine import Engine
 
 # α at the start where nothing better is known; after a PCA the goal starts at the rate of the open gates, and α adapts.
 DEFAULT_PRICE = 4.0
+_SAME_RATE = 0.05  # how far, as a share, a plan may be from the rate it was made for
 
 
 def given_price(config: TrainConfig) -> float | None:
@@ -37,6 +40,23 @@ def given_price(config: TrainConfig) -> float | None:
         return config.rate.alpha
     last = read_config(config.initial_checkpoint).summary.get("alpha")
     return last if last and config.rate.target_retain_rate is not None else None
+
+
+def check_continued(config: TrainConfig) -> None:
+    """Raise :class:`UserError` where `initial_checkpoint` has a plan of bits for another rate than the run's: training keeps
+    the bits that it starts with."""
+    if config.initial_checkpoint is None or not config.compressor.has_plan:
+        return
+    saved, target = read_config(config.initial_checkpoint), config.rate.target_retain_rate
+    planned = saved.summary.get("target_retain_rate")
+    if planned is None and saved.compressor.has_plan:
+        planned = measured_rates(config.initial_checkpoint, saved).mean
+    require(
+        planned is None or math.isclose(planned, target, rel_tol=_SAME_RATE),
+        "rate.target_retain_rate",
+        target,
+        f"{planned:.3g}, for which the plan of `initial_checkpoint` was made; for another, start from a calibration",
+    )
 
 
 def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:

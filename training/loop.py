@@ -25,7 +25,7 @@ from .data_sources import heldout_blocks, training_stream
 from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
-from .initialization import given_price
+from .initialization import check_continued, given_price
 from .inspection import SENTENCE, inspect, inspection_due
 from .optimizer import build_optimizer
 from .reporting import Reporter, Workload
@@ -60,8 +60,10 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     states, steps = check_directory(config.output) / STATES, config.optimizer.steps
     if not resume:
         _check_unused(Path(config.output))
-    # A resumed run has its price from the state.
-    price = None if resume else given_price(config)
+    price = None  # a resumed run has it from the state
+    if not resume:
+        check_continued(config)
+        price = given_price(config)
     engine = Engine(config)
     saved = saved_run(states, engine) if resume else None
     tokenizer = load_tokenizer(config.model)
@@ -126,7 +128,7 @@ def _check_target(config: TrainConfig, width: int) -> None:
     target, granularity = config.rate.target_retain_rate, config.compressor.granularity
     least = min(granularity, width) / width
     require(
-        target is None or not config.compressor.has_gates or target >= least,
+        target is None or config.compressor.has_plan or target >= least,
         "rate.target_retain_rate",
         target,
         f"at least {least:.3g}: every token keeps `compressor.granularity`, {granularity}, of {width} coefficients",
@@ -138,7 +140,7 @@ def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> No
     config = engine.config
     dynakv.add_compressors(model, config.compressor)
     dynakv.use_ragged_cache(model)
-    dynakv.see_exactly(model, config.seen_exactly)
+    dynakv.see_exactly(model, config.compressor.seen_exactly)
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config, lr_projection))

@@ -6,29 +6,25 @@ Training measures it on the text that it held out. This command writes another t
 of those: the retain rates of gates, the shares of classes of tokens. Predictions do not change.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.checkpoint import read_config, save_again
-from dynakv.compressor import TokenCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.text_data import CalibrationText
 
+from .class_shares import has_classes, measure_class_shares
 from .data import Batch
-from .validation import measure, run_uncached
+from .validation import measure
 
 
 @configuration
@@ -46,6 +42,7 @@ def main(argv: list[str]) -> None:
     saved = read_config(config.checkpoint)
     name = config.model or saved.base_model
     model = dynakv.attach(load_model(name, dtype=config.dtype, device=config.device), config.checkpoint)
+    dynakv.see_exactly(model, saved.compressor.seen_exactly)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(name))
     text = ", ".join(name_of(each) for each in config.name)
@@ -71,21 +68,9 @@ def measure_again(
     if settings.has_gates:
         others = {label: found for label, found in (summary.get("heldout") or {}).items() if label != text}
         return {**summary, "heldout": {text: measure(model, batches), **others}}
-    classed = [each for each in compressors if settings.has_plan and isinstance(each.gate.plan, TokenPlans)]
-    if not classed:
+    if not any(map(has_classes, compressors)):
         raise UserError(
             f"the compressor has `rank_policy: {settings.rank_policy}` and one class of tokens, so that all take equally "
             f"many bytes; there is nothing to measure"
         )
-    counts = {each: Counter() for each in classed}
-
-    def count(compressor: TokenCompressor, arguments: tuple[Tensor, ...], _: Any) -> None:
-        basis_CC, _ = compressor.projection.fixed_matrices(torch.float32, arguments[0].device)
-        coef_NC = arguments[0].float().flatten(0, -2) @ basis_CC
-        counts[compressor].update(compressor.gate.plan.classes(coef_NC).tolist())
-
-    run_uncached(model, batches, dict.fromkeys(classed, count))
-    for compressor, found in counts.items():
-        classes = len(compressor.gate.plan.plans)
-        compressor.gate.set_shares([found[k] / found.total() for k in range(classes)])
-    return {**summary, "classes_measured_on": text}
+    return {**summary, "measured_classes": measure_class_shares(model, batches, text)}

@@ -28,10 +28,11 @@ _CONTEXT, _GAPS = 1.2 * GB, 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a run holds, in bytes of one process on one GPU before anything is spread.
+    """What a run holds, one process on one GPU before anything is spread; in bytes but for numbers of weights.
 
     Attributes:
-        frozen: weights that are not trained.
+        frozen: numbers that are not trained.
+        itemsize: bytes that each of these takes.
         trained: numbers that are trained, each held in fp32.
         activations: kept for the backward pass of one forward pass.
         logits: of the pass, with their gradient.
@@ -41,6 +42,7 @@ class Size:
     """
 
     frozen: float
+    itemsize: int
     trained: float
     activations: float
     logits: float
@@ -89,7 +91,8 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     teacher = bool(config.loss.distillation)
     return Size(
-        frozen=float(frozen * itemsize),
+        frozen=float(frozen),
+        itemsize=itemsize,
         trained=float(trained),
         activations=float(tokens * layers * (itemsize * width if config.gradient_checkpointing else layer)),
         # In the model's dtype, in fp32, their softmax and its gradient; a teacher's stand beside them.
@@ -132,12 +135,12 @@ def _active_width(text: object) -> int:
 
 def plans(size: Size, gpus: int) -> list[EnginePlan]:
     """Every engine's share, in the order in which they are to be preferred: those that send less first."""
-    weights, trained = size.frozen + FP32 * size.trained, size.trained
+    weights, trained = size.frozen * size.itemsize + FP32 * size.trained, size.trained
     gradients, moments, bucket = FP32 * trained, 2 * FP32 * trained, FP32 * _BUCKET
     master = FP32 * trained  # DeepSpeed's optimizers work on a copy of their own
     share = 1 / gpus
     reduced = 2 * gradients * (1 - share)
-    live = weights * min(1.0, _LIVE / (size.frozen / 2 + trained))
+    live = weights * min(1.0, _LIVE / (size.frozen + trained))
     gathered = size.passes * (size.forwards * weights + gradients) * (1 - share)
 
     def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
@@ -176,8 +179,9 @@ def report(config: TrainConfig, *, gpus: int, gpu_memory: float, model: PreTrain
     size = size_of_run(config, model)
     found = plans(size, gpus)
     best = advised(found, gpu_memory * GB)
+    frozen = size.frozen * size.itemsize / GB
     lines = [
-        f"{size.trained / 1e6:,.0f} M numbers are trained beside {size.frozen / GB:,.1f} GB of frozen weights; a pass of "
+        f"{size.trained / 1e6:,.0f} M numbers are trained beside {frozen:,.1f} GB of frozen weights; a pass of "
         f"{config.optimizer.batch_size} × {config.dataset.sequence_length:,} tokens keeps {size.of_text / GB:,.1f} GB",
         "",
         *table(found, best),

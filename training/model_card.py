@@ -8,14 +8,17 @@ import yaml
 
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.text_data import is_hub_id
 
-from .config import COMPRESSOR, TrainConfig
+from .config import FULL, TrainConfig
 
 CARD = "README.md"
 _TAGS = ["lowrank-kv", "dynakv", "kv-cache", "compression"]
 
 
-def write_card(directory: Path, config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+def write_card(
+    directory: Path, config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], *, is_compressor: bool
+) -> None:
     """Write the card of a checkpoint; an earlier one is replaced.
 
     Args:
@@ -23,21 +26,23 @@ def write_card(directory: Path, config: TrainConfig, record: Mapping[str, Any], 
         config: of the run.
         record: of the run, for its id, commit and machine.
         summary: what the run measured at its end.
+        is_compressor: whether the checkpoint is a compressor, not a whole model with one.
     """
-    write_text(directory / CARD, model_card(config, record, summary))
+    write_text(directory / CARD, model_card(config, record, summary, is_compressor=is_compressor))
 
 
-def model_card(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def model_card(
+    config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], *, is_compressor: bool
+) -> str:
     """The card as Markdown with YAML metadata; machine paths are left out."""
     base, texts = name_of(config.model), [name_of(name) for name in config.dataset.name]
-    of_hub = [name for name in config.dataset.name if not Path(name).expanduser().exists()]
+    of_hub = [name for name in config.dataset.name if is_hub_id(name)]
     metadata = {
         "base_model": base,
         "library_name": "transformers",
         "tags": _TAGS,
         **({"datasets": of_hub} if of_hub else {}),
     }
-    is_compressor = config.trainable == COMPRESSOR
     kind = "compressor of the key-value cache" if is_compressor else "model with a compressor of its key-value cache"
     return "\n".join(
         [
@@ -94,8 +99,9 @@ def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
     if not heldout:
         return ["The run measured no held-out text."]
     kept = "bytes of a token kept" if config.compressor.has_plan else "coefficients kept"
+    full = "the trained model without its compressor" if config.trainable == FULL else "the uncompressed model"
     return [
-        f"| held-out text | {kept} | perplexity | KL to the uncompressed model, nats |",
+        f"| held-out text | {kept} | perplexity | KL to {full}, nats |",
         "|---|--:|--:|--:|",
         *(
             f"| {name} | {found['hard_rate']:.1%} | {found['perplexity']:.3f} | {found['kl']:.4f} |"

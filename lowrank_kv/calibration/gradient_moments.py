@@ -71,7 +71,7 @@ def gradient_moments(
 
 @contextlib.contextmanager
 def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -> Iterator[dict[int, "_Probe"]]:
-    """A probe where each layer's compressor would be.
+    """A probe where each layer's compressor would be. Afterwards queries see what they did before.
 
     Args:
         exact_tokens: which tokens a query sees past the probe; None for none.
@@ -79,6 +79,7 @@ def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -
     prepare(model)
     modules = attention_modules(model)
     probes = {index: _Probe() for index in geometry_of(model).layers}
+    before = {index: getattr(modules[index], PREPARED).exact_tokens for index in probes}
     try:
         for index, probe in probes.items():
             modules[index]._modules[TRANSFORM] = probe
@@ -87,7 +88,7 @@ def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -
     finally:
         for index in probes:
             modules[index]._modules.pop(TRANSFORM, None)
-            getattr(modules[index], PREPARED).see_exactly(None)
+            getattr(modules[index], PREPARED).see_exactly(before[index])
 
 
 class _Probe(nn.Module):

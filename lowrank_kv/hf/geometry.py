@@ -126,7 +126,7 @@ def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
         # Families without per-layer declarations fill their cache lazily; every layer is a full-attention one then.
         layers = tuple(range(config.num_hidden_layers))
     # A model of several kinds of layers may say the shape of each layer by itself.
-    shapes = {_heads_of(config.per_layer_config[i] if hasattr(config, "per_layer_config") else config) for i in layers}
+    shapes = {heads_of_layer(config, index) for index in layers}
     if len(shapes) > 1:
         raise UserError(
             f"the full-attention layers of this {config.model_type} model have KV heads × dims of {sorted(shapes)}, and a "
@@ -166,8 +166,10 @@ def _check_family(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         )
 
 
-def _heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads, and dims of each."""
+def heads_of_layer(config: PreTrainedConfig, index: int) -> tuple[int, int]:
+    """KV heads of a layer, and dims of each; `config` is that of the text."""
+    if hasattr(config, "per_layer_config"):
+        config = config.per_layer_config[index]
     heads = config.num_attention_heads
     num_kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
     return num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -40,7 +40,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     except UserError as error:
         _end(f"error: {error}", 2)
     except OSError as error:
-        mended = explained(error, error.filename or "a file")
+        mended = explained(error, error.filename or "a file", what="read or written")
         if mended is None:
             raise
         _end(f"error: {mended}", 2)

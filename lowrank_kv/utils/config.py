@@ -123,8 +123,8 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = 
 
 
 def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
-    if isinstance(value, Mapping) and "section" in field.metadata:
-        value = {**field.metadata["defaults"], **value}
+    if "section" in field.metadata and (value is None or isinstance(value, Mapping)):  # None of an empty one in a file
+        value = {**field.metadata["defaults"], **(value or {})}
     value = _coerce(value, hint, field.name)
     choices = field.metadata.get("choices")
     if choices and value is not None:

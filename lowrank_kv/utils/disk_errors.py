@@ -26,15 +26,15 @@ _REMEDIES = {
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors, written in Rust, says what the system said
 
 
-def explained(error: BaseException, target: str | Path) -> UserError | None:
-    """The error as one that a user can mend; None for any other."""
+def explained(error: BaseException, target: str | Path, *, what: str = "written") -> UserError | None:
+    """The error as one that a user can mend; None for any other. `what` could not be done with `target`."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, SafetensorError) and (found := _OS_ERROR.search(str(error))):
         number = int(found.group(1))
     if number not in _REMEDIES:
         return None
     why = os.strerror(number).lower()
-    return UserError(f"`{target}` cannot be written: {why}; {_REMEDIES[number]}; what stood there before is as it was")
+    return UserError(f"`{target}` cannot be {what}: {why}; {_REMEDIES[number]}; what stood there before is as it was")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Where the package keeps what it downloads, and how configuration files refer to it."""
 
+import glob
 import os
 import re
 from pathlib import Path
@@ -21,9 +22,16 @@ def demo_model() -> Path:
 
 
 def name_of(source: str) -> str:
-    """How results call a hub id, or a file or directory: by its last part, as where it lies is this machine's own."""
+    """How results call a hub id, or a file, directory or pattern: by the last part, as the rest is this machine's own."""
     path = Path(source).expanduser()
-    return path.name if path.exists() else source
+    is_here = path.exists() or path.is_absolute() or ("://" not in source and glob.has_magic(source))
+    return path.name if is_here else source
+
+
+def files_of(name: str) -> list[str]:
+    """The files that a path or a pattern names, sorted; a file that is there is not taken for a pattern."""
+    name = os.path.expanduser(name)
+    return [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
 
 
 def expand(text: str) -> str:

@@ -1,7 +1,6 @@
 """What a measurement can prove of itself: the code, the machine, and the content of the files it read."""
 
 import getpass
-import glob
 import hashlib
 import importlib.metadata
 import json
@@ -15,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.paths import files_of, name_of
 
 if TYPE_CHECKING:  # a record is read without loading torch
     from torch import Tensor
@@ -65,8 +64,7 @@ def content_input(role: str, name: str, content: str | bytes) -> dict[str, Any]:
 def file_inputs(role: str, names: Iterable[str]) -> list[dict[str, Any]]:
     """The entries of the files that data sets' names stand for: one for a file, several for a pattern, none for a hub id or
     an address."""
-    paths = [path for name in names for path in sorted(glob.glob(os.path.expanduser(name), recursive=True))]
-    return [path_input(role, path) for path in paths]
+    return [path_input(role, path) for name in names for path in files_of(name)]
 
 
 def token_input(role: str, name: str, ids: "Tensor") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import files_of
 
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
@@ -61,10 +62,11 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         if format is None:
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
-            if "://" not in name and not glob.glob(name, recursive=True):
+            if "://" not in name and not files_of(name):
                 raise UserError(f"the data file `{name}` does not exist; check `name`")
             options = {"sample_by": "document"} if format == "text" else {}
-            rows = datasets.load_dataset(format, data_files=name, split="train", streaming=streaming, **options)
+            files = glob.escape(name) if Path(name).exists() else name
+            rows = datasets.load_dataset(format, data_files=files, split="train", streaming=streaming, **options)
         first = next(iter(rows), None)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         if isinstance(error, UserError):
@@ -85,6 +87,11 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     if first is None:
         raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
     return rows.rename_column(text_field, "text") if text_field != "text" else rows
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a data set's name is none of a file, of a pattern or of an address."""
+    return _format(name) is None and "://" not in name and not files_of(name)
 
 
 def _format(name: str) -> str | None:

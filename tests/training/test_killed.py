@@ -6,23 +6,26 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from training_runs import SINGLE_THREAD, losses, merged, train_here
+from training_runs import SINGLE_THREAD, launch, launched, losses, merged, train_here
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "5"))
 CHANGES = {"checkpoint_every": 1, "optimizer": {"steps": 12, "batch_size": 2}}
-# Ends itself so long after the model is ready: while it calibrates, takes steps, writes a state or the final checkpoint.
+PROCESSES = 2
+OF_EACH = merged(CHANGES, {"optimizer": {"batch_size": 2 // PROCESSES}})
+# Ends a process so long after its model is ready: while it calibrates, takes steps, writes a state or the final checkpoint.
 CODE = """
 import os, signal, sys, threading
 from lowrank_kv.utils import cli
 from training import command, loop
-prepare, delay = loop._prepare, float(sys.argv.pop())
+prepare, rank, delay = loop._prepare, int(sys.argv.pop()), float(sys.argv.pop())
 def ready(*arguments):
-    if delay:
+    if delay and int(os.environ.get("RANK", "0")) == rank:
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
@@ -32,40 +35,74 @@ cli.run(command.main)
 """
 
 
-def start(config: Path, output: Path, delay: float) -> int:
-    resume = ["--resume"] if list((output / "states").glob("step-*")) else []
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, "--config", str(config), *resume, str(delay)],
-        cwd=ROOT,
-        env=SINGLE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
-    return done.returncode
+def resume(output: Path) -> list[str]:
+    return ["--resume"] if list((output / "states").glob("step-*")) else []
+
+
+def kill_and_go_on(start: Callable[[float], bool], seconds: float, whole: Path, output: Path) -> None:
+    """Kill a run until it was killed KILLS times, and compare it with the `whole` one whenever it comes to its end.
+
+    Args:
+        start: starts it, or goes on with it, and kills it after so many seconds, at 0 never; whether the kill came in time.
+        seconds: at most; fewer and fewer where a run ends before.
+    """
+    random_ = random.Random(0)
+    expected, killed, ended = (whole / "checkpoint/compressor.safetensors").read_bytes(), 0, 0
+
+    def check_the_end() -> None:
+        assert losses(output) == losses(whole)
+        assert (output / "checkpoint/compressor.safetensors").read_bytes() == expected
+        shutil.rmtree(output)
+
+    while killed < KILLS and ended < 3 * KILLS:  # a run that ended before its kill came is another case
+        if start(random_.uniform(0.02, seconds)):
+            killed += 1
+        else:
+            ended += 1
+            seconds *= 0.8
+            check_the_end()
+    assert killed >= min(KILLS, 2), "some kills must have come in time"
+    if output.exists():
+        assert not start(0.0)
+        check_the_end()
+    print(f"{killed} killed, {ended} ended before")
 
 
 @pytest.mark.slow
 def test_killed_again_and_again_it_ends_as_if_it_were_not(training_values, tmp_path):
     train_here(training_values, tmp_path / "whole", **CHANGES)
-    expected = (tmp_path / "whole/checkpoint/compressor.safetensors").read_bytes()
     config, output = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump(merged({**training_values, "output": str(output)}, CHANGES)))
-    draw, killed, ended = random.Random(0), 0, 0
 
-    def check_the_end() -> None:
-        assert losses(output) == losses(tmp_path / "whole")
-        assert (output / "checkpoint/compressor.safetensors").read_bytes() == expected
-        shutil.rmtree(output)
+    def start(delay: float) -> bool:
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, "--config", str(config), *resume(output), str(delay), "0"],
+            cwd=ROOT,
+            env=SINGLE_THREAD,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
+        return done.returncode != 0
 
-    while killed < KILLS and ended < 3 * KILLS:  # a run that ended before its kill came is another case
-        if start(config, output, draw.uniform(0.02, 0.9)):
-            killed += 1
-        else:
-            ended += 1
-            check_the_end()
-    assert killed >= min(KILLS, 2), "some kills must have come in time"
-    if output.exists():
-        assert start(config, output, 0.0) == 0
-        check_the_end()
+    kill_and_go_on(start, 0.9, tmp_path / "whole", output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_one_of_several_processes_is_killed_again_and_again(engine, training_values, tmp_path):
+    if engine != "ddp":
+        pytest.importorskip("deepspeed")
+    launch(engine, PROCESSES, training_values, tmp_path / "whole", **OF_EACH)
+    program, output, ranks = tmp_path / "train.py", tmp_path / "run", random.Random(1)
+    program.write_text(CODE)
+
+    def start(delay: float) -> bool:
+        words = [*resume(output), str(delay), str(ranks.randrange(PROCESSES))]
+        done = launched(engine, PROCESSES, training_values, output, *words, program=str(program), **OF_EACH)
+        assert done.returncode == 0 or "SIGKILL" in done.stderr or "-9" in done.stderr, done.stderr[-3000:]
+        return done.returncode != 0
+
+    kill_and_go_on(start, 6.0, tmp_path / "whole", output)
