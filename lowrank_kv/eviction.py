@@ -83,6 +83,20 @@ class Eviction:
         return min(tokens, max(0, wanted - beside))
 
 
+def check_not_padded_right(mask_QT: Tensor) -> None:
+    """Raise :class:`UserError` where padding stands behind text whose last queries are to choose tokens.
+
+    Args:
+        mask_QT: bool, True where a query of a call may see a token; all of one sequence so far.
+    """
+    present_T = mask_QT.any(dim=0)
+    if bool(present_T.any()) and not bool(present_T[-1]):
+        raise UserError(
+            "a sequence is padded on the right, and the last tokens of its prompt choose which of its tokens are kept; pad "
+            "on the left (`tokenizer.padding_side = 'left'`)"
+        )
+
+
 def top_scores(score_PT: Tensor, count: int) -> Tensor:
     """The indices of each row's `count` largest scores, rising, (P, count).
 

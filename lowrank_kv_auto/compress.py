@@ -1,5 +1,6 @@
 """Put any method on a stock model by a preset's name or by a directory, and take it off again."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _with_preset(
     uncompress(model)
     if self_check:
         check_by_itself(model)
-    return set_default_cache(prepare(model), OjaKVCache, lambda served: OjaKVCache(served, plan))
+    return set_default_cache(prepare(model), OjaKVCache, functools.partial(OjaKVCache, plan=plan))
 
 
 def _refuse(name: str, value: Any, why: str) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 import sys
 
 from lowrank_kv.hf.cache.windowed.config import PREFILLS
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> None:
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
     served_geometry(build(ServingConfig, given, source="the command line"))
-    if any(word.split("=")[0].replace("_", "-") == _ADDITIONAL for word in rest):
+    if any(re.split("[=.]", word)[0].replace("_", "-") == _ADDITIONAL for word in rest):
         raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
     if importlib.util.find_spec("vllm") is None:
         raise UserError(

@@ -14,6 +14,7 @@ from dynakv.compressor import LayerCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
@@ -52,7 +53,12 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
         UserError: they are missing or damaged, or hold what cannot be served.
     """
     if settings.checkpoint is None:
-        calibration = Calibration.load(settings.bases)
+        calibration, config = Calibration.load(settings.bases), _preset_of(settings)
+        if config.cache_dtype == MIXED and calibration.read is None:
+            raise UserError(
+                f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
+                f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
+            )
         return calibration.geometry, calibration.origin
     config = read_config(settings.checkpoint)
     compressor = config.compressor.overridden(**settings.overrides())
@@ -89,10 +95,13 @@ def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
         return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
 
 
-def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
+def _preset_of(settings: ServingConfig) -> OjaKVConfig:
     rate = {} if settings.rate is None else {"rate": settings.rate}
-    preset = settings.preset or PRESETS[-1]
-    config = OjaKVConfig.preset(preset, **rate, **retention(settings), **settings.overrides())
+    return OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings), **settings.overrides())
+
+
+def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
+    config = _preset_of(settings)
     exact = config.prefill == "exact"
     plan = make_plan(Calibration.load(settings.bases), config)
     return Served(

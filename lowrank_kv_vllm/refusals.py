@@ -7,6 +7,7 @@ from lowrank_kv.hf.geometry import geometry_of_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import served_geometry
 from lowrank_kv_vllm.prompts import HEAD_SIZES
+from lowrank_kv_vllm.rotation import ROPE_TYPES
 from lowrank_kv_vllm.settings import ServingConfig
 
 DTYPES = ("torch.float32", "torch.bfloat16")
@@ -57,6 +58,13 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
         raise UserError(
             f"heads of this {text_config.model_type} model have {geometry.head_dim} dims, and vLLM's attention on CPUs, by "
             f"which prompts are read, is made for {', '.join(map(str, HEAD_SIZES))}"
+        )
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    for kind in sorted(kinds - ROPE_TYPES):
+        raise UserError(
+            f"this {text_config.model_type} model rotates keys by `rope_type: {kind}`, whose angles do not depend on the "
+            f"position alone; served are {', '.join(sorted(ROPE_TYPES))}"
         )
     made_for, origin = served_geometry(settings)
     geometry.check_equal(made_for, origin)

@@ -11,7 +11,8 @@ from vllm.model_executor.layers import rotary_embedding
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.utils.errors import UserError
 
-# Kinds that rotate halves by a table that depends on nothing but the position.
+# Kinds that rotate halves by a table that depends on nothing but the position, as configurations name them and as vLLM does.
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _KINDS = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
 
 

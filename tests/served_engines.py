@@ -45,14 +45,16 @@ class Files:
         config = OjaKVConfig.preset(settings["preset"], rate=settings["rate"], **kept, **stored)
         return OjaKVCache(model, make_plan(Calibration.load(settings["bases"]).for_model(model), config))
 
-    def generated(self, prompt: list[int], new: int = NEW, *, chunk: int = BATCHED, **settings: Any) -> list[int]:
-        """What transformers says greedily, through a cache that reads the prompt in chunks."""
+    def generated(
+        self, prompt: list[int], new: int = NEW, *, chunk: int | list[int] = BATCHED, **settings: Any
+    ) -> list[int]:
+        """What transformers says greedily, through a cache that reads the prompt in chunks of this length, or of these."""
         return greedy(self.model, self.cache(**settings), prompt, new, chunk)
 
 
 @torch.no_grad()
-def greedy(model, cache, prompt: list[int], new: int = NEW, chunk: int = BATCHED) -> list[int]:
-    """The most likely tokens, through a cache that reads the prompt in chunks."""
+def greedy(model, cache, prompt: list[int], new: int = NEW, chunk: int | list[int] = BATCHED) -> list[int]:
+    """The most likely tokens, through a cache that reads the prompt in chunks of this length, or of these."""
     found = []
     for part in torch.tensor([prompt]).split(chunk, dim=1):
         logits = model(input_ids=part, past_key_values=cache).logits

@@ -21,7 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowrank_kv.hf.backends import MASKED_BACKENDS, backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
-from lowrank_kv.hf.call_checks import check_keywords, check_shape
+from lowrank_kv.hf.cache_argument import cache_name
+from lowrank_kv.hf.call_checks import check_call, check_keywords, check_shape
 from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules
@@ -158,7 +159,7 @@ def begin_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
     prepared: PreparedAttention = getattr(module, PREPARED)
     if not prepared.is_compressible:
         return None
-    name = "past_key_values" if "past_key_values" in kwargs else "layer_past"
+    name = cache_name(kwargs)
     layer = _compressed_layer(module, kwargs.get(name))
     if layer is None:
         if prepared.is_bare:
@@ -206,6 +207,7 @@ def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
 def _begin_cached(prepared: PreparedAttention, layer: CompressedLayer, kwargs: dict) -> _CachedCall:
     call = (kwargs.get(name) for name in ("position_embeddings", "position_ids", "attention_mask"))
     layer.check_owner(prepared.identity)
+    check_call(prepared.module, kwargs)
     layer.begin_call(prepared.call_context(*call))
     return _CachedCall(layer)
 

@@ -29,6 +29,13 @@ _WITHOUT_EFFECT = {
 }
 _HONOURED = {"scaling", "softcap", "s_aux"}
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_ASKED_FOR = _PACKED | {"output_attentions"}
+
+
+def check_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise :class:`UserError`, before anything is stored, where a user asks for what the compressed attention does not
+    compute; what a family adds by itself is found by :func:`check_keywords`."""
+    check_keywords(module, {name: kwargs[name] for name in _ASKED_FOR & kwargs.keys()})
 
 
 def check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from lowrank_kv.hf.cache_argument import cache_name
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.utils.errors import UserError
 
@@ -59,7 +60,7 @@ class _Decoding:
         tokens = args[0] if args else kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs.get("inputs_embeds")
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(cache_name(kwargs))
         is_decoded = tokens is not None and tokens.shape[1] == 1 and cache is not None and cache.get_seq_length() > 0
         if torch.is_grad_enabled() or not is_decoded:
             return self.call(*args, **kwargs)

@@ -85,9 +85,10 @@ def cache_in_graph(
     Returns:
         the layer's number.
     """
-    cache_layer = _numbered[layer.item()]
+    cache_layer, module = _numbered[layer.item()], _numbered[prepared.item()]
+    cache_layer.check_owner(module.identity)
     embeddings = None if cos is None else (cos, sin)
-    cache_layer.begin_call(_numbered[prepared.item()].call_context(embeddings, position, mask))
+    cache_layer.begin_call(module.call_context(embeddings, position, mask))
     # The graph may overwrite its tensors when this returns, before the attention has read them.
     cache_layer.update(key.clone(), value.clone())
     return layer.clone()

@@ -4,12 +4,14 @@ The hooks are on the instance: the class, and every other model of it, stay as t
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from lowrank_kv.hf.cache_argument import CACHE, cache_name
 from lowrank_kv.utils.errors import UserError
 
 # Attribute of the base model: (cache class, maker of caches, handle of the forward pre-hook).
@@ -55,15 +57,17 @@ def _remove_default_cache(model: PreTrainedModel) -> None:
 def _prepare_cache_for_generation(
     self: PreTrainedModel, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
 ) -> None:
-    cache = model_kwargs.get("past_key_values")
+    name = cache_name(model_kwargs)
+    cache = model_kwargs.get(name)
     cache_class, make_cache, _ = self.base_model.__dict__.get(_DEFAULT, (None, None, None))
     is_compressed = cache_class is not None or hasattr(cache, "compressed_layers")
     if is_compressed:
+        _check_own_assistant(generation_config)
         _take_cache_implementation(generation_config)
     if cache_class is not None:
         _check_cache(cache, cache_class)
     if cache_class is not None and cache is None and generation_config.use_cache is not False:
-        model_kwargs["past_key_values"] = cache = make_cache(self)
+        model_kwargs[name] = cache = make_cache(self)
     else:
         type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     if is_compressed and cache is not None:
@@ -75,21 +79,41 @@ def _prepare_cache_for_generation(
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The pre-hook of a base model with a default cache."""
     cache_class, make_cache, _ = base.__dict__[_DEFAULT]
-    cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    names = _argument_names(type(base))
+    kwargs |= dict(zip(names, args, strict=False))
+    args = args[len(names) :]
+    name = cache_name(kwargs)
+    cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
     _check_cache(cache, cache_class)
     if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
     elif cache is None and (base.config.use_cache if use_cache is None else use_cache):
-        kwargs["past_key_values"] = make_cache(base)
+        kwargs[name] = make_cache(base)
     return args, kwargs
+
+
+@functools.cache
+def _argument_names(base_class: type[nn.Module]) -> tuple[str, ...]:
+    """Of the arguments of a base model that a caller may give by their places."""
+    parameters = list(inspect.signature(base_class.forward).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
 def _check_cache(cache: Cache | None, cache_class: type[Cache]) -> None:
     if cache is not None and not isinstance(cache, cache_class):
         raise UserError(
-            f"`past_key_values` is a {type(cache).__name__}, which would bypass the compressor of this model; pass a "
+            f"`{CACHE}` is a {type(cache).__name__}, which would bypass the compressor of this model; pass a "
             f"{cache_class.__name__} or nothing, or take the compression off first: lowrank_kv.uncompress(model)"
+        )
+
+
+def _check_own_assistant(generation_config: Any) -> None:
+    layers = getattr(generation_config, "assistant_early_exit", None)
+    if layers is not None:
+        raise UserError(
+            f"`assistant_early_exit={layers}` drafts with the first layers of the model, and its compressed cache is for "
+            f"all of its layers; give another model as `assistant_model`, or draft by `prompt_lookup_num_tokens`"
         )
 
 

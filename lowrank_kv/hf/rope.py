@@ -125,9 +125,17 @@ class RopeHistory:
 
         Returns:
             the same rotation; layers that share it get the first one's, so that its derived tensors are computed once.
+
+        Raises:
+            UserError: the layers hold different numbers of tokens.
         """
         if self.length == length:
             return self._newest or rope
+        if self.length + rope.cos_BTE.shape[1] != length:
+            raise UserError(
+                f"the cache's layers hold different numbers of tokens, as after a call that was cut short: `cache.crop(0)` "
+                f"makes them equal (a layer was to hold {length}, and {self.length} have rotations)"
+            )
         if rope.position_BT is None:
             self.keeps_rows = True
         new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]

@@ -7,6 +7,7 @@ function. Whether a family rotates halves is found by calling its function and c
 Shapes: B batch, G heads, T tokens, D head dim, E rotary dims (≤ D), F = E/2 pairs.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -162,13 +163,18 @@ def _rotates(module: nn.Module) -> bool:
 @functools.cache
 def _of_queries_and_keys(function: Callable) -> Callable:
     """The function as (q, k, cos, sin) → (q, k); some families have one of (states, cos, sin) (Gemma 4)."""
-    if list(inspect.signature(function).parameters)[1] != "cos":
-        return function
+    is_of_both = list(inspect.signature(function).parameters)[1] != "cos"
+    return function if is_of_both else _OfBoth(function)
 
-    def both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return function(query, cos, sin), function(key, cos, sin)
 
-    return both
+@dataclasses.dataclass(frozen=True)
+class _OfBoth:
+    """A family's function of (states, cos, sin), called on queries and on keys; it goes into saved caches."""
+
+    function: Callable
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.function(query, cos, sin), self.function(key, cos, sin)
 
 
 @functools.lru_cache

@@ -18,6 +18,7 @@ from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
+from lowrank_kv.hf.cache_argument import CACHE
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.hf.prepare import is_prepared, prepare, restore
@@ -81,7 +82,7 @@ def self_check(model: PreTrainedModel) -> None:
             prepare(model)
             found_BTE = _hidden_states(base, ids_BT, _full_rank_cache(model, geometry, device))
             _check_equal(model, found_BTE, stock_BTE, ids_BT)
-        except UserError:
+        except BaseException:
             if not was_prepared:
                 restore(model)
             raise
@@ -113,8 +114,8 @@ def _hidden_states(base: torch.nn.Module, ids_BT: Tensor, cache: Cache | None) -
     """Of the calls one after another, (B, T, E); with no cache given the model makes its own."""
     hidden = []
     for part_BT in ids_BT.split(_CALLS, dim=1):
-        output = base(input_ids=part_BT, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = base(input_ids=part_BT, use_cache=True, **{CACHE: cache})
+        cache = output[CACHE]
         hidden.append(output[0])
     return torch.cat(hidden, dim=1)
 

@@ -1,12 +1,16 @@
 """A cache that `torch.save` has written goes on where it was, in another process, too."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-from methods import METHODS, tiny_model
+from methods import METHODS, calibration_of, tiny_model
+
+import lowrank_kv
+from lowrank_kv.hf.rotary import _of_queries_and_keys
 
 GOES_ON = """
 import sys
@@ -41,3 +45,21 @@ def test_a_saved_cache_goes_on_in_another_process(name, compiled, tmp_path):
     environment = os.environ | {"LOWRANK_KV_NATIVE": compiled}
     subprocess.run([sys.executable, "-c", code, name, str(tmp_path)], check=True, env=environment)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_compressed_model_can_be_saved_whole(tmp_path):
+    model = tiny_model()
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=0.5)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_rotations_of_every_form_go_into_saved_caches():
+    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+    function = pickle.loads(pickle.dumps(_of_queries_and_keys(apply_rotary_pos_emb)))
+    assert function == _of_queries_and_keys(apply_rotary_pos_emb)

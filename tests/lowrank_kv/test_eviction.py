@@ -342,3 +342,26 @@ def test_the_bytes_are_those_of_the_product(ids):
 def test_wrong_settings_are_refused(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         OjaKVConfig.preset("ojakv-joint", eviction=settings)
+
+
+@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint"])
+@torch.no_grad()
+def test_text_that_is_padded_on_the_right_is_refused(name):
+    """Its last queries would be those of padding, which would choose."""
+    model = tiny_model()
+    make_cache = MAKERS[name](model, 1.0, 0.5)
+    ids = torch.randint(1, 97, (2, PROMPT), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 30:] = 0
+    cache = make_cache()
+    with pytest.raises(UserError, match="padded on the right.*padding_side = 'left'"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model(ids, attention_mask=mask.flip(1), past_key_values=make_cache())
+
+
+def test_what_keeps_all_of_a_prompt_evicts_nothing():
+    keep = {"keep_ratio": 0.3}
+    for kept in ({"keep_prompt_full_rank": True}, {"full_rank_ratio": 1.0}):
+        with pytest.raises(UserError, match="`eviction.keep_ratio` must be 1 where all of a prompt stays"):
+            OjaKVConfig.preset("ojakv-pf", eviction=keep, **kept)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from methods import calibration_of
 
+from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import __main__ as cli
 
@@ -72,6 +74,13 @@ def test_a_model_that_is_not_there_is_named(command, tmp_path):
     (tmp_path / "moments.safetensors").touch()  # looks like a calibration
     with pytest.raises(UserError, match=r"the model directory `\./nowhere` does not exist"):
         cli.dispatch([command, "--model", "./nowhere", *needed.get(command, [])])
+
+
+@pytest.mark.parametrize("given", ["--additional-config", "--additional_config={}", "--additional-config.other"])
+def test_nothing_takes_the_place_of_what_serve_tells_vllm(given, tiny_dir, tmp_path):
+    calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
+    with pytest.raises(UserError, match="`--additional-config` is what this command sets"):
+        cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "1"])
 
 
 def test_help_needs_no_torch():

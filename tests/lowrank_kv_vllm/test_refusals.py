@@ -97,3 +97,16 @@ def test_directions_of_a_sequences_own_are_refused(files, tmp_path):
 def test_bases_that_follow_the_text_are_no_choice(files):
     with pytest.raises(UserError, match="static-joint-pf, static-mixed, tokenwise-mixed"):
         configured(files, {**files.settings, "preset": "ojakv-joint"})
+
+
+def test_bases_without_what_is_read_are_refused_and_the_remedy_is_named(files, tmp_path):
+    calibration_of(files.model).save(tmp_path / "bases", model="tiny", text=["random"])
+    with pytest.raises(UserError, match="--read_gradients true"):
+        configured(files, {**files.settings, "bases": str(tmp_path / "bases")})
+
+
+def test_angles_that_depend_on_the_length_are_refused(files, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    tiny_model(head_dim=32, vocab_size=257, rope_parameters=rope).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="`rope_type: dynamic`.*served are default, linear, llama3, yarn"):
+        configured(files, files.settings, model=str(tmp_path / "model"))

@@ -37,9 +37,14 @@ def server(files, tmp_path_factory):
 
 def test_sixteen_streams_at_once_say_what_generate_says(server, files):
     prompts = [prompt_of(9 + 5 * i, 70 + i) for i in range(16)]
-    answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
-    assert [answer.token_ids for answer in answers] == [files.generated(prompt, **REBUILT) for prompt in prompts]
-    assert any(a.first < b.first < a.last for a in answers for b in answers)  # they ran together
+    expected = [files.generated(prompt, **REBUILT) for prompt in prompts]
+    for _ in range(3):  # on a busy machine a first answer may be over when the next request comes
+        answers = server.complete_all(prompts, max_tokens=NEW, ignore_eos=True)
+        assert [answer.token_ids for answer in answers] == expected
+        ran_together = any(a.first < b.first < a.last for a in answers for b in answers)
+        if ran_together:
+            break
+    assert ran_together
     again = server.complete(prompts[5], max_tokens=NEW, ignore_eos=True)
     assert again.text == answers[5].text != ""
     assert all(answer.started < answer.first < answer.last for answer in answers)

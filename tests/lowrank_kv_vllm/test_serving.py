@@ -26,6 +26,14 @@ def test_a_chunked_prompt_and_a_prefix_hit_read_earlier_tokens_from_pages(engine
     assert texts([first, again]) == [expected, expected]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_may_begin_with_a_single_token(engine, files, seed):
+    """The step that another prompt nearly fills has one token left for it: it holds a sink, and no rows."""
+    first, second = prompt_of(BATCHED - 1, 60 + seed), prompt_of(50, 70 + seed)
+    expected = [files.generated(first), files.generated(second, chunk=[1, 49])]
+    assert texts(served(engine, [first, second])) == expected
+
+
 def test_what_aborted_requests_leave_harms_nobody(engine, files):
     from vllm import SamplingParams
 

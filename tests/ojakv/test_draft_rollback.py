@@ -110,7 +110,7 @@ def assert_same_state(actual, expected, *, tokens: int = TOKENS):
 @pytest.mark.parametrize("build", makers())
 @pytest.mark.parametrize("drafts", [1, 7])
 def test_cropped_drafts_leave_no_trace(build, drafts):
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     make_cache = build(model, 0.4)
     expected = read(model, make_cache())
     assert expected.layers[0].sequences[0].key.coef.length, "some tokens must have been compressed"
@@ -120,7 +120,7 @@ def test_cropped_drafts_leave_no_trace(build, drafts):
 @pytest.mark.parametrize("build", makers())
 def test_drafts_after_a_prompt_leave_no_trace(build):
     """Where `generate()` drafts, it does so from the first call on, and with any number of tokens; it says so before."""
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     make_cache = build(model, 0.4)
     caches = [make_cache(), make_cache()]
     for cache in caches:
@@ -132,7 +132,7 @@ def test_drafts_after_a_prompt_leave_no_trace(build):
 @torch.no_grad()
 @pytest.mark.parametrize("build", [maker for maker in makers() if maker.id != "short_prompt"])
 def test_a_prompt_that_may_be_cropped_is_compressed_one_call_later(build):
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     make_cache = build(model, 0.4)
     at_once, later = make_cache(), make_cache()
     later.activate_past_recording()
@@ -149,7 +149,7 @@ def test_a_prompt_that_may_be_cropped_is_compressed_one_call_later(build):
 
 def test_a_prompt_that_is_cropped_away_starts_again():
     [method] = [method for method in ONLINE if method.name == "ojakv-pf"]
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     make_cache = method.build(model, 0.4)
     fresh, cache = make_cache(), make_cache()
     for one in (fresh, cache):
@@ -163,7 +163,7 @@ def test_a_prompt_that_is_cropped_away_starts_again():
 def test_queries_of_an_uncommitted_prompt_are_counted():
     [method] = [method for method in ONLINE if method.name == "ojakv-pf"]
     ids = torch.randint(1, 97, (2, TOKENS), generator=torch.Generator().manual_seed(5))
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     cache = method.build(model, 0.4)()
     cache.activate_past_recording()
     model(ids, past_key_values=cache)
@@ -175,7 +175,7 @@ def test_queries_of_an_uncommitted_prompt_are_counted():
 
 
 def test_drafts_and_eviction_are_refused_together():
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     ids = torch.randint(1, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
     config = OjaKVConfig(eviction=Eviction(keep_ratio=0.5))
     cache = OjaKVCache(model, make_plan(calibration_of(model), config))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from lowrank_kv.hf.backends import Backend
+from lowrank_kv.hf.cache_argument import CACHE
 from lowrank_kv.hf.call_checks import StoredStates, check_shape
 from lowrank_kv.hf.compiled_ops import GraphHandle, outside_graphs
 from lowrank_kv.hf.geometry import KVGeometry
@@ -140,7 +141,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         """Raise :class:`UserError` where the keys and values of another model are stored here."""
         if self._owner not in (None, identity):
             raise UserError(
-                "`past_key_values` is a cache of another model, or of this one before it was detached, and holds keys and "
+                f"`{CACHE}` is a cache of another model, or of this one before it was detached, and holds keys and "
                 "values by the bases of that; make a cache of this model with `from_model(model)`"
             )
 
@@ -179,7 +180,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
         try:
             self.append(key_states, value_states, context)
-        except UserError:
+        except BaseException:  # an interrupt, too
             if self.history is not None:
                 self.history.crop(past)  # else the next call's tokens would get the rotations of these
             raise
@@ -235,9 +236,12 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             self._select([b for b in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        # A boolean index keeps its True places, as with tensors.
+        # As with tensors, a boolean index keeps its True places, and a negative one counts from the end.
         rows = torch.nonzero(indices).flatten() if indices.dtype == torch.bool else indices
-        self._select(rows.tolist())
+        batch = self.batch_size if self.is_initialized else 0
+        if batch and not bool(((-batch <= rows) & (rows < batch)).all()):
+            raise UserError(f"`indices` is {rows.tolist()}, but the cache holds {batch} sequences: they count from 0")
+        self._select([row + batch if row < 0 else row for row in rows.tolist()])
 
     def reset(self) -> None:
         self.clear()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import CompressedLayer
@@ -94,19 +94,18 @@ class LowRankCache(Cache):
     # -- state shared by the layers -------------------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        # The layers before one that refused a chunk have stored it.
+        """Forget the last ``-tokens_to_remove`` tokens of those that all layers hold. ``crop(0)`` makes a cache whole again
+        after a call that was cut short: the layers before the one that failed have stored its tokens."""
         begun = [layer for layer in self.layers if layer.is_initialized]
-        least = min((layer.get_seq_length() for layer in begun), default=0)
-        if tokens_to_remove:
-            for layer in self.compressed_layers():  # all are asked before any forgets
-                if layer.is_initialized:
-                    layer.check_crop(least + int(tokens_to_remove))
+        held = [layer.get_seq_length() if layer.is_initialized else 0 for layer in self.compressed_layers()]
+        length = min(held + [layer.get_seq_length() for layer in begun]) + int(tokens_to_remove)
+        for layer in begun:  # all are asked before any forgets
+            _check_crop(layer, length)
         for layer in begun:
-            if layer.get_seq_length() > least:
-                layer.crop(least - layer.get_seq_length())
-        super().crop(tokens_to_remove)
-        if self.history is not None and tokens_to_remove:
-            self.history.crop(self.get_seq_length(self.geometry.layers[0]))
+            if layer.get_seq_length() != length or getattr(layer, "record_past", False):
+                layer.crop(length - layer.get_seq_length())
+        if self.history is not None:
+            self.history.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -134,6 +133,20 @@ class LowRankCache(Cache):
     def _select_history(self, index_B: Tensor) -> None:
         if self.history is not None:
             self.history.select(index_B)
+
+
+def _check_crop(layer: CacheLayerMixin, length: int) -> None:
+    """Raise :class:`UserError` where a layer cannot forget the tokens after the first `length`."""
+    if isinstance(layer, CompressedLayer):
+        layer.check_crop(length)
+    elif isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+        held, window = layer.get_seq_length(), layer.sliding_window
+        if held >= window and held != length:
+            raise UserError(
+                f"the cache cannot be cropped to {length} tokens: a layer with a sliding window of {window} has forgotten "
+                f"those before it; call `cache.activate_past_recording()` before the tokens that may be taken back, or read "
+                f"the text again"
+            )
 
 
 def _history_of(model: PreTrainedModel) -> RopeHistory | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lowrank_kv.eviction import check_croppable
+from lowrank_kv.eviction import check_croppable, check_not_padded_right
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.prompt_tracker import PromptTracker
 from lowrank_kv.stores.memory_report import BUFFERS
@@ -59,6 +59,13 @@ class SequenceLayer(CompressedLayer):
     def sequences(self, sequences: list[SequenceState]) -> None:
         # The first has its own attribute: a graph that found it in the list would be compiled for that number of sequences.
         self._sequences, self._first = sequences, sequences[0] if sequences else None
+
+    def check_not_padded_right(self, mask: Tensor | None) -> None:
+        """Raise :class:`UserError` where a call's mask (B or 1, 1, Q, T) pads sequences on the right, whose last queries are
+        to choose tokens."""
+        if mask is not None and mask.shape[2] > 1:
+            for b in range(mask.shape[0]):
+                check_not_padded_right(mask_of_row(mask, b))
 
     def get_seq_length(self) -> int:
         return 0 if self._first is None else self._first.length

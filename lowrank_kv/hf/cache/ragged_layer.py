@@ -97,6 +97,8 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         CodecLayer.start(self)
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
+        if self.codec.eviction.is_on:
+            self.check_not_padded_right(context.mask)
         new = None
         if self._encoder is not None and self.codec.quantization is None and self.get_seq_length():
             # Every decoded token is appended by the call that encodes it.

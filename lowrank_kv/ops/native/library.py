@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL | None:
     kernels.classify_rows.restype = None
     kernels.pack_rows.argtypes = [address, address, number, number, address, address, number, address]
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
-    kernels.read_pages.argtypes = [address, number, address, number, address]
+    kernels.read_pages.argtypes = [address, number, address, number, number, address]
     kernels.attend_pages.argtypes = [address, address]
     return kernels
 

@@ -181,12 +181,12 @@ static void fill_buckets(const struct pages *pages, const struct side *side, con
 }
 
 static inline int64_t pages_of(const struct pages *pages, int64_t rows) {
-    return (rows + pages->num_sinks + pages->block - 1) / pages->block;
+    return rows ? (rows + pages->num_sinks + pages->block - 1) / pages->block : 0;
 }
 
 /* The coefficients of a sequence's first `rows` rows, (rows, padded(rank)); which: 0 of keys, 1 of values. Returns 0, or 1 when
  * there is no memory. */
-int read_pages(const struct pages *pages, int64_t which, const int32_t *table, int64_t rows, float *out) {
+int read_pages(const struct pages *pages, int64_t which, const int32_t *table, int64_t rows, int64_t threads, float *out) {
     const struct side *side = pages->sides + which;
     const int64_t count = pages_of(pages, rows);
     struct bucket *buckets = malloc((count + 1) * sizeof(struct bucket));
@@ -194,7 +194,7 @@ int read_pages(const struct pages *pages, int64_t which, const int32_t *table, i
     if (buckets && lengths) {
         fill_buckets(pages, side, table, rows, buckets, lengths);
         const struct store store = store_of(side, buckets, count);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t p = 0; p < count; p++)
             read_block(&store, buckets + p, 0, 0, lengths[p], out + (p ? p * pages->block - pages->num_sinks : 0) * padded(side->rank));
     }

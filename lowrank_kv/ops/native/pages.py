@@ -135,11 +135,11 @@ class Pages:
         Args:
             page_P: its pages, int32, contiguous.
         """
-        found = []
+        found, threads = [], torch.get_num_threads()
         for which, side in enumerate((self.layout.keys, self.layout.values)):
             rank = side.row_format.num_coefficients
             row_NR = torch.empty(count, rank + -rank % lanes(), dtype=torch.float32, device=CPU)
-            if library().read_pages(self._struct.address, which, page_P.data_ptr(), count, row_NR.data_ptr()):
+            if library().read_pages(self._struct.address, which, page_P.data_ptr(), count, threads, row_NR.data_ptr()):
                 raise MemoryError("no memory for the scratch space of reading pages")
             found.append(row_NR[:, :rank])
         return found[0], found[1]

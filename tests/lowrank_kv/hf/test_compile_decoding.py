@@ -253,3 +253,17 @@ def test_graphs_hold_no_weights_even_where_inductor_would_freeze_them(ids):
             model.lm_head.weight.mul_(2)
         after = decoded(model, ids, DynamicCache(config=model.config))
     torch.testing.assert_close(after, 2 * before, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused_in_a_graph_too(ids, graphs):
+    models = [tiny_model(seed) for seed in (0, 1)]
+    caches = []
+    for model in models:
+        cache = OJAKV.build(model, 0.5)()
+        model(ids, past_key_values=cache)
+        caches.append(cache)
+    compile_decoding(models[1])
+    models[1](ids[:, :1], past_key_values=caches[1])
+    with pytest.raises(UserError, match="is a cache of another model"):
+        models[1](ids[:, :1], past_key_values=caches[0])

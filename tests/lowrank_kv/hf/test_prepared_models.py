@@ -20,6 +20,13 @@ every_method = pytest.mark.parametrize(
     "method", [m for m in METHODS if m.name in ("dynakv", "ojakv-joint", "ojakv-pf")], ids=lambda m: m.name
 )
 
+# One method of each kind of layer, where all would take a minute.
+QUICK = ("dynakv", "ojakv-joint", "adaptive-mixed")
+
+
+def slow_but_for(method, names):
+    return method if method.name in names else pytest.param(method, marks=pytest.mark.slow)
+
 
 @pytest.fixture
 def ids():
@@ -55,6 +62,27 @@ def test_threads_generate_with_one_model(method, ids):
     for thread in threads:
         thread.join()
     assert [results[thread].tolist() for thread in range(2)] == [text.tolist() for text in alone]
+
+
+@pytest.mark.parametrize("method", [slow_but_for(method, QUICK) for method in METHODS], ids=lambda method: method.name)
+def test_sixteen_threads_share_a_model(method):
+    """Each with texts and caches of its own, and nobody waits for another."""
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    texts = torch.randint(1, 97, (16, 2, 24), generator=torch.Generator().manual_seed(7))
+    alone = [written(model, text, make_cache()).tolist() for text in texts]
+    begin, results = threading.Barrier(16, timeout=60), {}
+
+    def run(thread: int) -> None:
+        begin.wait()
+        results[thread] = [written(model, texts[thread], make_cache()).tolist() for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[thread] for thread in range(16)] == [[text] * 3 for text in alone]
 
 
 @every_method

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import dynakv
 from lowrank_kv.hf import self_check as module_under_test
+from lowrank_kv.hf.cache_argument import cache_name
 from lowrank_kv.hf.prepare import is_prepared
 from lowrank_kv.hf.self_check import self_check
 from lowrank_kv.utils.errors import UserError
@@ -30,13 +31,14 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 class UnforeseenAttention(LlamaAttention):
     """What a new family might do."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        cache = kwargs.pop(cache_name(kwargs), None)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = self.q_proj, self.k_proj, self.v_proj
         query, key, value = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(output.flatten(2)), weights

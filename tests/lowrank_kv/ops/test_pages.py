@@ -1,5 +1,10 @@
 """Compiled pages against the plain ones: the same bytes written, the same rows read, and attention over them in fp64."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +125,21 @@ def test_tokens_without_a_place_are_not_written():
         NewTokens(states, states, torch.arange(3), torch.full((3,), -1)), coefficients(3), coefficients(3)
     )
     assert torch.equal(tokens.page_XY, before)
+
+
+def test_a_sequence_of_sinks_alone_has_no_rows():
+    """In a process whose memory holds anything but zeros before it is written."""
+    script = """
+import torch
+from test_pages import Written, layout_of
+tokens = Written(layout_of(4), [2])
+tokens.write_all()
+for row_NR in tokens.pages.rows(tokens.page_BP[0], 0):
+    assert row_NR.shape[0] == 0
+"""
+    here = Path(__file__).parent
+    environment = {**os.environ, "MALLOC_PERTURB_": "165", "PYTHONPATH": f"{here}:{here.parents[1]}:{here.parents[2]}"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def dense(

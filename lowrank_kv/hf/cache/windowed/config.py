@@ -69,6 +69,19 @@ class WindowedConfig:
             self.full_rank_ratio,
             "in [0, 1]; 0.05 keeps 5 % of a prompt",
         )
+        keeps_all = self.keep_prompt_full_rank or self.full_rank_ratio == 1
+        require(
+            not (keeps_all and self.eviction.is_on),
+            "eviction.keep_ratio",
+            self.eviction.keep_ratio,
+            "1 where all of a prompt stays at full rank (`keep_prompt_full_rank`, `full_rank_ratio`): only coefficients are "
+            "evicted",
+        )
+
+    @property
+    def chooses_by_last_queries(self) -> bool:
+        """Whether the last queries of a prompt choose which of its tokens are kept, or kept at full rank."""
+        return self.eviction.is_on or self.full_rank_ratio > 0
 
     @property
     def compresses_singly(self) -> bool:

@@ -65,6 +65,8 @@ class WindowedLayer(SequenceLayer):
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
+        if self.config.chooses_by_last_queries:
+            self.check_not_padded_right(context.mask)
         places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
         for b, sequence in enumerate(self.sequences):
             present_Q = None if context.mask is None else _present(context.mask, b, places)

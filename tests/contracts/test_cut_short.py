@@ -1,0 +1,138 @@
+"""A call that was cut short, by the stop button, by a refusal: the cache is made whole again, or says that it is not."""
+
+import copy
+
+import pytest
+import torch
+from families import BY_NAME
+from methods import METHODS, calibration_of, tiny_model
+
+import lowrank_kv
+from lowrank_kv.utils.errors import UserError
+
+every_method = pytest.mark.parametrize(
+    "method", [m for m in METHODS if m.name in ("dynakv", "ojakv-joint", "static-pca-joint")], ids=lambda m: m.name
+)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 97, (1, 43), generator=torch.Generator().manual_seed(0))
+
+
+def interrupted(model, ids, cache, layer=1):
+    """A call that ends before the layer's MLP: layers up to this one have stored its tokens."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[layer].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=cache)
+    hook.remove()
+
+
+def lengths(cache):
+    return [layer.get_seq_length() if layer.is_initialized else 0 for layer in cache.layers]
+
+
+@every_method
+@torch.no_grad()
+def test_crop_makes_a_cache_whole(method, ids):
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    model(ids[:, :40], past_key_values=cache)
+    untouched = copy.deepcopy(cache)
+    interrupted(model, ids[:, 40:41], cache)
+    assert lengths(cache) == [41, 41, 40]
+    cache.crop(0)
+    assert lengths(cache) == [40, 40, 40]
+    found, expected = (model(ids[:, 40:], past_key_values=each).logits for each in (cache, untouched))
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_tokens_behind_a_cut_are_refused_until_it_is_mended(ids):
+    model = tiny_model()
+    cache = METHODS[0].build(model, 1.0)()
+    model(ids[:, :40], past_key_values=cache)
+    interrupted(model, ids[:, 40:41], cache)
+    with pytest.raises(UserError, match=r"`cache.crop\(0\)` makes them equal"):
+        model(ids[:, 40:], past_key_values=cache)
+    cache.crop(0)
+    stock = tiny_model()(ids).logits[:, 40:]
+    assert torch.allclose(model(ids[:, 40:], past_key_values=cache).logits, stock, atol=1e-4)
+
+
+@every_method
+@torch.no_grad()
+def test_a_first_call_that_was_cut_short_leaves_an_empty_cache(method, ids):
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    interrupted(model, ids[:, :40], cache)
+    cache.crop(0)
+    assert lengths(cache) == [0, 0, 0]
+    stock = tiny_model()(ids).logits
+    assert torch.allclose(model(ids, past_key_values=cache).logits, stock, atol=1e-4)
+
+
+@every_method
+@torch.no_grad()
+def test_weights_are_refused_before_anything_is_stored(method, ids):
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    model(ids[:, :40], past_key_values=cache)
+    with pytest.raises(UserError, match="`output_attentions=True` asks for the weights"):
+        model.generate(ids, past_key_values=cache, output_attentions=True, return_dict_in_generate=True)
+    assert lengths(cache) == [40, 40, 40]
+    stock = tiny_model().generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False), stock)
+
+
+@torch.no_grad()
+def test_no_layer_forgets_where_one_cannot():
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    model = BY_NAME["gemma3"].model(layer_types=types)
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=1.0)
+    ids = torch.randint(1, 97, (2, 40))
+    cache = model(ids).past_key_values
+    with pytest.raises(UserError, match="a layer with a sliding window of 8 has forgotten those before it"):
+        cache.crop(-3)
+    assert lengths(cache) == [40, 40, 40]
+    assert cache.history.length == 40
+
+
+@every_method
+@torch.no_grad()
+def test_sequences_may_be_counted_from_the_end(method):
+    model = tiny_model()
+    make_cache = method.build(model, 1.0)
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for rows in ([-1, 1], [1, 1]):
+        cache = make_cache()
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor(rows))
+        logits.append([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(3)][-1])
+    assert torch.equal(*logits)
+    with pytest.raises(UserError, match=r"`indices` is \[0, 2\], but the cache holds 2 sequences"):
+        cache.batch_select_indices(torch.tensor([0, 2]))
+
+
+@torch.no_grad()
+def test_a_cache_may_be_given_by_its_place(ids):
+    model = tiny_model()
+    make_cache = METHODS[0].build(model, 1.0)
+    by_name, by_place = make_cache(), make_cache()
+    expected = model.model(ids, past_key_values=by_name)[0]
+    assert torch.equal(model.model(ids, None, None, by_place)[0], expected)
+    assert by_place.get_seq_length() == 43
+
+
+def test_a_model_that_would_assist_itself_is_refused_and_stays_whole(ids):
+    model = tiny_model()
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=1.0)
+    with pytest.raises(UserError, match="`assistant_early_exit=1` drafts with the first layers"):
+        model.generate(ids, assistant_early_exit=1, max_new_tokens=4, do_sample=False)
+    assert model.config.num_hidden_layers == 3
+    model.generate(ids, max_new_tokens=2, do_sample=False)
