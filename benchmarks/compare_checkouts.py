@@ -141,7 +141,7 @@ def in_turns(turn: int) -> tuple[str, ...]:
 def paired(what: str, seconds: dict[str, list[float]]) -> dict:
     """This checkout's time over the other's."""
     ratios = sorted(this / other for other, this in zip(seconds["other"], seconds["this"], strict=True))
-    lower, _, upper = statistics.quantiles(ratios, n=4)
+    lower, _, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     medians = {name: statistics.median(seconds[name]) for name in NAMES}
     return {
         "what": what,

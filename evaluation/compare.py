@@ -46,7 +46,7 @@ class CompareConfig(MethodsConfig):
     windows: int = option(32, help="of each text", unit="windows")
     read: int | None = option(
         None,
-        help="spread the windows evenly over this many of a text's first tokens; by default the first windows",
+        help="spread the windows evenly over this many of a text's first tokens; by default over all of its documents",
         unit="tokens",
     )
     anatomy: bool = option(

@@ -56,7 +56,12 @@ class MethodConfig:
         for key in ("rates", "bytes"):
             values = getattr(self, key)
             require(all(0 < value <= 1 for value in values), key, values, "numbers in (0, 1]")
-        require(not self.rates or self.preset is not None, "rates", self.rates, "left out without a `preset`")
+        require(
+            not self.rates or (self.preset is not None and self.has_budget),
+            "rates",
+            self.rates,
+            "left out without a `preset`, and with `ranks: energy`, which has no rate",
+        )
         budget = self.bytes or self.bytes_of
         require(not budget or self.has_budget, "bytes", budget, "left out where the method has bytes of its own")
         require(
@@ -71,7 +76,9 @@ class MethodConfig:
     @property
     def has_budget(self) -> bool:
         """Whether its bytes can be chosen."""
-        return self.preset is not None or (self.peer is not None and not PEERS[self.peer].is_fixed)
+        if self.preset is not None:
+            return self.settings.get("ranks", OjaKVConfig.preset(self.preset).ranks) != "energy"
+        return self.peer is not None and not PEERS[self.peer].is_fixed
 
     def ojakv_config(self, **changed: Any) -> OjaKVConfig:
         """The preset with these settings."""
@@ -113,12 +120,16 @@ def there(configs: list[MethodConfig]) -> list[MethodConfig]:
     Raises:
         UserError: none is left.
     """
-    found = []
+    found, left_out = [], set()
     for config in configs:
         if config.optional and not Path(config.checkpoint).exists():
             print(f"leaving out `{config.name}`: {config.checkpoint} is not there")
+            left_out.add(config.name)
+        elif config.bytes_of in left_out and not (config.rates or config.bytes):
+            print(f"leaving out `{config.name}`: it takes the bytes of `{config.bytes_of}`")
+            left_out.add(config.name)
         else:
-            found.append(config)
+            found.append(dataclasses.replace(config, bytes_of=None) if config.bytes_of in left_out else config)
     if not found:
         raise UserError(f"none of the checkpoints is there: {', '.join(each.checkpoint for each in configs)}")
     return found
@@ -223,6 +234,9 @@ def _preset(
 ) -> Iterator[Method]:
     # With every setting, so that a cell which was measured with another default is not taken for this one.
     of = {"preset": config.preset, "settings": to_dict(config.ojakv_config())}
+    if not config.has_budget:
+        plan = make_plan(calibration, config.ojakv_config())
+        yield _method(config, config.name, of, make=lambda _: lambda: OjaKVCache(model, plan))
     for rate in config.rates:
         plan = make_plan(calibration, config.ojakv_config(rate=rate))
         label = f"{config.name} {rate:g}"

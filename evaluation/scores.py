@@ -23,6 +23,7 @@ from lowrank_kv.utils.progress import progress_bar
 from .reading import cache_bytes, read_through, read_uncompressed
 
 _RESAMPLES = 4000
+_NORMAL_QUANTILE = 1.959964  # of 0.975
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def score_windows(
 
 
 def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
-    """Means over windows and their 95 % intervals (a paired bootstrap over windows) as fields of a row.
+    """Means over windows and their 95 % intervals (:func:`interval`, paired, over windows) as fields of a row.
 
     The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval.
     """
@@ -132,9 +133,14 @@ def held_share(scores: Sequence[WindowScore]) -> float:
 
 
 def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The bounds of a 95 % bootstrap interval of the mean; paired where the values are differences of pairs.
+    """The bounds of a 95 % interval of the mean; paired where the values are differences of pairs.
+
+    A bootstrap of few values is too narrow: of five it covers the mean in 84 of 100 cases instead of 95. The distances of
+    its quantiles from the mean are therefore enlarged, so that of normal values the interval is Student's (after the
+    expanded percentile interval of Hesterberg, arXiv 1411.5279).
 
     Args:
+        value_N: at least two, or of at least two clusters.
         cluster_N: int64, values of one cluster are drawn together; by default each is one of its own.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +152,41 @@ def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0)
     drawn_KN = torch.randint(len(value_N), (_RESAMPLES, len(value_N)), generator=generator)
     mean_K = value_N[drawn_KN].sum(dim=1) / count_N[drawn_KN].sum(dim=1)
     low, high = torch.quantile(mean_K, torch.tensor([0.025, 0.975], dtype=value_N.dtype))
-    return low, high
+    clusters, mean = len(value_N), value_N.sum() / count_N.sum()
+    wider = student_quantile(clusters - 1) / _NORMAL_QUANTILE * math.sqrt(clusters / (clusters - 1))
+    return mean + (low - mean) * wider, mean + (high - mean) * wider
+
+
+def student_quantile(freedom: int) -> float:
+    """The 0.975 quantile of Student's t, exact for one and two degrees of freedom, else within 0.003."""
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025))
+    z = _NORMAL_QUANTILE  # Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record, with intervals by :func:`interval` where it holds the windows that they rest on, whatever they
+    were when it was written."""
+    windows = {
+        (each["method"], each["dataset"]): [WindowScore(**score) for score in each["windows"]]
+        for each in (record.get("summary") or {}).get("windows", [])
+    }
+    rows = []
+    for row in record["rows"]:
+        scores = windows.get((row.get("method"), row.get("dataset")))
+        bounds = {} if scores is None else summary(scores)
+        rows.append(row | {key: value for key, value in bounds.items() if key.endswith(("_low", "_high"))})
+    return rows
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import configuration, option, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand, name_of
-from lowrank_kv.utils.provenance import path_input
+from lowrank_kv.utils.provenance import path_input, token_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
@@ -157,6 +157,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
     record |= {"rows": full, "summary": {"measured_by": {}}}
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
+    measured |= {"tokens": {label: token_input("text", label, ids_NT)["sha256"] for label, ids_NT in texts.items()}}
     measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     for point in points(config):
         directory = output / POINTS / point.name
@@ -188,11 +189,18 @@ def _check_recipe(config: SweepConfig, recipe: dict[str, Any], *, has_plan: bool
     require(
         isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
     )
+    exact = [variant.label for variant in _variants(config) if _reads_exactly(config, recipe, variant)]
     require(
-        config.prefix > 0 or not has_plan,
+        config.prefix > 0 or not exact,
         "prefix",
         config.prefix,
-        "above 0 with plans of bits: in one pass nothing they compress is ever read",
+        f"above 0 with exact prompts ({', '.join(exact)}): in one pass nothing they compress is ever read",
+    )
+    require(
+        not (config.staged and has_plan),
+        "staged",
+        config.staged,
+        "false with plans of bits: a run that trains on from another keeps its bits, and so its rate",
     )
     for variant in _variants(config):
         trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
@@ -301,6 +309,11 @@ def has_plans(config: SweepConfig, recipe: dict[str, Any]) -> bool:
 
 def _has_plan(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
     return (_setting(config, recipe, variant, "compressor", "rank_policy") or LEARNED_BY_DEFAULT) == PLAN
+
+
+def _reads_exactly(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
+    prefill = _setting(config, recipe, variant, "compressor", "prefill")
+    return prefill == "exact" or (prefill is None and _has_plan(config, recipe, variant))
 
 
 def _setting(config: SweepConfig, recipe: dict[str, Any], variant: Variant, part: str, key: str) -> str | None:

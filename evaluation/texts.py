@@ -47,7 +47,7 @@ def read_texts(
     """Label of each text that is there → `count` windows of `length` tokens, (N, T) int64.
 
     Args:
-        read: the windows are spread evenly over this many of a text's first tokens; None takes the first ones.
+        read: the windows are spread evenly over this many of a text's first tokens; None spreads them over its documents.
 
     Raises:
         UserError: no text is there, or one is too short.

@@ -19,6 +19,8 @@ from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.stores.token_plans import TokenPlans
 
+from ..peers.puzzle_kv import PuzzleLayer
+
 # (layer index, ``key`` or ``value``) → joint states (T, C) fp32.
 States = Mapping[tuple[int, str], Tensor]
 SIDES = (KEY, VALUE)
@@ -55,6 +57,8 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
         sides = []
         for position, side in enumerate(SIDES):
             rows_TC = states[index, side]
+            if isinstance(layer, PuzzleLayer):
+                return None  # a page's tokens share factors
             if isinstance(layer, WindowedLayer):
                 bytes_T = _of_basis(layer.plan.layers[index][position], rows_TC, itemsize)
             elif isinstance(layer, CodecLayer):

@@ -25,7 +25,7 @@ class HypothesisConfig(MeasurementConfig):
     windows: int = option(16, help="of each text", unit="windows")
     read: int | None = option(
         None,
-        help="spread the windows evenly over this many of a text's first tokens; by default the first windows",
+        help="spread the windows evenly over this many of a text's first tokens; by default over all of its documents",
         unit="tokens",
     )
     step: int = option(
@@ -40,8 +40,8 @@ class HypothesisConfig(MeasurementConfig):
     sensitivity: str = option(
         "heads", help="compress one layer at a time, or also one head, and see what that costs", choices=SENSITIVITIES
     )
-    sensitivity_length: int = option(512, help="of a window for that, read in one pass", unit="tokens")
-    sensitivity_windows: int = option(2, help="of each text for that", unit="windows")
+    sensitivity_length: int = option(512, help="of a window for that at most, read in one pass", unit="tokens")
+    sensitivity_windows: int = option(2, help="of each text for that at most", unit="windows")
 
     def __post_init__(self):
         super().__post_init__()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..scores import WindowScore, interval
+from ..scores import WindowScore, interval, student_quantile
 from .ranks import KEYS, VALUES
 from .settings import Setting
 
@@ -30,9 +30,19 @@ class Estimate:
 
     @classmethod
     def of_differences(cls, difference_N: Tensor) -> "Estimate":
-        """exp of the mean of differences of losses, less one."""
-        low, high = interval(difference_N)
+        """exp of the mean of differences of losses, less one; a single one has no bounds."""
+        low, high = interval(difference_N) if len(difference_N) > 1 else (-math.inf, math.inf)
         return cls(*(math.expm1(float(each)) for each in (difference_N.mean(), low, high)))
+
+    @classmethod
+    def of_groups(cls, one_N: Tensor, other_M: Tensor) -> "Estimate":
+        """exp of the difference of two means, less one (Welch's interval, at the fewest degrees of freedom)."""
+        difference, fewest = float(one_N.mean() - other_M.mean()), min(len(one_N), len(other_M))
+        width = math.inf
+        if fewest > 1:
+            error = math.sqrt(sum(float(each.var()) / len(each) for each in (one_N, other_M)))
+            width = student_quantile(fewest - 1) * error
+        return cls(*(math.expm1(each) for each in (difference, difference - width, difference + width)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,4 +129,6 @@ class Evidence:
 
 
 def _percent(value: float) -> str:
+    if math.isinf(value):
+        return "any"
     return f"{100 * value:+.1f} %".replace("-", "−") if abs(value) < 10 else f"{value + 1:.0f}-fold"

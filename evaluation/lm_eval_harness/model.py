@@ -195,7 +195,9 @@ class CompressedLM(TemplateLM):
         reader, prompt = Reader(self.model, self.make_cache(), step=self.step), len(context)
         if self.split and self.split in text:
             before = self.tok_encode(text[: text.rindex(self.split) + len(self.split)])
-            prompt = _num_common(before, context) or prompt  # a context that was cut is not split
+            common = _num_common(before, context)
+            # The last tokens may join with what follows. A context that was cut begins otherwise, and is not split.
+            prompt = common if common >= len(before) - _JOINED else prompt
         reader.read_prompt(context[:prompt])
         if prompt < len(context):
             reader.read(context[prompt:])
@@ -220,6 +222,9 @@ def _maker(
     own = [each for each in found if each.label != FULL]
     require(len(own) == 1, "rates", [each.label for each in own], "one, or one of `bytes`: a model has one cache")
     return own[0].make(None)
+
+
+_JOINED = 2  # tokens before a split that may be others with the text behind it
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -30,8 +30,9 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     """The HTML of one or several records.
 
     Raises:
-        UserError: none of them has anything that the page shows.
+        UserError: none of them has anything that the page shows, or they measured what cannot stand side by side.
     """
+    _check_alike(records)
     points, tasks = points_of(records), task_table(records)
     verdicts = [record for record in records if "verdicts" in record["summary"]]
     if not points and not verdicts and tasks is None:
@@ -42,13 +43,25 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     newest = max(records, key=lambda record: record["run_id"])
     anatomies = [record["summary"]["anatomy"] for record in records if "anatomy" in record["summary"]]
     return _template().render(
-        title=f"KV caches of {newest['config'].get('model', 'a model')}",
+        title=f"KV caches of {(newest['config'] or {}).get('model', 'a model')}",
         runs=[_run(record) for record in records],
         **(_comparison(points) if points else {}),
         anatomy=_anatomy(anatomies[-1], _colours(points)) if anatomies else None,
         tasks=tasks,
         hypotheses=[_hypothesis(record) for record in verdicts],
     )
+
+
+def _check_alike(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`UserError` where records of one page would compare what was measured otherwise."""
+    comparisons = [record for record in records if points_of([record])]
+    for key, those in {"model": records, "dtype": records, "prefix": comparisons, "length": comparisons}.items():
+        found = {config[key]: record["run_id"] for record in those if key in (config := record["config"] or {})}
+        if len(found) > 1:
+            told = ", ".join(f"{value!r} in {run_id}" for value, run_id in found.items())
+            raise UserError(
+                f"the records differ in `{key}` ({told}), so that one page cannot compare them; make a page for each"
+            )
 
 
 def _run(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +72,7 @@ def _run(record: Mapping[str, Any]) -> dict[str, Any]:
         "command": " ".join(record["command"]),
         "commit": (record["code"] or {}).get("commit"),
         "dirty": (record["code"] or {}).get("dirty"),
-        "config": {key: value for key, value in record["config"].items() if not isinstance(value, list | dict)},
+        "config": {key: value for key, value in (record["config"] or {}).items() if not isinstance(value, list | dict)},
         "inputs": record["inputs"],
         "environment": record["environment"] or {},
         "n": record["n"] or {},

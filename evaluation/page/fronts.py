@@ -142,6 +142,8 @@ def _labels(
 
 
 def _rounded_up(value: float) -> float:
-    """The next value of one or two digits that is not less."""
+    """The next value of one or two digits that is not less; 1 of none."""
+    if value <= 0:
+        return 1.0
     size = 10 ** math.floor(math.log10(value))
     return next(each * size for each in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if each * size >= value * 0.999)

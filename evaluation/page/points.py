@@ -11,6 +11,7 @@ from ojakv import PRESETS, OjaKVConfig
 from ..methods import FULL
 from ..peers import PEERS
 from ..peers.peer import EVICTION, LOW_RANK, QUANTIZATION
+from ..scores import rows_of
 
 LEARNED, ONLINE, FIXED, BITS, WHOLE = "learned", "online bases", "fixed bases", "planned bits", "uncompressed"
 # Family → the marker that stands for it, in the order of the legend.
@@ -53,8 +54,8 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
     """All rows that say bytes and a divergence; of equal ones the last record's."""
     found: dict[tuple[str, str], Point] = {}
     for record in records:
-        families = _Families(record["config"])
-        for row in record["rows"]:
+        families = _Families(record["config"] or {})
+        for row in rows_of(record):
             if not {"method", "dataset", "rate", "kl"} <= row.keys() or row.get("what", "") != "":
                 continue
             values = {key: value for key, value in row.items() if isinstance(value, int | float)}

@@ -22,6 +22,10 @@ class Scale:
     start: float
     end: float
 
+    def __post_init__(self):
+        if not self.high > self.low:  # a single value, or zeros alone
+            object.__setattr__(self, "high", self.low + 1)
+
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 

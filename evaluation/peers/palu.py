@@ -13,7 +13,7 @@ Shapes: C = G·D joint width, R rank, M modules (keys and values of all layers).
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.pca import pca_basis
@@ -21,7 +21,7 @@ from lowrank_kv.calibration.activation_moments import KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules
-from lowrank_kv.stores.quantization import IntegerQuantization
+from lowrank_kv.stores.quantization import SCALE_DTYPE, IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache
 
@@ -64,9 +64,10 @@ def palu_maker(
     integers = None if bits is None else IntegerQuantization(bits=bits)
     names = [(index, side) for index in geometry.layers for side in (KEY, VALUE)]
     row_bytes = rate * geometry.width * model.dtype.itemsize
-    if integers is not None:
-        row_bytes = max(0.0, row_bytes - integers.nbytes(0)) * 8 / bits
-    mean_rank = row_bytes if integers is not None else row_bytes / model.dtype.itemsize
+    if integers is None:
+        mean_rank = row_bytes / model.dtype.itemsize
+    else:
+        mean_rank = max(0.0, row_bytes - integers.scales_per_row(1) * SCALE_DTYPE.itemsize) * 8 / bits
     heads = _heads_of_a_group(geometry, grouped_heads)
     ranks = fisher_ranks(
         fisher_scores(model, calibration),
@@ -90,12 +91,20 @@ def fisher_scores(model: PreTrainedModel, calibration: Calibration) -> list[floa
     for index in calibration.geometry.layers:
         layer = _parent_of(model, modules[index])
         norm = next((m for name, m in layer.named_children() if "norm" in name or name.startswith("ln")), None)
-        weight = getattr(norm, "weight", None)
-        input_square = 1.0 if weight is None else float(weight.detach().double().square().mean())
+        input_square = 1.0 if norm is None else _output_square(norm, model)
         for side in (KEY, VALUE):
             gradient_square = float(read[index][side].gradient_CC.double().diagonal().mean())
             scores.append((gradient_square * input_square) ** 0.5)
     return scores
+
+
+@torch.no_grad()
+def _output_square(norm: nn.Module, model: PreTrainedModel) -> float:
+    """The mean square of what a norm gives, whether it multiplies by its weight or by one more (Gemma)."""
+    options = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    sign_E = torch.randn(model.config.get_text_config(decoder=True).hidden_size, **options).sign()
+    weight = next(norm.parameters(), sign_E)
+    return float(norm(sign_E.to(weight)).double().square().mean())
 
 
 def fisher_ranks(scores: list[float], rate: float, *, width: int, multiple: int) -> list[int]:

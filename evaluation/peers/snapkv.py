@@ -1,7 +1,7 @@
 """SnapKV: each head keeps the tokens that the latest queries look at (arXiv 2404.14469, section 4).
 
 The paper thins a prompt once and keeps all that is generated, which in the end takes any number of bytes. Here the choice is
-made again after every 32 decoded tokens, by their queries, so that what is held stays within its share of the text.
+made again after every 32 decoded tokens, by their queries, so that what is held is its share of the text on average.
 
 Shapes: G KV heads, N tokens held.
 """

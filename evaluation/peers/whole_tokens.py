@@ -100,8 +100,8 @@ class Rule(abc.ABC):
     """Which tokens are kept.
 
     Args:
-        share: of the bytes of all tokens seen that those held may take.
-        interval: how many tokens come while decoding before some are forgotten again; room for them is left.
+        share: of the bytes of all tokens seen that those held take.
+        interval: how many tokens come while decoding before some are forgotten again.
         least: tokens that are held whatever their share is.
     """
 
@@ -112,12 +112,12 @@ class Rule(abc.ABC):
         self.share, self.interval, self.least = share, interval, least
 
     def num_kept(self, tokens: WholeTokens) -> int:
-        """How many tokens are held after a choice, so that before the next one they take their share at most."""
+        """How many tokens are held after a choice, so that until the next one they take their share on average."""
         groups, _, head_dim = tokens.key_GND.shape
         whole = 2 * groups * head_dim * tokens.key_GND.dtype.itemsize
         beside = _NUMBER_BYTES * (len(tokens.position_PN) + (groups if self.sums_attention else 0))
-        budget = self.share * (tokens.num_seen + self.interval) * whole / (whole + beside)
-        return min(tokens.num_held, max(self.least, int(budget) - self.interval))
+        budget = self.share * tokens.num_seen * whole / (whole + beside)
+        return min(tokens.num_held, max(self.least, int(budget - self.interval / 2)))
 
     def watch(self, tokens: WholeTokens, query_HQD: Tensor, place_Q: Tensor, scaling: float) -> None:
         """Take note of a call's queries, whose tokens have been appended.

@@ -18,6 +18,8 @@ import yaml
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
 
+from ..scores import rows_of
+
 PUBLISHED = "published.yaml"
 SELECTION = {"run", "runs", "where", "field", "path", "format", "scale", "show", "each", "join"}
 NOT_MEASURED = "–"
@@ -83,7 +85,9 @@ class Published:
 
     def rows(self, short: str, wanted: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         """The rows of a run that agree with `wanted`; a number agrees when its first three decimals do."""
-        return [row for row in self.record(short, where)["rows"] if all(_agrees(row, *each) for each in wanted.items())]
+        return [
+            row for row in rows_of(self.record(short, where)) if all(_agrees(row, *each) for each in wanted.items())
+        ]
 
     def text(self, selection: Mapping[str, Any], where: str) -> str:
         """What a selection is shown as."""

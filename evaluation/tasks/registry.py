@@ -43,7 +43,8 @@ class TaskConfig:
         None, help=f"local file of the published form, for tasks that read one; `{_NAME}` in it is the task's name"
     )
     together: str | None = option(
-        None, help="name of a row with the mean of all these tasks, beside a row of each; one for each `length`"
+        None,
+        help="name of a row with the mean over the items of all these tasks, beside a row of each; one for each `length`",
     )
     optional: bool = option(False, help="leave the task out, with a notice, where its file is not there")
     length: list[int] = option(

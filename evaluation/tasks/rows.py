@@ -11,6 +11,8 @@ from ..scores import held_share, interval, with_interval
 from .building import Task
 from .item import Item, ItemScore
 
+_BOUNDS = {"score": (0, 100), "difference": (-100, 100)}  # of what is in per cent
+
 
 def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mapping[int, ItemScore]) -> dict[str, Any]:
     """One method on one task: means in per cent, with 95 % intervals of a bootstrap over items, paired for the
@@ -39,8 +41,10 @@ def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mappin
         cluster_N = torch.tensor([task.items[number].cluster for number in values], dtype=torch.int64)
         row[name] = float(value_N.mean())
         if len(cluster_N.unique()) > 1:
-            low, high = interval(value_N, cluster_N=cluster_N)
-            row[f"{name}_low"], row[f"{name}_high"] = float(low), float(high)
+            bounds = (
+                each.clamp(*_BOUNDS.get(name, (None, torch.inf))) for each in interval(value_N, cluster_N=cluster_N)
+            )
+            row[f"{name}_low"], row[f"{name}_high"] = map(float, bounds)
     reference = sum(full[number].score for number in both)
     row["of_full"] = 100 * sum(found[number].score for number in both) / reference if reference else None
     return row

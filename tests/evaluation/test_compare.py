@@ -8,6 +8,7 @@ import yaml
 
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
+from evaluation.methods import MethodConfig, methods_of, there
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
@@ -223,3 +224,24 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(values, tmp_path, ch
 def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
     command = ("scripts/compare.py", "--config", written(dtype="float8"), "--output", tmp_path / "out")
     assert "`dtype` must be one of" in mistake(*command)
+
+
+def test_ranks_by_energy_have_no_budget(model, calibration):
+    settings = {"ranks": "energy", "energy": 0.9}
+    with pytest.raises(UserError, match="`rates` must be left out without a `preset`, and with `ranks: energy`"):
+        MethodConfig(preset="static-joint-pf", rates=[0.2, 0.8], settings=settings)
+    with pytest.raises(UserError, match="`bytes` must be left out where the method has bytes of its own"):
+        MethodConfig(preset="static-joint-pf", bytes=[0.5], settings=settings)
+    config = MethodConfig(preset="static-joint-pf", settings=settings)
+    _, method = methods_of([config], model, calibration, prompt=64, tokens=128)
+    assert method.label == "static-joint-pf ranks=energy energy=0.9"
+    assert method.make(None)().get_seq_length() == 0
+
+
+def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
+    missing = MethodConfig(checkpoint="/nowhere", label="learned", optional=True)
+    alone = MethodConfig(preset="static-joint-pf", bytes_of="learned")
+    beside = MethodConfig(preset="ojakv-joint", bytes=[0.5], bytes_of="learned")
+    [kept] = there([missing, alone, beside])
+    assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
+    assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out

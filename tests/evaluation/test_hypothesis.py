@@ -249,3 +249,27 @@ def test_an_estimate_says_itself_in_per_cent():
 def test_what_cannot_be_tested_is_refused(values, changed, message):
     with pytest.raises(UserError, match=message):
         build(HypothesisConfig, values | changed)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 4])
+def test_noise_decides_nothing(values, windows):
+    """Every setting costs one per cent, give or take five in each window."""
+    config = build(HypothesisConfig, values | {"familiar": ["same"]})
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        evidence = invented(config, lambda _, g=generator: 0.01 + 0.05 * float(torch.randn((), generator=g)))
+        settings = [
+            dataclasses.replace(each, scores={text: found[:windows] for text, found in each.scores.items()})
+            for each in evidence.settings
+        ]
+        found = verdicts(config, dataclasses.replace(evidence, settings=settings))
+        for name in ("h0", "quarter", "h1", "energy", "drift"):
+            assert found[name].verdict == UNDECIDED, (name, found[name].because)
+        for name in ("adaptive", "eight-bits", "online", "sinks"):  # many pairs, of which one may be a chance
+            assert found[name].verdict in (UNDECIDED, PARTLY), (name, found[name].because)
+
+
+def test_one_window_has_no_bounds():
+    one = Estimate.of_differences(torch.tensor([0.0099], dtype=torch.float64))
+    assert (one.low, one.high) == (-1, float("inf"))
+    assert one.words == "+1.0 % (−100.0 % to any)"

@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 
+from evaluation.page import curves
 from evaluation.page.bars import has_one_budget
 from evaluation.page.build import page
 from evaluation.page.fronts import colours_of, panel
 from evaluation.page.points import BITS, LEARNED, ONLINE, front, points_of, series_of
 from evaluation.page.svg import Placed, Scale
 from lowrank_kv.utils import run_record
+from lowrank_kv.utils.errors import UserError
 
 METHODS = [
     {"preset": "tokenwise-mixed", "rates": [0.2, 0.1]},
@@ -240,3 +242,37 @@ def test_the_script_of_the_page_parses(record, tmp_path):
     script = re.search(r"<script>(.*)</script>", page([record]), re.S).group(1)
     (tmp_path / "page.js").write_text(script)
     subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+
+
+@pytest.mark.parametrize(
+    "residuals",
+    [
+        {"position": [1024], "keys": [0.1], "key_starts": [0.1], "updates": [0]},
+        {"position": [64, 80], "keys": [0.0, 0.0], "key_starts": [0.0, 0.0], "updates": [0, 0]},
+    ],
+    ids=["one position", "nothing lost"],
+)
+def test_figures_of_one_point_or_of_zeros_are_drawn(residuals):
+    assert curves.residual({"m": residuals}, "keys", {"m": "c0"}).startswith("<svg")
+    allocations = {"layers": [0], "methods": {"a": {"keys": [0.3], "values": [0.3]}}}
+    assert curves.allocation(allocations, "keys", {"a": "c0"}).startswith("<svg")
+
+
+def test_a_page_of_methods_that_lose_nothing(record):
+    for each in record["rows"]:
+        each |= {"kl": 0.0, "kl_low": 0.0, "kl_high": 0.0}
+    assert "<svg" in page([record])
+
+
+def test_what_was_measured_otherwise_is_not_shown_side_by_side(record):
+    for key, value in (("model", "other"), ("prefix", 7)):
+        before = {**record, "config": {**record["config"], "prefix": 2048}}
+        after = {**before, "run_id": "20991231T000000-abcdef", "config": {**before["config"], key: value}}
+        with pytest.raises(UserError, match=f"the records differ in `{key}`"):
+            page([before, after])
+
+
+def test_records_without_a_configuration_are_shown_or_refused(record):
+    assert "learned" in page([{**record, "config": None}])
+    with pytest.raises(UserError, match="none of the records compares methods"):
+        page([{**record, "config": None, "rows": [{"ms": 1}]}])

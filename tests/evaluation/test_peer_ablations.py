@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from families import BY_NAME
+from methods import calibration_of
 
 from evaluation.peers import PEERS
 from evaluation.peers.expected_attention import Expected, Queries, mean_rotation, unrotated
@@ -316,3 +318,9 @@ def test_streaming_holds_sinks_and_a_window_that_grows_with_the_text(model):
         assert cache.rate <= 0.4
     assert cache.rate > 0.38
     assert SinksAndLatest(0.4).num_kept(layer.sequences[0]) == len(position_N)
+
+
+def test_fisher_scores_of_norms_that_multiply_by_one_more():
+    """Their fresh weights are zero, and they scale by one."""
+    model = BY_NAME["gemma2"].model(layer_types=["full_attention"] * 3)
+    assert min(fisher_scores(model, calibration_of(model, read=True))) > 0

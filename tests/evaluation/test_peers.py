@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensors_held import found_tensors
 
+from evaluation.anatomy.shares import states_of, token_shares
 from evaluation.peers import PEERS, TextLength
 from evaluation.peers.peer import CALIBRATION, NEEDS, READ
 from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
@@ -46,8 +47,8 @@ def full_maker(name, model, calibration):
     if name == "puzzle-kv":  # two factors of a whole page are more than the page
         width = geometry_of(model).width
         return puzzle_maker(model, calibration, (PAGE_TOKENS + width) / width)
-    if name in WHOLE_TOKENS:  # positions and scores come on top of tokens
-        return PEERS[name].build(model, calibration, 1.2, None)
+    if name in WHOLE_TOKENS:  # positions and scores come on top of tokens, which are fewer after a choice than before
+        return PEERS[name].build(model, calibration, 2.0, None)
     return PEERS[name].maker(model, calibration, None if PEERS[name].is_fixed else 1.0)
 
 
@@ -169,3 +170,28 @@ def test_a_cache_that_forgets_refuses_to_go_back(model, calibration):
         model(ids, past_key_values=cache)
     with pytest.raises(UserError, match="forgets tokens as it goes"):
         cache.crop(-3)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "expected-attention"])
+@torch.no_grad()
+def test_evictions_hold_their_share_on_average(name, model, calibration):
+    """Between two choices they hold more and more."""
+    ids = torch.randint(1, 97, (1, 250), generator=torch.Generator().manual_seed(1))
+    cache, geometry = PEERS[name].maker(model, calibration, 0.5)(), geometry_of(model)
+    model(ids[:, :122], past_key_values=cache)
+    held = []
+    for place in range(122, 250):  # four choices
+        model(ids[:, place : place + 1], past_key_values=cache)
+        held.append(cache_bytes(cache, geometry.layers) / geometry.full_nbytes(place + 1, 4))
+    assert sum(held) / len(held) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.14])
+def test_integers_of_latents_hold_their_share(share, model, calibration, windows):
+    row = measured(model, windows, PEERS["palu-j-int4"].maker(model, calibration, share, TEXT))
+    assert row["rate"] == pytest.approx(share, abs=0.015)
+
+
+def test_a_page_of_tokens_has_no_shares_of_tokens(model):
+    maker = PEERS["puzzle-kv"].maker(model, None, 0.9, TEXT)
+    assert token_shares(maker, states_of(model, torch.randint(1, 97, (64,))), 4) is None

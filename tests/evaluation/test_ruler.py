@@ -266,3 +266,9 @@ def test_a_file_of_another_form_is_named(tmp_path):
 def test_a_length_that_is_too_short_is_refused(tokenizer):
     with pytest.raises(UserError, match="`length` 300 leaves room for 0 of the 2 samples of `vt`"):
         ruler_items("vt", task("vt"), tokenizer, length=300, count=2, seed=0)
+
+
+def test_a_short_essay_is_repeated_until_the_prompt_is_as_long_as_it_says(tokenizer):
+    short = ruler_task("niah_single_2", essay=ESSAY[:30])
+    [item] = ruler_items("niah_single_2", short, tokenizer, length=LENGTH, count=1, seed=42)
+    assert 0.95 * LENGTH < len(item.context) + item.num_after <= LENGTH

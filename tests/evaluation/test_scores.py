@@ -1,12 +1,14 @@
 """Divergence, agreement and perplexity of caches beside the uncompressed model, and their intervals."""
 
+import dataclasses
+
 import pytest
 import torch
 from methods import calibration_of, tiny_model
 
 from evaluation.peers.rotated import rotated_maker
 from evaluation.reading import full_cache, read_through, read_uncompressed
-from evaluation.scores import WindowScore, score_window, summary
+from evaluation.scores import WindowScore, interval, rows_of, score_window, student_quantile, summary
 from evaluation.texts import windows_of
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -91,3 +93,32 @@ def test_one_window_has_no_interval():
     row = summary([score])
     assert row["kl"] == 0.1
     assert not [key for key in row if key.endswith(("_low", "_high"))]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says(count):
+    generator, hits = torch.Generator().manual_seed(0), 0
+    for number in range(300):
+        low, high = interval(torch.randn(count, dtype=torch.float64, generator=generator), seed=number)
+        hits += bool(low <= 0 <= high)
+    assert 0.91 < hits / 300 < 0.99  # 0.95, give or take three standard errors
+
+
+def test_quantiles_of_students_distribution():
+    tabled = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042}
+    for freedom, quantile in tabled.items():
+        assert student_quantile(freedom) == pytest.approx(quantile, abs=0.004)
+
+
+def test_rows_of_a_record_have_the_intervals_of_its_windows():
+    scores = [
+        WindowScore(loss=2 + 0.1 * i, full_loss=2, kl=0.1 * i, top1=0.9, scored=9, cache_bytes=1, full_bytes=4)
+        for i in range(4)
+    ]
+    row = {"method": "m", "dataset": "t", **summary(scores), "kl_low": 0.149, "kl_high": 0.151}
+    record = {"rows": [row, {"method": "other", "dataset": "t", "kl_low": 1.0}], "summary": {}}
+    assert rows_of(record) == record["rows"]
+    record["summary"]["windows"] = [{"method": "m", "dataset": "t", "windows": list(map(dataclasses.asdict, scores))}]
+    found, other = rows_of(record)
+    assert found == {"method": "m", "dataset": "t", **summary(scores)}
+    assert other == record["rows"][1]

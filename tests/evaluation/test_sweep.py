@@ -145,3 +145,20 @@ def test_a_sweep_knows_which_recipes_start_from_gradients():
     assert starts(weighs, targets=[0.5])
     assert not starts({"compressor": {"rank_policy": "plan"}}, targets=[0.5])
     assert not starts(weighs, alphas=[4.0], variants=[unweighted])
+
+
+@pytest.mark.parametrize("compressor", [{"rank_policy": "gate", "prefill": "exact"}, {"rank_policy": "plan"}, {}])
+def test_exact_prompts_are_not_scored_in_one_pass(compressor, tmp_path):
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"model": "m", "compressor": compressor}))
+    texts = [TextConfig(label="t", name="t")]
+    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
+    with pytest.raises(UserError, match="`prefix` must be above 0 with exact prompts"):
+        sweep(config, tmp_path / "out")
+
+
+def test_plans_of_bits_are_not_staged(tmp_path):
+    (tmp_path / "train.yaml").write_text("model: m\n")
+    texts = [TextConfig(label="t", name="t")]
+    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5, 0.3], staged=True, prefix=64)
+    with pytest.raises(UserError, match="`staged` must be false with plans of bits"):
+        sweep(config, tmp_path / "out")
