@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo-installed
 
-.PHONY: help install test test-all test-gpu sanitize fuzz test-vllm lint format report docs docs-check first demo assets clean
+.PHONY: help install test test-all test-oldest test-newest test-gpu sanitize fuzz test-vllm lint format report docs docs-check first demo assets clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,6 +29,18 @@ test: $(INSTALLED) ## run the tests, WORKERS processes at a time
 
 test-all: $(INSTALLED) ## run the slow tests, too
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# The ends of what pyproject.toml allows, each in an environment of its own.
+.venv-%/.installed: pyproject.toml constraints-%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[demo,dev]'
+	@touch $@
+
+test-oldest: .venv-oldest/.installed ## run the tests with the oldest versions that are allowed
+	CUDA_VISIBLE_DEVICES= .venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+
+test-newest: .venv-newest/.installed ## run the tests with the newest versions there are
+	CUDA_VISIBLE_DEVICES= .venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
 	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
