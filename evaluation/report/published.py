@@ -84,7 +84,8 @@ class Published:
         return self._records[short]
 
     def rows(self, short: str, wanted: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """The rows of a run that agree with `wanted`; a number agrees when its first three decimals do."""
+        """The rows of a run that agree with `wanted`; a number agrees when its first three decimals do, a list when one
+        of its values does."""
         return [
             row for row in rows_of(self.record(short, where)) if all(_agrees(row, *each) for each in wanted.items())
         ]
@@ -165,6 +166,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _agrees(row: Mapping[str, Any], key: str, wanted: Any) -> bool:
     found = row.get(key)
+    if isinstance(wanted, list):
+        return any(_agrees(row, key, each) for each in wanted)
     if isinstance(wanted, float) and isinstance(found, int | float):
         return abs(found - wanted) < 5e-4
     return found == wanted
