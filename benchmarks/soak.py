@@ -40,6 +40,7 @@ from lowrank_kv_vllm.settings import PRESETS, ServingConfig
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 PREFILL = "reconstructed"
+MARGIN = 1.0  # so wide that no page fills: a full one codes later tokens more coarsely, which no reference knows of
 NEARLY = 1e-3  # logits: two tokens that differ by less may change places where sums are added in another order
 GROWTH = 1.05  # of memory, from the first quarter of the run to its end, that is still called none
 LENGTHS = (5, 700)
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> None:
             *("--kv-cache-memory-bytes", str(arguments.memory << 20), "--disable-uvicorn-access-log"),
             *("--max-model-len", str(LENGTHS[1] + arguments.tokens), "--max-num-seqs", str(arguments.clients)),
             *settings_words(arguments),
+            *("--page-margin", str(MARGIN)),
         ]
         with Server(words, Path(directory, "log"), {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}) as server:
             row = _soaked(server, expected, arguments)
