@@ -25,11 +25,8 @@ LEARNED_BY_DEFAULT = PLAN  # by training that is not told what to learn
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
 STARTS_FROM_PCA = {"decoder": "orthogonal", "rank_policy": "nested"}
-WEIGHTS_DEPEND_ON = (
-    "decoder",
-    "rank_policy",
-    "token_classes",
-)  # what a compressor cannot be made to do after its training
+# What a compressor cannot be made to do after its training.
+WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes")
 
 
 @configuration

@@ -131,7 +131,8 @@ def there(configs: list[MethodConfig]) -> list[MethodConfig]:
         else:
             found.append(dataclasses.replace(config, bytes_of=None) if config.bytes_of in left_out else config)
     if not found:
-        raise UserError(f"none of the checkpoints is there: {', '.join(each.checkpoint for each in configs)}")
+        missing = ", ".join(each.checkpoint for each in configs if each.checkpoint is not None)
+        raise UserError(f"none of the checkpoints is there: {missing}")
     return found
 
 

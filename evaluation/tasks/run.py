@@ -154,7 +154,8 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
         for part in parts:
-            asked = [_asked(part, method, setting, methods, progress, cells) for method in part.methods]
+            digests = {number: _digest(part.task.items[number]) for number in part.numbers}
+            asked = [_asked(part, method, setting, digests, methods, progress, cells) for method in part.methods]
             makers = {each.method.label: each.method.make(each.share) for each in asked if each.missing}
             exact = {method.label for method in part.methods if method.reads_exactly}
             prompts = Prompts(model, makers, exact=exact, step=config.step)
@@ -174,16 +175,22 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
 
 
 def _asked(
-    part: _Part, method: Method, setting: Mapping[str, Any], methods: "_Methods", progress: _Progress, cells: Cells
+    part: _Part,
+    method: Method,
+    setting: Mapping[str, Any],
+    digests: Mapping[int, str],
+    methods: "_Methods",
+    progress: _Progress,
+    cells: Cells,
 ) -> _Asked:
+    """What a method is asked; `digests` are those of the part's items by their numbers, the same for all methods."""
     task, share = part.task, None
     if method.bytes_of is not None:
         share = held_share(list(progress.scores(task.label, method.bytes_of).values()))
     of = {**setting, **method.of, "task": task.label, "query": task.query}
     if "bytes" in method.of:
         of |= {"bytes": share or method.of["bytes"], "text": methods.text_of(task)}
-    items = ((number, task.items[number]) for number in part.numbers)
-    wanted = [_Wanted(number, item, of | {"item": _digest(item)}) for number, item in items]
+    wanted = [_Wanted(number, task.items[number], of | {"item": digest}) for number, digest in digests.items()]
     return _Asked(method, share, wanted, [each for each in wanted if cells.get(each.of) is None])
 
 

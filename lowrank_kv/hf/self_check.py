@@ -82,7 +82,7 @@ def self_check(model: PreTrainedModel) -> None:
             prepare(model)
             found_BTE = _hidden_states(base, ids_BT, _full_rank_cache(model, geometry, device))
             _check_equal(model, found_BTE, stock_BTE, ids_BT)
-        except BaseException:
+        except BaseException:  # whatever ended it, an interrupt, too, a model that was stock is stock again
             if not was_prepared:
                 restore(model)
             raise

@@ -245,3 +245,5 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     [kept] = there([missing, alone, beside])
     assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
     assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
+    with pytest.raises(UserError, match="none of the checkpoints is there: /nowhere$"):
+        there([missing, alone])

@@ -29,7 +29,7 @@ def answers(model, ids, cache):
 
 @torch.no_grad()
 def check(model, text, makers):
-    """Whatever the caches are, together and alone are the same."""
+    """Caches that read a prompt together equal those that read it alone."""
     prompt, after = text[:, :PROMPT], text[:, PROMPT:]
     together = [make() for make in makers.values()]
     logits = read_prompt_once(model, prompt, together)

@@ -11,7 +11,6 @@ from methods import tiny_model
 
 from evaluation.cells import CELLS
 from evaluation.reading import full_cache
-from evaluation.scores import interval, student_quantile
 from evaluation.tasks.building import tasks_of
 from evaluation.tasks.item import ItemScore, prompt_pieces
 from evaluation.tasks.long_decoding import TEXTS
@@ -339,20 +338,6 @@ def test_rows_by_hand():
     assert (row["score_low"], row["score_high"]) == (50, 50)
     assert (row["difference_low"], row["difference_high"]) == (-100, 100)  # of two lists: no more can be said
     assert row_of("m", task, scores(1, 0), scores(0, 0))["of_full"] is None
-
-
-def test_an_interval_of_clusters_draws_them_together():
-    values = torch.tensor([0.0, 0, 0, 1, 1, 1], dtype=torch.float64)
-    clusters = torch.tensor([5, 5, 5, 9, 9, 9])
-    half = student_quantile(1) / 1.959964 * 2**0.5 / 2  # of two values one apart, each may be drawn twice
-    assert [float(each) for each in interval(values, cluster_N=clusters)] == pytest.approx([0.5 - half, 0.5 + half])
-    apart = interval(values)
-    assert 0 < apart[0] < apart[1] < 1
-    assert interval(values, cluster_N=torch.arange(6)) == apart
-    # Of two clusters a mean is that of the items drawn, not of the clusters' means.
-    low, high = interval(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), cluster_N=torch.tensor([0, 1, 1, 1]))
-    wider = 2 * half  # so much further from the mean, 0.75
-    assert (float(low), float(high)) == pytest.approx((0.75 - 0.75 * wider, 0.75 + 0.25 * wider))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def kill_and_go_on(start: Callable[[float], bool], seconds: float, whole: Path, 
     """Kill a run until it was killed KILLS times, and compare it with the `whole` one whenever it comes to its end.
 
     Args:
-        start: starts it, or goes on with it, and kills it after so many seconds, at 0 never; whether the kill came in time.
+        start: starts or resumes the run, kills it after the given seconds (0 never kills it), and returns whether the kill
+            came before its end.
         seconds: at most; fewer and fewer where a run ends before.
     """
     random_ = random.Random(0)
