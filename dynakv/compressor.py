@@ -24,8 +24,6 @@ from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
 
-_RANK_POLICIES = {NESTED: NestedRank, PLAN: PlannedBits}
-
 
 class TokenCompressor(nn.Module):
     """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
@@ -35,7 +33,7 @@ class TokenCompressor(nn.Module):
         self.width, self.config, self.name = width, config, name
         decoder = RELATIVE if config.has_plan else config.decoder
         self.projection = Projection(width, decoder=decoder, name=name)
-        self.gate = _RANK_POLICIES.get(config.rank_policy, Gate)(width)
+        self.gate = _gate(width, config)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
@@ -97,8 +95,9 @@ class TokenCompressor(nn.Module):
         else:
             basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
         with torch.autocast(states_BTC.device.type, enabled=False):
-            coef_BTR, rate = self.gate.rounded(states_BTC.float() @ basis_CC)
-            return (coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]).to(states_BTC.dtype), rate, rate
+            coef_BTR, soft_rate, hard_rate = self.gate.rounded(states_BTC.float() @ basis_CC)
+            rebuilt_BTC = coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]
+        return rebuilt_BTC.to(states_BTC.dtype), soft_rate, hard_rate
 
     def initial_basis(self) -> InitialBasis:
         """What a cache starts from where there is a plan; the same object until a parameter changes."""
@@ -141,6 +140,13 @@ class TokenCompressor(nn.Module):
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]
+
+
+def _gate(width: int, config: DynaKVConfig) -> Gate | NestedRank | PlannedBits:
+    """What decides how much of a token is kept."""
+    if config.rank_policy == PLAN:
+        return PlannedBits(width, learns_classes=config.learned_classes)
+    return NestedRank(width) if config.rank_policy == NESTED else Gate(width)
 
 
 class LayerCompressor(nn.Module):

@@ -60,6 +60,11 @@ class DynaKVConfig:
         help="with `rank_policy: plan`: tokens are told apart by how finely the loss asks to code them, and each class has "
         "bits of its own; 1 codes all alike, 4 is most",
     )
+    learned_classes: bool = option(
+        False,
+        help="with `rank_policy: plan`: training also learns which class each token is in, at a price that holds "
+        "`rate.target_retain_rate`; else the calibration says it",
+    )
     gate_decay: float = option(
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
     )
@@ -101,6 +106,12 @@ class DynaKVConfig:
         require(
             1 <= self.token_classes <= MOST_CLASSES, "token_classes", self.token_classes, f"from 1 to {MOST_CLASSES}"
         )
+        require(
+            not self.learned_classes or (self.has_plan and self.token_classes > 1),
+            "learned_classes",
+            self.learned_classes,
+            "false, or with `rank_policy: plan` and two or more `token_classes`",
+        )
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():
             given = getattr(self, key)
@@ -128,8 +139,13 @@ class DynaKVConfig:
 
     @property
     def has_gates(self) -> bool:
-        """Whether gates choose how much of a token is kept, and keeping has a price."""
+        """Whether gates choose how many coefficients of a token are kept."""
         return self.rank_policy == GATE
+
+    @property
+    def has_price(self) -> bool:
+        """Whether training learns how much of a token is kept, so that keeping has a price."""
+        return self.has_gates or self.learned_classes
 
     @property
     def has_plan(self) -> bool:
@@ -166,6 +182,7 @@ class DynaKVConfig:
         """Key → why nothing but training could change what it says."""
         fixed = {key: f"the weights were trained with {getattr(self, key)!r}" for key in WEIGHTS_DEPEND_ON}
         fixed["gate_decay"] = "it is how the gate starts training, and changes nothing after it; leave it out"
+        fixed["learned_classes"] = "it is what training learned, and changes nothing after it; leave it out"
         if not self.has_gates:
             why = f"with `rank_policy: {self.rank_policy}` what is kept was settled by training; leave it out"
             fixed |= dict.fromkeys(("threshold", "granularity", "mask"), why)

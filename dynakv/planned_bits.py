@@ -1,12 +1,16 @@
-"""Plans of bits in the place of a learned gate: each class of tokens has as many bits as the loss asks.
+"""Plans of bits in the place of numbers of coefficients: each class of tokens has as many bits as the loss asks.
 
-Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have bits at most.
+Which class a token is in is foretold from its coefficients: as the calibration fitted it, or as training learned it.
+
+Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have bits at most, M tokens of a class.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
@@ -15,10 +19,19 @@ from lowrank_kv.stores.token_plans import MOST_CLASSES, PLACE_BYTES, TokenPlans
 
 _CODED = tuple(width for width in WIDTHS if width != UNCODED)
 _ENDS = tuple(itertools.accumulate(2**width for width in _CODED))
+_GATE = ("linear", "square", "rest", "bounds")  # what tells a token's class
+# Around a bound between classes a token is partly of either in training, over about so much of its score, log w.
+_SOFTNESS = 0.5
+_LEAST_SHARE = 1e-3  # of a class in a token, below which it counts as none
 
 
 class PlannedBits(nn.Module):
-    """The plans of one layer's keys or values. They are worked out before training, which does not change them.
+    """The plans of one layer's keys or values. They are worked out before training, which changes at most what tells the
+    classes of tokens apart.
+
+    Args:
+        width: C.
+        learns_classes: whether `linear`, `square`, `rest` and `bounds` are trained.
 
     Attributes:
         bits: of each class's coefficients, falling, (K, C) uint8; 0 where one is not kept, and in classes that are not used.
@@ -29,22 +42,27 @@ class PlannedBits(nn.Module):
         importance: what the loss asks of each coefficient, (C,) fp32: what directions of a text's own are found by.
     """
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, learns_classes: bool = False):
         super().__init__()
+        self.learns_classes = learns_classes
         self.register_buffer("bits", torch.zeros(MOST_CLASSES, width, dtype=torch.uint8))
         self.register_buffer("levels", torch.zeros(_ENDS[-1]))
-        sizes = {"linear": width, "square": width, "rest": 3, "bounds": MOST_CLASSES - 1, "importance": width}
-        for name, size in sizes.items():
-            self.register_buffer(name, torch.zeros(size))
+        for name, size in zip(_GATE, (width, width, 3, MOST_CLASSES - 1), strict=True):
+            if learns_classes:
+                self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+            else:
+                self.register_buffer(name, torch.zeros(size))
+        self.register_buffer("importance", torch.zeros(width))
         self.register_buffer("leading", torch.ones((), dtype=torch.int64))
         self.register_buffer("shares", torch.zeros(MOST_CLASSES))
-        self._plans: tuple[tuple[int, int], BitPlan | TokenPlans] | None = None  # where the buffers were, what they say
+        self._of_bits = _Remembered()
+        self._of_all = _Remembered()
 
     @torch.no_grad()
     def initialize(self, plan: BitPlan | TokenPlans, importance_C: Tensor) -> None:
         """Take over a plan, or one for each class, of at most C coefficients, and what these matter."""
-        for buffer in self.buffers():
-            buffer.zero_()
+        for tensor in self.state_dict().values():
+            tensor.zero_()
         self.leading.fill_(1)
         self.importance.copy_(importance_C)
         plans = (plan,) if isinstance(plan, BitPlan) else plan.plans
@@ -67,17 +85,25 @@ class PlannedBits(nn.Module):
     def set_shares(self, shares: Sequence[float]) -> None:
         """Say how tokens are divided into classes, which changes nothing but what they are expected to take."""
         self.shares[: len(shares)] = torch.tensor(shares)
-        self._plans = None
 
     @property
     def plan(self) -> BitPlan | TokenPlans:
-        """How a store packs rows; the same object until the buffers change."""
-        versions = (self.bits._version, self.bits.data_ptr())
-        if self._plans is None or self._plans[0] != versions:
-            used = [row for row in self.bits.tolist() if row[0]]
-            plans = tuple(self._plan_of([width for width in row if width]) for row in used)
-            self._plans = versions, plans[0] if len(plans) == 1 else self._token_plans(plans)
-        return self._plans[1]
+        """How a store packs rows; the same object until what it is made of changes."""
+        plans = self._plans()
+
+        def together() -> BitPlan | TokenPlans:
+            return plans[0] if len(plans) == 1 else self._token_plans(plans)
+
+        gate = [getattr(self, name) for name in _GATE]
+        return self._of_all([self.bits, self.levels, self.leading, self.shares, *gate], together)
+
+    def _plans(self) -> tuple[BitPlan, ...]:
+        """Of each class that is used."""
+
+        def of_classes() -> tuple[BitPlan, ...]:
+            return tuple(self._plan_of([width for width in row if width]) for row in self.bits.tolist() if row[0])
+
+        return self._of_bits([self.bits, self.levels], of_classes)
 
     def _plan_of(self, bits: list[int]) -> BitPlan:
         ends = {width: end for width, end in zip(_CODED, _ENDS, strict=True) if width in bits}
@@ -86,13 +112,17 @@ class PlannedBits(nn.Module):
     def _token_plans(self, plans: tuple[BitPlan, ...]) -> TokenPlans:
         # Copies: a cache keeps to what it was made with.
         gate = ImportanceGate(
-            linear_C=self.linear.clone(),
-            square_C=self.square.clone(),
-            rest_3=self.rest.clone(),
+            linear_C=self.linear.detach().clone(),
+            square_C=self.square.detach().clone(),
+            rest_3=self.rest.detach().clone(),
             leading=int(self.leading),
         )
-        shares = tuple(self.shares[: len(plans)].tolist())
-        return TokenPlans(gate=gate, bounds_K=self.bounds[: len(plans) - 1].clone(), plans=plans, shares=shares)
+        bounds_K = self._rising_bounds(len(plans)).detach().clone()
+        return TokenPlans(gate=gate, bounds_K=bounds_K, plans=plans, shares=tuple(self.shares[: len(plans)].tolist()))
+
+    def _rising_bounds(self, classes: int) -> Tensor:
+        """Those between so many classes; a class whose bounds training has let pass each other is empty."""
+        return self.bounds[: classes - 1].cummax(dim=0).values
 
     @property
     def rate(self) -> float:
@@ -100,23 +130,79 @@ class PlannedBits(nn.Module):
         plan = self.plan
         return plan.nbytes(plan.num_coefficients) / (2 * self.bits.shape[1])
 
-    def rounded(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The first R coefficients as a store would give them back, fp32, and what these tokens take as :attr:`rate` counts
-        it, a scalar.
+    def rounded(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first R coefficients as a store would give them back, fp32, and twice what these tokens take as :attr:`rate`
+        counts it, scalars: with gradients where classes are learned, and without.
 
-        Gradients pass to those that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
+        Gradients pass to coefficients that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
         arXiv 1308.3432), and to the others not at all.
         """
-        plan, coef_BTC = self.plan, coef_BTC.float()
+        plans, coef_BTC = self._plans(), coef_BTC.float()
         held_TC = coef_BTC.detach().flatten(0, -2)
-        rank = plan.num_coefficients
+        rank = max(plan.num_coefficients for plan in plans)
         kept_BTR = coef_BTC[..., :rank]
-        if isinstance(plan, BitPlan):
-            rounded_TR, rate = plan.rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
+        if len(plans) == 1:
+            rounded_TR, soft_rate = plans[0].rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
+            hard_rate = soft_rate
         else:
-            class_T = plan.classes(held_TC)
-            rounded_TR = plan.rounded(held_TC, class_T)
-            rate = (plan.size_K[class_T].float().mean() + PLACE_BYTES) / (2 * self.bits.shape[1])
-            kept_BTR = kept_BTR * plan.keeps(class_T).view(kept_BTR.shape)
+            classes = self._mixed if self.learns_classes and self.training else self._told_apart
+            rounded_TR, keeps_TR, soft_rate, hard_rate = classes(plans, held_TC)
+            kept_BTR = kept_BTR * keeps_TR.view(kept_BTR.shape)
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
-        return kept_BTR + (rounded_BTR - kept_BTR.detach()), rate
+        return kept_BTR + (rounded_BTR - kept_BTR.detach()), soft_rate, hard_rate
+
+    def _told_apart(self, plans: tuple[BitPlan, ...], held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(rounded coefficients, whether each is kept, and the rate twice), each token by the plan of its class."""
+        plan = self.plan
+        class_T = plan.classes(held_TC)
+        rate = self._rate_of(plan.size_K[class_T].float())
+        return plan.rounded(held_TC, class_T), plan.keeps(class_T), rate, rate
+
+    def _mixed(self, plans: tuple[BitPlan, ...], held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same of tokens that are partly of each class, so that the loss says what another class would do to them; the
+        share of each coefficient that is kept; and the soft and the hard rate.
+
+        A token is at least of class k by m_k = σ((s − b_k) / τ), of its score s and the class's lower bound b_k. As the mask
+        of a gate falls along the coefficients (section 3.2), so does m along the classes.
+        """
+        gate = ImportanceGate(linear_C=self.linear, square_C=self.square, rest_3=self.rest, leading=int(self.leading))
+        score_T, bounds_K = gate.scores(held_TC), self._rising_bounds(len(plans))
+        mask_TK = ((score_T[:, None] - bounds_K) / _SOFTNESS).sigmoid()
+        share_TK = -F.pad(F.pad(mask_TK, (1, 0), value=1.0), (0, 1)).diff(dim=1)
+        share_TK = share_TK * (share_TK > _LEAST_SHARE)
+        share_TK = share_TK / share_TK.sum(dim=1, keepdim=True)
+        rank = max(plan.num_coefficients for plan in plans)
+        rounded_TR, keeps_TR = (held_TC.new_zeros(len(held_TC), rank) for _ in range(2))
+        for k, plan in enumerate(plans):
+            own = plan.num_coefficients
+            [place_M] = share_TK[:, k].nonzero(as_tuple=True)
+            share_M1 = share_TK[place_M, k, None]
+            rounded_MR = F.pad(plan.rounded(held_TC[place_M, :own]), (0, rank - own))
+            rounded_TR = rounded_TR.index_add(0, place_M, share_M1 * rounded_MR)
+            keeps_TR[place_M, :own] += share_M1.detach()
+        size_K = held_TC.new_tensor([plan.row_bytes(plan.num_coefficients) for plan in plans])
+        class_T = torch.bucketize(score_T.detach(), bounds_K.detach())
+        return rounded_TR, keeps_TR, self._rate_of(share_TK @ size_K), self._rate_of(size_K[class_T])
+
+    def _rate_of(self, size_T: Tensor) -> Tensor:
+        """Of tokens whose rows take so many bytes."""
+        return (size_T.mean() + PLACE_BYTES) / (2 * self.bits.shape[1])
+
+
+class _Remembered:
+    """What was made of some tensors, until one of them changes."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._made: Any = None
+
+    def __call__(self, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        # By their numbers: an engine that shards parameters may gather other ones to the same place.
+        known = self._tensors
+        if len(known) != len(tensors) or not all(map(_are_equal, known, tensors)):
+            self._made, self._tensors = make(), [tensor.detach().clone() for tensor in tensors]
+        return self._made
+
+
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.device == other.device and torch.equal(tensor, other)

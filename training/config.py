@@ -106,7 +106,11 @@ class RateConfig:
         help="with a plan the share of a token's bytes in 16 bits, by default a tenth; with gates the hard rate to end at, "
         "held by a dual update of α, and by default α is fixed (paper)",
     )
-    gain: float = option(20.0, help="of the dual update: how far log α answers the rate's distance from its goal")
+    gain: float | None = option(
+        None,
+        help="of the dual update: how far log α answers the rate's distance from its goal; by default 20, and 6 over the "
+        "target with `learned_classes`",
+    )
     layer_floor: float = option(
         0.0,
         help="hard rate below which neither α nor the calibration of τ pushes any layer's keys or values; 0 has none",
@@ -130,7 +134,7 @@ class RateConfig:
 
     def __post_init__(self):
         require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "zero or positive")
-        require(0 <= self.gain <= 100, "gain", self.gain, "between 0 and 100")
+        require(self.gain is None or 0 <= self.gain <= 1000, "gain", self.gain, "between 0 and 1000")
         if self.target_retain_rate is not None:
             require(0 < self.target_retain_rate <= 1, "target_retain_rate", self.target_retain_rate, "in (0, 1]")
             require(self.alpha != 0, "alpha", self.alpha, "positive when there is a target")
@@ -211,7 +215,9 @@ class OptimizerConfig:
         help="peak learning rate of the projections U; null is 5e-4 with a plan, of gates 1e-3 of a run that starts from "
         "gradients, else 3e-4, and as it was when a run goes on",
     )
-    lr_gate: float = option(3e-3, help="peak learning rate of the gates' W")
+    lr_gate: float | None = option(
+        None, help="peak learning rate of the gates' W, by default 3e-3; of learned classes 1e-3"
+    )
     lr_gate_bias: float = option(
         5e-2,
         help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once",
@@ -330,14 +336,15 @@ class TrainConfig:
             )
             with within("compressor."):
                 self.compressor.check_gradient_start()
+        policy = self.compressor.rank_policy
         if not self.compressor.has_gates:
-            policy = self.compressor.rank_policy
             require(
                 self.rate.target_retain_rate is not None,
                 "rate.target_retain_rate",
                 None,
                 f"given where `compressor.rank_policy` is {policy}: it says what is allocated",
             )
+        if not self.compressor.has_price:
             for key, unused in (("alpha", None), ("key_cost", 1.0), ("layer_floor", 0.0)):
                 value, wanted = getattr(self.rate, key), "left out" if unused is None else f"{unused:g}"
                 require(value == unused, f"rate.{key}", value, f"{wanted} where `compressor.rank_policy` is {policy}")
@@ -367,6 +374,19 @@ class TrainConfig:
         if start is None and self.rate.target_retain_rate is not None and compressor.can_start_from_gradients:
             start = GRADIENT
         return start == GRADIENT and self.initial_checkpoint is None
+
+    @property
+    def gain(self) -> float:
+        """What `rate.gain` comes to."""
+        if self.rate.gain is not None:
+            return self.rate.gain
+        return 6 / self.rate.target_retain_rate if self.compressor.has_plan else 20.0
+
+    @property
+    def lr_gate(self) -> float:
+        """What `optimizer.lr_gate` comes to."""
+        given = self.optimizer.lr_gate
+        return given if given is not None else 1e-3 if self.compressor.has_plan else 3e-3
 
     @property
     def lr_projection(self) -> float:

@@ -30,7 +30,7 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
     named = {id(parameter) for parameters in groups.values() for parameter in parameters}
     backbone = [value for value in model.parameters() if value.requires_grad and id(value) not in named]
     settings = config.optimizer
-    peaks = {"projection": lr_projection, "gate": settings.lr_gate, "gate_bias": settings.lr_gate_bias}
+    peaks = {"projection": lr_projection, "gate": config.lr_gate, "gate_bias": settings.lr_gate_bias}
     if backbone:
         groups["backbone"], peaks["backbone"] = backbone, settings.lr_backbone
     return torch.optim.AdamW(

@@ -106,7 +106,7 @@ def resume_run(
 def _controller(config: TrainConfig, **state: float | None) -> RateController:
     """The controller of α, from the `start` of a fresh run or from everything a resumed run saved."""
     rate = config.rate
-    if not config.compressor.has_gates:
+    if not config.compressor.has_price:
         # Ranks are drawn in training and allocated at its end, or bits are before it: nothing that is learned has a price.
         return RateController(0.0, target=None, gain=0.0, ramp=0.0)
-    return RateController(**state, target=rate.target_retain_rate, gain=rate.gain, ramp=rate.ramp)
+    return RateController(**state, target=rate.target_retain_rate, gain=config.gain, ramp=rate.ramp)
