@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import build
 from training.config import TrainConfig
 from training.loop import train
@@ -18,6 +19,20 @@ ROOT = Path(__file__).parent.parent
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 # A run with these changes sees the same text and learns nothing from it.
 STILL = {"optimizer": dict.fromkeys(("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone"), 0.0)}
+# With these numbers a cache that reads one token after another compresses whole periods.
+EXACT = ExactTokens(num_sink_tokens=1, recent_window=3, update_period=4)
+# A plan of bits, learned as it is served.
+PLANNED = {
+    "compressor": {
+        "rank_policy": "plan",
+        "prefill": "exact",
+        "exact_tokens": {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
+    },
+    "calibration": {"start": None, "tokens": 1920},
+    "rate": {"target_retain_rate": 0.12},
+    "loss": {"cross_entropy": 0, "distillation": 1},
+    "optimizer": {"steps": 60, "lr_projection": 1e-2},
+}
 
 
 def merged(values: dict, changes: dict) -> dict:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from accelerate.commands.config import load_config_from_file
 from training_runs import (
+    PLANNED,
     ROOT,
     STILL,
     assert_is_mean,
@@ -147,6 +148,27 @@ def test_a_start_from_gradients_and_its_price(training_values, tmp_path, engine,
         for name in ("loss", "hard_rate", "alpha"):
             assert found[name] == pytest.approx(expected[name], rel=tolerance)
     assert len({expected["alpha"] for _, expected in pairs}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_learned_classes_and_their_price(training_values, tmp_path, engine):
+    """The price answers to what the tokens of all processes take. Sums in another order take a few coefficients across the
+    border of two codes."""
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
+    learned = merged(PLANNED, {"compressor": {"learned_classes": True}})
+    learned |= {
+        "rate": {"target_retain_rate": 0.12, "gain": 50.0},
+        "optimizer": {"lr_projection": 1e-3, "lr_gate": 0.02},
+    }
+    train_here(training_values, tmp_path / "alone", **merged(SHORT, learned))
+    train_here(training_values, tmp_path / "still", **merged(merged(SHORT, learned), STILL))
+    launch(engine, 2, training_values, tmp_path / "run", **merged(HALF, learned))
+    for found, expected in zip(rows(tmp_path / "run"), rows(tmp_path / "alone"), strict=True):
+        for name in ("loss", "hard_rate", "alpha"):
+            assert found[name] == pytest.approx(expected[name], rel=5e-3), name
+    assert_learned(tmp_path / "run", tmp_path / "still", 5e-3)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-redpajama-zero3", "qwen3-8b-redpajama-zero3", "dynakv-paper"])

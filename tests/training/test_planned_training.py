@@ -6,12 +6,11 @@ import pytest
 import torch
 from methods import calibration_of, planned_model, tiny_model
 from safetensors.torch import load_file
-from training_runs import STILL, losses, merged, summary, train_here
+from training_runs import EXACT, PLANNED, STILL, losses, merged, summary, train_here
 
 import dynakv
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.bit_plans import coded_bases
-from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.planned_cache import dynakv_nbytes
@@ -19,20 +18,6 @@ from lowrank_kv_cli.saved import describe
 from training.config import TrainConfig
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits
-
-# With these numbers a cache that reads one token after another compresses whole periods.
-EXACT = ExactTokens(num_sink_tokens=1, recent_window=3, update_period=4)
-PLANNED = {
-    "compressor": {
-        "rank_policy": "plan",
-        "prefill": "exact",
-        "exact_tokens": {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
-    },
-    "calibration": {"start": None, "tokens": 1920},
-    "rate": {"target_retain_rate": 0.12},
-    "loss": {"cross_entropy": 0, "distillation": 1},
-    "optimizer": {"steps": 60, "lr_projection": 1e-2},
-}
 
 
 def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""Classes of tokens that training learns: the price that holds the rate, runs that go on, and what is written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from methods import planned_model, tiny_model
+from safetensors.torch import load_file
+from training_runs import EXACT, PLANNED, merged, summary, train_here
+
+import dynakv
+from dynakv.objective import RateRecorder, objective
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
+from training.config import TrainConfig
+from training.data import Batch
+from training.distillation import summed_kl, teacher_logits
+
+LEARNED = merged(PLANNED, {"compressor": {"learned_classes": True}})
+TARGET = PLANNED["rate"]["target_retain_rate"]
+
+
+def test_classes_learn_beside_the_projection():
+    model = tiny_model()
+    planned_model(model, 0.15, token_classes=4, learned_classes=True)
+    dynakv.see_exactly(model, EXACT)
+    model.train()
+    batch = Batch.from_ids(torch.randint(1, 97, (2, 60), generator=torch.Generator().manual_seed(0)), None)
+    with RateRecorder(model) as recorder:
+        logits = model(**batch.inputs, use_cache=False).logits
+    kl = summed_kl(logits, teacher_logits(model, batch.inputs), batch.targets)
+    objective(kl, recorder.rates(), 1.0).backward()
+    for side in dynakv.token_compressors(model):
+        gradients = {name: parameter.grad for name, parameter in side.named_parameters()}
+        assert set(gradients) == {f"gate.{name}" for name in ("linear", "square", "rest", "bounds")} | {
+            "projection.weight"
+        }
+        assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+
+
+def test_the_price_holds_the_rate(training_values, tmp_path):
+    """Steps as large as these move tokens into dearer classes where those are fixed."""
+    train_here(training_values, tmp_path / "fixed", **PLANNED)
+    checkpoint = train_here(training_values, tmp_path / "learned", **LEARNED)
+    rates = {name: summary(tmp_path / name)["measured_classes"]["hard_rate"] for name in ("fixed", "learned")}
+    assert rates["learned"] == pytest.approx(TARGET, rel=0.06)
+    assert abs(rates["learned"] - TARGET) < abs(rates["fixed"] - TARGET)
+    assert summary(tmp_path / "learned")["alpha"] > 0
+    assert json.loads((checkpoint / "config.json").read_text())["compressor"]["learned_classes"]
+
+
+def test_a_run_that_goes_on_is_the_same_run(training_values, tmp_path):
+    changes = merged(LEARNED, {"checkpoint_every": 3, "optimizer": {"steps": 6}})
+    checkpoint = train_here(training_values, tmp_path / "run", **changes)
+    shutil.rmtree(tmp_path / "run/states/step-000006")
+    checkpoint.rename(tmp_path / "uninterrupted")
+    train_here(training_values, tmp_path / "run", resume=True, **changes)
+    uninterrupted, resumed = (
+        load_file(directory / "compressor.safetensors") for directory in (tmp_path / "uninterrupted", checkpoint)
+    )
+    for name, tensor in uninterrupted.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_served_as_it_was_trained(tmp_path):
+    model = tiny_model()
+    make_cache = planned_model(model, 0.2, token_classes=4, learned_classes=True)
+    for side in dynakv.token_compressors(model):
+        side.gate.bounds += 0.3
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(ids, past_key_values=make_cache()).logits
+    dynakv.save_compressor(model, tmp_path / "c")
+    assert torch.equal(dynakv.attach(tiny_model(), tmp_path / "c")(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rank_policy": "gate", "exact_tokens": {}},
+            "`compressor.learned_classes` must be false, or with `rank_policy: plan`",
+        ),
+        ({"token_classes": 1}, "`compressor.learned_classes` must be false, or .* two or more `token_classes`"),
+    ],
+)
+def test_what_has_no_classes_cannot_learn_them(changes, message):
+    values = {"model": "m", "dataset": {"name": ["t"]}, **LEARNED}
+    values["compressor"] = {**values["compressor"], **changes}
+    with pytest.raises(UserError, match=message):
+        build(TrainConfig, values)
+
+
+def test_classes_are_not_learned_by_an_override():
+    config = dynakv.DynaKVConfig(rank_policy="plan")
+    with pytest.raises(
+        UserError, match="`learned_classes` cannot be overridden with True: it is what training learned"
+    ):
+        config.overridden(learned_classes=True)
+
+
+def test_settings_of_the_price_are_for_learned_classes():
+    values = {"model": "m", "dataset": {"name": ["t"]}, **merged(LEARNED, {"rate": {"alpha": 2.0}})}
+    config = build(TrainConfig, values)
+    assert (config.gain, config.lr_gate) == (6 / TARGET, 1e-3)
