@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowrank_kv.codec import Codec
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
-from lowrank_kv.stores.arena import RowFormat
 from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.page_rows import RowFormat
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ranked_rows import RankedRows
 from lowrank_kv.stores.token_plans import TokenPlans

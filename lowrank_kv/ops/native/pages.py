@@ -14,7 +14,7 @@ from lowrank_kv.ops.native.attention import PackedDecoders
 from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
 from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED, PackedClasses, packed_plan
-from lowrank_kv.stores.arena import PageLayout, SideLayout, has_levels
+from lowrank_kv.stores.arena import PageLayout, SideLayout
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
 from lowrank_kv.utils.errors import UserError
@@ -252,7 +252,7 @@ class _PackedSide:
             side.sinks,
             side.end,
             row_format.num_coefficients,
-            (side.end - side.first_row) // side.block_size if has_levels(row_format) else side.fixed_row_bytes,
+            (side.end - side.first_row) // side.block_size if side.rows.differ else side.rows.size(side.rows.least),
             *(0 if each is None else each.address for each in (plan, classes, gate)),
             *(coder.address for coder in coders),
             *[0] * (MOST_CLASSES - len(coders)),

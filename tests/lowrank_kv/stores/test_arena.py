@@ -38,11 +38,7 @@ def written(
 
 def bytes_of(side: SideLayout, levels: list[int]) -> int:
     """Of rows of these levels."""
-    rows = side.row_format
-    if isinstance(rows, BitPlan):
-        return len(levels) * side.fixed_row_bytes
-    sizes = rows.row_bytes if rows in RANKED.values() else rows.row_bytes().__getitem__
-    return sum(map(sizes, levels))
+    return sum(map(side.rows.size, levels))
 
 
 def used(side: SideLayout, page_Y: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -149,7 +145,7 @@ def test_sinks_leave_room_in_first_pages_and_give_it_to_rows_in_others():
 
 def test_a_page_of_one_plan_has_no_header():
     layout = layout_of(1, block_size=128, num_sinks=0)
-    size = layout.keys.fixed_row_bytes
+    size = layout.keys.rows.size(0)
     assert layout.keys.first_row == 0
     assert layout.page_bytes <= -(-(2 * 128 * size + 64) // 128) * 128
 
