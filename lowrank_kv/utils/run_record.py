@@ -154,6 +154,8 @@ def load(path: str | Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecordError(f"{path}: there is no such record; runs keep theirs as `quality/RUN.json`") from error
+    except IsADirectoryError as error:
+        raise RecordError(f"{path}: is a directory, and a record is a file; name one, as `quality/RUN.json`") from error
     except ValueError as error:
         raise RecordError(f"{path}: is no run record ({error}); restore it, or measure again") from error
     check(record, name)

@@ -94,6 +94,8 @@ def test_a_missing_key_and_file_are_named(tmp_path):
         run_record.load(path)
     with pytest.raises(RecordError, match="quality/none.json: there is no such record; runs keep theirs"):
         run_record.load(path.with_name("none.json"))
+    with pytest.raises(RecordError, match="is a directory, and a record is a file; name one"):
+        run_record.load(path.parent)
     path.write_text("{")
     with pytest.raises(RecordError, match="is no run record"):
         run_record.load(path)
