@@ -149,7 +149,7 @@ def load(path: str | Path) -> dict[str, Any]:
         RecordError: the file is missing, is no JSON, does not follow the schema, or was changed after it was written.
     """
     path = Path(path)
-    name = f"{path.parent.name}/{path.name}"
+    name = f"{path.absolute().parent.name}/{path.name}"  # from within its directory a record is named without it
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
