@@ -22,6 +22,8 @@ from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.errors import UserError
 
+TEMPERATURE = 0.8
+
 
 def main(argv: list[str]) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,8 +36,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", metavar="ID", help="base model [default: the one the checkpoint was trained on]")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="[default %(default)s]")
     parser.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling [default %(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling [default %(default)s]")
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"of sampling [default {TEMPERATURE}]")
+    parser.add_argument("--seed", type=int, metavar="N", help="of sampling [default 0]")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of coefficients [default: the method's own]")
     parser.add_argument(
@@ -47,15 +49,21 @@ def main(argv: list[str]) -> None:
 
     if arguments.max_new_tokens < 1:
         raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
-    if arguments.temperature <= 0:
-        raise UserError(f"`--temperature` must be positive, got {arguments.temperature}; leave out --sample for greedy")
+    for name in ("temperature", "seed"):
+        if getattr(arguments, name) is not None and not arguments.sample:
+            raise UserError(
+                f"`--{name}` is of sampling: give `--sample`, too, or leave it out for the likeliest tokens"
+            )
+    temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
+    if not temperature > 0:  # NaN, too
+        raise UserError(f"`--temperature` must be positive, got {temperature}; leave out --sample for greedy")
     model, tokenizer = load(arguments)
     inputs = encode(tokenizer, arguments).to(model.device)
     if not inputs["input_ids"].numel():
         raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
-    torch.manual_seed(arguments.seed)
-    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
+    torch.manual_seed(arguments.seed or 0)
+    sampling = {"do_sample": True, "temperature": temperature} if arguments.sample else {"do_sample": False}
     output = model.generate(
         **inputs,
         **sampling,

@@ -43,6 +43,8 @@ from ojakv.byte_budget import break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
+# Of the cache whose bytes are asked for, where they are not given.
+DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 
 
 def main(argv: list[str]) -> None:
@@ -51,9 +53,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     group = parser.add_argument_group("the bytes of a cache")
     group.add_argument("--model", metavar="ID", help="hub id or directory; only its configuration is read")
-    group.add_argument("--tokens", type=int, default=4096, metavar="N", help="of each sequence [default %(default)s]")
-    group.add_argument("--batch", type=int, default=1, metavar="B", help="sequences [default %(default)s]")
-    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model [default %(default)s]")
+    group.add_argument("--tokens", type=int, metavar="N", help=f"of each sequence [default {DEFAULTS['tokens']}]")
+    group.add_argument("--batch", type=int, metavar="B", help=f"sequences [default {DEFAULTS['batch']}]")
+    group.add_argument("--dtype", choices=DTYPES, help=f"of the model [default {DEFAULTS['dtype']}]")
     method = group.add_mutually_exclusive_group()
     method.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it")
     method.add_argument("--preset", metavar="NAME", help="OjaKV preset")
@@ -68,6 +70,11 @@ def main(argv: list[str]) -> None:
 
     if (arguments.path is None) == (arguments.model is None):
         raise UserError("inspect one thing: PATH of a checkpoint or calibration, or `--model` for the bytes of a cache")
+    given = [name for name, value in vars(arguments).items() if value is not None and name not in ("path", "json")]
+    if arguments.path is not None and given:
+        raise UserError(f"`--{given[0]}` is of the bytes of a cache: give `--model` in place of PATH, or leave it out")
+    for name in DEFAULTS.keys() - set(given):
+        setattr(arguments, name, DEFAULTS[name])
     if arguments.path is not None:
         described = describe(arguments.path)
         print(json.dumps(described, indent=2) if arguments.json else description_text(described))

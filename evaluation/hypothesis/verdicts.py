@@ -69,6 +69,8 @@ def is_real(estimate: Estimate, config: HypothesisConfig) -> bool:
 
 def _judged(shown: list[bool], excluded: list[bool]) -> str:
     """A claim on several settings, from those for which the windows show it and those for which they exclude it."""
+    if not shown:
+        return UNDECIDED  # nothing was measured that could tell
     if all(shown):
         return HOLDS
     if any(shown):
@@ -137,7 +139,7 @@ def _h1(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     share = 1.0 if least is None else _mean_share(least)
     far_below = [each for each in both if _mean_share(each) <= 0.5]
     verdict = HOLDS if share <= config.modest else PARTLY if share <= 0.5 else UNDECIDED
-    if verdict == UNDECIDED and all(is_real(each.increase(), config) for each in far_below):
+    if verdict == UNDECIDED and far_below and all(is_real(each.increase(), config) for each in far_below):
         verdict = REFUTED
     return Verdict(
         claim=f"H1: there are ranks ≪ d at which perplexity rises by at most {config.negligible:.0%}",

@@ -130,6 +130,9 @@ class CompressedLM(TemplateLM):
         return self.held / self.full
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        begin = self.tokenizer.bos_token
+        if add_special_tokens is None and begin and string.startswith(begin):
+            add_special_tokens = False  # a chat template has written it
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.tokenizer(string, **options).input_ids
 

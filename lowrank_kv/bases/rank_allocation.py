@@ -60,13 +60,15 @@ def waterfill_ranks(energies_C: list[Tensor], rate: float, multiple: int = 1) ->
         size_K = torch.full((runs,), multiple, device=device)
         size_K[-1] = width - (runs - 1) * multiple
         padded = torch.nn.functional.pad(energy_C.double(), (0, runs * multiple - width))
-        share.append(padded.view(runs, multiple).sum(dim=1) / size_K)
+        # Rounding must not let the mean of equal energies rise at a last run, which may be shorter.
+        share.append((padded.view(runs, multiple).sum(dim=1) / size_K).cummin(0).values)
         size.append(size_K)
         owner.append(torch.full((runs,), i, device=device))
         first.append(torch.arange(runs, device=device) == 0)
     share, size, owner, first = (torch.cat(each) for each in (share, size, owner, first))
-    # The first coefficients of each are given first, so that no layer is left without any.
-    order = torch.argsort(share.masked_fill(first, torch.inf), descending=True)
+    # The first coefficients of each are given first, so that no layer is left without any. Stable: of runs that are worth
+    # the same, such as those without energy, the earlier come first.
+    order = torch.argsort(share.masked_fill(first, torch.inf), descending=True, stable=True)
     is_within = size[order].cumsum(0) <= round(rate * sum(widths)) + multiple // 2
     chosen = order[is_within | first[order]]
     nothing = torch.zeros(len(widths), dtype=torch.long, device=device)

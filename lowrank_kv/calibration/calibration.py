@@ -191,14 +191,15 @@ class Calibration:
         Raises:
             UserError: the directory is no calibration, or a damaged one.
         """
-        path, moments_path = Path(directory) / CONFIG, Path(directory) / MOMENTS
+        directory = Path(directory).expanduser()
+        path, moments_path = directory / CONFIG, directory / MOMENTS
         put_back(directory)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
             data = moments_path.read_bytes()
         except FileNotFoundError as error:
             lost = Path(error.filename).name
-            why = f"it has no `{lost}`" if Path(directory).is_dir() else "there is no such directory"
+            why = f"it has no `{lost}`" if directory.is_dir() else "there is no such directory"
             raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`") from error
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import glob
 import os
 import shutil
 import sys
@@ -73,7 +74,7 @@ def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
 def put_back(target: str | Path) -> None:
     """Give a directory its name again, where a process was killed between moving it aside and naming its successor."""
     target = Path(target)
-    aside = sorted(target.parent.glob(f".{target.name}-old-*"), key=os.path.getmtime)
+    aside = sorted(target.parent.glob(f".{glob.escape(target.name)}-old-*"), key=os.path.getmtime)
     if aside and not target.exists() and os.access(target.parent, os.W_OK):
         os.replace(aside[-1], target)
 

@@ -262,9 +262,21 @@ def _parse_scalar(text: str, hint: Any) -> Any:
     return text if hint is str else _yaml(text, f"`{text}` on the command line is not a value")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader takes the last of equal keys, and says nothing of the others."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` stands there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml(text: str, complaint: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{complaint}: {' '.join(str(error).split())}") from error
 

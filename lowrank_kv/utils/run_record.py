@@ -149,11 +149,13 @@ def load(path: str | Path) -> dict[str, Any]:
         RecordError: the file is missing, is no JSON, does not follow the schema, or was changed after it was written.
     """
     path = Path(path)
-    name = f"{path.parent.name}/{path.name}"
+    name = f"{path.absolute().parent.name}/{path.name}"  # from within its directory a record is named without it
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecordError(f"{path}: there is no such record; runs keep theirs as `quality/RUN.json`") from error
+    except IsADirectoryError as error:
+        raise RecordError(f"{path}: is a directory, and a record is a file; name one, as `quality/RUN.json`") from error
     except ValueError as error:
         raise RecordError(f"{path}: is no run record ({error}); restore it, or measure again") from error
     check(record, name)

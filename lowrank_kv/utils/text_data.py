@@ -8,6 +8,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -52,6 +53,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     """
     import datasets
 
+    name = os.path.expanduser(name)
     format = _format(name)
     if format is None and Path(name).is_file():
         raise UserError(

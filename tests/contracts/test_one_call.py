@@ -105,6 +105,26 @@ def test_a_model_without_gradients_of_its_own_trains_as_before(bases):
     assert torch.equal(model.lm_head.weight.grad, stock.lm_head.weight.grad)
 
 
+def test_a_prompt_that_is_read_exactly_has_the_gradients_of_the_stock_model(bases):
+    model, stock = lowrank_kv.compress(tiny_model(), "ojakv-joint", bases=bases), tiny_model()
+    for each in (model, stock):
+        each(IDS, labels=IDS).loss.backward()
+    for weight, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_backward_pass_through_the_cache_is_refused(method):
+    """Compiled code keeps no graph, so that gradients would go around attention without a word."""
+    model = tiny_model()
+    cache = method.build(model, RATE)()
+    with torch.no_grad():
+        cache = model(IDS.repeat(1, 8), past_key_values=cache).past_key_values
+    logits = model(IDS[:, :1], past_key_values=cache).logits
+    with pytest.raises(UserError, match="has no gradients; read the whole text in one call with `use_cache=False`"):
+        logits.sum().backward()
+
+
 def test_every_mistake_names_its_remedy(bases, tmp_path):
     model, trained = tiny_model(), tiny_model()
     next(method for method in METHODS if method.name == "dynakv").build(trained, RATE)

@@ -209,6 +209,12 @@ def test_verdicts_follow_from_the_figures(values):
     assert near["h0"].verdict == near["quarter"].verdict == UNDECIDED
 
 
+def test_what_was_not_measured_is_not_judged(values):
+    config = build(HypothesisConfig, values | {"thresholds": [0.8, 0.9], "shares": [0.6, 0.7], "modest": 0.6})
+    for increase in (0.0, 0.5):
+        assert verdicts(config, invented(config, lambda _, up=increase: up))["energy"].verdict == UNDECIDED
+
+
 def test_verdicts_on_adaptivity_and_the_rotation(values):
     config = build(HypothesisConfig, values)
 

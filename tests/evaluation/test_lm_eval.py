@@ -11,6 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from methods import calibration_of, tiny_model
+from tokenizers.processors import TemplateProcessing
 
 from evaluation.lm_eval_harness.model import CompressedLM
 from evaluation.reading import full_cache
@@ -110,6 +111,16 @@ def test_text_is_generated_until_it_says_so(model):
     assert cut == answer.split(answer[3])[0]
     with pytest.raises(UserError, match="greedily"):
         lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
+
+
+def test_a_template_that_writes_the_first_token_gets_no_second_one(model):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<end>"})
+    begin = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    lm = CompressedLM(model=model, tokenizer=tokenizer, make_cache=lambda: full_cache(model))
+    assert lm.tok_encode("<end>Hello") == lm.tok_encode("Hello") == [0, *byte_tokenizer()("Hello").input_ids]
+    assert lm.tok_encode("Hello", add_special_tokens=False) == byte_tokenizer()("Hello").input_ids
 
 
 @pytest.fixture

@@ -242,6 +242,14 @@ def test_mistakes_say_what_to_do(compressed, tiny_dir, tmp_path, arguments, mess
         main(["--model", str(tiny_dir), *given])
 
 
+@pytest.mark.parametrize(
+    "stray", [("--memory", "24 GiB"), ("--tokens", "4096"), ("--preset", "ojakv-pf"), ("--dtype", "float32")]
+)
+def test_a_description_takes_nothing_of_a_cache_in_silence(tmp_path, stray):
+    with pytest.raises(UserError, match=f"`{stray[0]}` is of the bytes of a cache: give `--model` in place of PATH"):
+        main([str(tmp_path), *stray])
+
+
 def test_a_checkpoint_s_measured_rates_become_bytes(inspect, compressed, tiny_dir, tmp_path):
     measured = {"hard_rate": 0.625, "perplexity": 9.5, "layer_rates": LAYER_RATES}
     dynakv.save_compressor(compressed, tmp_path / "checkpoint", summary={"heldout": {"text.jsonl": measured}})

@@ -60,6 +60,9 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
             "`eviction.keep_ratio` must be in (0, 1]; 0.2 keeps a fifth of a prompt; got 0.0",
         ),
         (("--prompt", "x", "--chat"), "`--chat` needs a chat template"),
+        (("--prompt", "x", "--temperature", "1.2"), "`--temperature` is of sampling: give `--sample`, too"),
+        (("--prompt", "x", "--seed", "0"), "`--seed` is of sampling: give `--sample`, too"),
+        (("--prompt", "x", "--sample", "--temperature", "nan"), "`--temperature` must be positive, got nan"),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )

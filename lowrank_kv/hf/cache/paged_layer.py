@@ -16,6 +16,7 @@ from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import CallContext, join_heads
 from lowrank_kv.ops.gated_append.triton import gated_append
 from lowrank_kv.ops.gated_append.weights import append_weights
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.paged_attention.triton import paged_attention
 from lowrank_kv.ops.triton.availability import launching_on
 from lowrank_kv.ops.triton.launch import rows_together
@@ -127,7 +128,7 @@ class PagedLayer(CodecLayer):
                 mask_BQT=None if mask is None else rows_together(mask[:, 0]),
                 **inner.score_options(kwargs),
             )
-        return output_BHQD.transpose(1, 2).contiguous(), None
+        return without_gradients(output_BHQD.transpose(1, 2).contiguous(), query), None
 
     def is_decoding(self, query: Tensor) -> bool:
         groups = self.codec.key.width // self.head_dim

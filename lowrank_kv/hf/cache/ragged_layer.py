@@ -16,6 +16,7 @@ from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.native.ragged_view import append_few, view_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -172,8 +173,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             return self._attend_compressed(query, mask, **inner.score_options(kwargs)), None
         if any(sequence.min_crop_length for sequence in self.sequences):
             return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
+        is_prompt = self._prompt is not None  # whose states are not those that were stored
         key, value = (states[:, :, :length] for states in self._rebuild())
-        return inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0], key
+        output = inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0]
+        return output if is_prompt else without_gradients(output, query), key
 
     def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
         """Evict the tokens of a prompt just completed that its last queries do not look at. Heads share their coefficients,
@@ -210,7 +213,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             key, value = (states[:, :, rows] for states in self._rebuild_one(b))
             mask_11QT = None if mask is None else _mask_of(mask, b, sequence)[None, None, :, rows]
             outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
-        return torch.cat(outputs)
+        return without_gradients(torch.cat(outputs), query)
 
     def _attend_compressed(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         sequences = [

@@ -5,6 +5,7 @@ Shapes: H query heads, Q new queries, D head dim.
 
 from torch import Tensor
 
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import eager, native, triton
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.utils.dispatch_log import log_choice
@@ -30,7 +31,8 @@ def lowrank_attention(
             section 2.3); None where there is none.
 
     Returns:
-        (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32.
+        (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32. A backward
+        pass through it raises :class:`UserError`.
     """
     operation, backend, because = triton, "triton", triton.unsupported_reason(query_HQD, tokens)
     if because is not None and query_HQD.is_cpu:
@@ -39,4 +41,5 @@ def lowrank_attention(
         operation, backend = eager, "eager"
     coef = tokens.keys.coef
     log_choice("lowrank_attention", backend, coef.dtype, coef.device, because)
-    return operation.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    output_HQD = operation.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    return without_gradients(output_HQD, query_HQD)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.ragged_attention import eager, native
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.utils.dispatch_log import log_choice
@@ -38,7 +39,7 @@ def ragged_attention(
 
     Returns:
         (B, Q, H, D), contiguous, in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in
-        fp32.
+        fp32. A backward pass through it raises :class:`UserError`.
 
     Raises:
         UserError: there are not as many sequences as queries of them.
@@ -51,4 +52,6 @@ def ragged_attention(
         operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
-    return operation.ragged_attention(query_BHQD, sequences, decoders, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    options = {"scaling": scaling, "softcap": softcap, "sink_H": sink_H}
+    output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, **options)
+    return without_gradients(output_BQHD, query_BHQD)

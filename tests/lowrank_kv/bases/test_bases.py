@@ -113,6 +113,15 @@ def test_waterfilling_in_multiples_keeps_the_runs_worth_most():
     assert waterfill_ranks(spectra, 0.5, 2) == [2, 2]
 
 
+@pytest.mark.parametrize("tail", [0.0, 0.1])
+def test_runs_that_are_worth_the_same_are_kept_from_the_first(tail):
+    """A calibration of few tokens leaves most energies zero, and equal ones round."""
+    spectra = [torch.cat([torch.linspace(1, 0.5, 3), torch.full((width - 3,), tail)]) for width in (20, 34, 13)]
+    for rate in (0.3, 0.5, 0.8, 0.9, 0.95):
+        ranks = waterfill_ranks(spectra, rate, 4)
+        assert all(rank % 4 == 0 or rank == len(each) for rank, each in zip(ranks, spectra, strict=True)), (rate, ranks)
+
+
 def test_energy_rank():
     energy = torch.tensor([6.0, 3.0, 1.0])
     assert [energy_rank(energy, share) for share in (0.5, 0.6, 0.61, 0.9, 0.95, 1.0)] == [1, 1, 2, 2, 3, 3]

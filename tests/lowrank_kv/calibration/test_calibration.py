@@ -15,7 +15,7 @@ from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import CalibrationText
+from lowrank_kv.utils.text_data import CalibrationText, labelled_block
 
 
 def token_ids(count: int = 2, length: int = 24) -> torch.Tensor:
@@ -70,6 +70,14 @@ def test_no_more_text_is_read_than_was_asked_for(tmp_path, tokens, length, shape
     assert blocks_NT.numel() <= tokens
 
 
+def test_a_text_in_the_user_s_directory_is_read_by_its_short_name(tmp_path, monkeypatch):
+    """A shell leaves the `~` of LABEL=~/FILE as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("the text is in the directory of the user. " * 4)
+    label, tokens_T = labelled_block("mine=~/a.txt", byte_tokenizer(), 16)
+    assert (label, len(tokens_T)) == ("mine", 16)
+
+
 GEOMETRY = {"layers": [0, 1, 2], "num_kv_heads": 2, "head_dim": 16}
 
 
@@ -98,6 +106,13 @@ def test_what_a_damaged_calibration_lacks_is_named(tmp_path, entries, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     with pytest.raises(UserError, match=message):
         Calibration.load(tmp_path / "bases")
+
+
+def test_a_calibration_in_the_user_s_directory_is_read_by_its_short_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    calibration_of(tiny_model()).save(tmp_path / "bases", model="tiny", text=["random"])
+    assert Calibration.is_in("~/bases")
+    assert Calibration.load("~/bases").model == "tiny"
 
 
 def test_a_configuration_that_is_no_text_is_refused(tmp_path):

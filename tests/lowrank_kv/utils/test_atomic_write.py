@@ -136,6 +136,12 @@ def test_a_kill_between_two_renames_leaves_what_is_found_again(tmp_path):
     assert contents(tmp_path / "it") == {"known": b"later"}
 
 
+def test_a_name_is_put_back_whatever_characters_it_has(tmp_path):
+    (tmp_path / ".run[1]-old-x").mkdir()
+    put_back(tmp_path / "run[1]")
+    assert [path.name for path in tmp_path.iterdir()] == ["run[1]"]
+
+
 def test_a_name_that_is_taken_is_not_put_back(tmp_path):
     for name, text in (("it", "now"), (".it-old-x", "then")):
         (tmp_path / name).mkdir()

@@ -79,6 +79,8 @@ def test_file_then_command_line(tmp_path):
         ("model: m\ndataset: {name: t}\nrate:\n  alpha: -1\n", "`rate.alpha` must be zero or positive"),
         ("model: m\ndataset: {name: t}\noptimizer: 3\n", "`optimizer` must be a section"),
         ("model: [", "not valid YAML"),
+        ("model: m\ndataset: {name: t}\nmodel: n\n", "not valid YAML: `model` stands there twice"),
+        ("model: m\ndataset:\n  name: t\n  name: u\n", "`name` stands there twice"),
         ("- 3\n", "must hold keys and values"),
         ("model: ${NO_SUCH_VARIABLE}/m\n", "NO_SUCH_VARIABLE, which is not set"),
     ],

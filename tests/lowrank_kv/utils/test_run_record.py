@@ -36,6 +36,12 @@ def test_what_is_written_is_read(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_record_is_read_from_within_its_directory(tmp_path, monkeypatch):
+    path = run_record.write(record(), tmp_path)
+    monkeypatch.chdir(path.parent)
+    assert run_record.load(path.name) == run_record.load(path)
+
+
 def test_ids_tell_runs_apart():
     assert record()["run_id"] != record()["run_id"]
 
@@ -94,6 +100,8 @@ def test_a_missing_key_and_file_are_named(tmp_path):
         run_record.load(path)
     with pytest.raises(RecordError, match="quality/none.json: there is no such record; runs keep theirs"):
         run_record.load(path.with_name("none.json"))
+    with pytest.raises(RecordError, match="is a directory, and a record is a file; name one"):
+        run_record.load(path.parent)
     path.write_text("{")
     with pytest.raises(RecordError, match="is no run record"):
         run_record.load(path)

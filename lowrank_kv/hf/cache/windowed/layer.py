@@ -17,6 +17,7 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
 from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of
 from lowrank_kv.hf.cache.windowed.store import TokenStore
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.ops.softmax import join_sequences
@@ -88,9 +89,9 @@ class WindowedLayer(SequenceLayer):
             output = self._attend_low_rank(query, mask, **inner.score_options(kwargs)), None
         elif any(sequence.min_crop_length for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
+        elif past or not is_exact:
+            output = without_gradients(inner(module, query, *self.dense(), mask, **kwargs)[0], query), None
         else:
-            if past or not is_exact:
-                key, value = self.dense()
             output = inner(module, query, key, value, mask, **kwargs)
         if is_exact:
             self._compress_due(query, scaling)
@@ -128,7 +129,7 @@ class WindowedLayer(SequenceLayer):
                 columns = columns_of(mask_of_row(mask, b), position, query.shape[1])
                 mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
-        return torch.cat(outputs)
+        return without_gradients(torch.cat(outputs), query)
 
     def _compress_due(self, query: Tensor, scaling: float) -> None:
         prompt, is_uncommitted = self.prompts.committed(query, self.get_seq_length())

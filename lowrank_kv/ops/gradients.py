@@ -1,0 +1,31 @@
+"""Attention over a compressed cache cannot be differentiated, and says so where somebody tries.
+
+Stored coefficients keep no graph, and compiled code and kernels build none. Without a word a backward pass would go around
+attention, through the residual stream alone, and end in gradients that look like any others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.utils.errors import UserError
+
+
+def without_gradients(output: Tensor, query: Tensor) -> Tensor:
+    """The output of attention over a compressed cache, through which a backward pass to these queries is an error."""
+    is_recorded = query.requires_grad and torch.is_grad_enabled()
+    return _Undifferentiable.apply(output.detach(), query) if is_recorded else output
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        raise UserError(
+            "attention over a compressed cache has no gradients; read the whole text in one call with `use_cache=False`, or "
+            "take the compression off first: lowrank_kv.uncompress(model)"
+        )
