@@ -43,8 +43,8 @@ PAGE_MARGIN = 1.0  # no page fills then: a full one codes later tokens more coar
 TOLD = 0.75  # of the wrong texts of each kind: so many must be found wrong
 GROWTH = 1.05  # of memory, from the first quarter of the run to its end, that is still called none
 LENGTHS = (5, 700)
-# oneDNN keeps a compiled product for each number of tokens that a step may have, and glibc keeps what lies free between
-# them; both make any server of vLLM grow for hours. Without them, what grows is a leak.
+# oneDNN keeps a compiled product for each number of tokens that a step has had, and glibc keeps freed memory between them;
+# that makes stock vLLM grow, too. With these a growth is a leak.
 STEADY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
