@@ -2,10 +2,11 @@
 
 A coefficient at the border of two codes takes the other one when a sum is added in another order: in a chunk of a prompt, in
 a batch, behind a prefix that another request left. So correct runs differ in logits, and part where two tokens are nearly
-as likely. How far they differ is measured: the reference reads each prompt at once and in pieces, and its spread is the
-largest change, at any place of its answer, of the lead that the likeliest token has over the second, which decide a text. A
-served token is right if the reference, behind the same tokens, gives it a logit at most twice the largest spread below the
-best: the server may part from what the reference would say on average by as much as the reference does on the other side.
+as likely. How nearly is measured on the reference itself, which reads each prompt at once and in pieces: its spread is the
+most that a token it says behind one reading lacks of the likeliest one behind another. A served token is right if the
+reference, behind the same tokens, gives it a logit at most twice the largest spread below the best, for the server reads in
+more ways than the few that were tried. What a token lacks is looked at, and not how far logits move: they move most where
+one token is far ahead, and no text parts there.
 
 Shapes: T tokens of an answer, V vocabulary.
 """
@@ -29,6 +30,7 @@ PIECES = (
 SWAPPED = 5  # the rank of the token that a control has in place of the likeliest one
 PAGE = 128  # tokens that the wrong page of a control has
 MARGIN = 2  # times the spread that a right token may lack
+ROUNDING = 1e-3  # a spread is at least as large: logits that differ by less may change places though no code does
 
 
 @dataclasses.dataclass
@@ -38,12 +40,14 @@ class Expected:
     Attributes:
         prompt, answer: token ids, the answer the reference's.
         spread: of the reference at this answer, in logits.
+        lead_change: how far its logits move, which the rule does not ask for.
         read: the prompt, read at once.
     """
 
     prompt: list[int]
     answer: list[int]
     spread: float
+    lead_change: float
     read: Reader
 
     def agreed(self, found: Sequence[int]) -> int:
@@ -74,8 +78,9 @@ class Reference:
         read = self._read(prompt, [len(prompt)])
         answer, logits_TV = greedy(read, tokens)
         others = [read, *(self._read(prompt, sizes) for sizes in self._divisions(len(prompt)))]
-        changes = (spread(logits_TV, forced(other, answer)) for other in others)
-        return Expected(prompt, answer, max(changes), read)
+        runs = [forced(other, answer) for other in others]
+        changes = [max(measure(logits_TV, run_TV) for run_TV in runs) for measure in (spread, lead_change)]
+        return Expected(prompt, answer, *changes, read)
 
     def answer(self, prompt: list[int], tokens: int) -> list[int]:
         """The answer alone."""
@@ -112,6 +117,12 @@ def forced(read: Reader, tokens: Sequence[int]) -> Tensor:
 
 
 def spread(one_TV: Tensor, other_TV: Tensor) -> float:
+    """The most that the likeliest tokens of one run's logits lack in the other's, either way."""
+    pairs = (one_TV, other_TV), (other_TV, one_TV)
+    return max(float(gaps(logits_TV, said_TV.argmax(1).tolist()).max()) for logits_TV, said_TV in pairs)
+
+
+def lead_change(one_TV: Tensor, other_TV: Tensor) -> float:
     """How much the lead of one run's likeliest token over its second changes in another run, at most."""
     best_T2 = one_TV.topk(2).indices
     one_T, other_T = (logits_TV.gather(1, best_T2).diff()[:, 0] for logits_TV in (one_TV, other_TV))
@@ -122,6 +133,11 @@ def gaps(logits_TV: Tensor, tokens: Sequence[int]) -> Tensor:
     """What each token of a text lacks of the likeliest one, in logits, (T,)."""
     token_T1 = torch.tensor(list(tokens), device=logits_TV.device)[:, None]
     return logits_TV.amax(1) - logits_TV.gather(1, token_T1)[:, 0]
+
+
+def most_lacking(expected: Iterable[Expected]) -> float:
+    """What a token of a right text may lack."""
+    return MARGIN * max(ROUNDING, *(each.spread for each in expected))
 
 
 def longest(texts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

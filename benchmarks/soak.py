@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 import dynakv
 from benchmarks.harness import count, write_results
 from benchmarks.openai_server import COMPRESSED, Answer, Server, add_settings, settings_words
-from benchmarks.right_texts import MARGIN, Expected, Reference, controls, longest
+from benchmarks.right_texts import Expected, Reference, controls, longest, most_lacking
 from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     arguments.prefill = PREFILL
     reference, prompts = _reference(arguments)
     expected = [reference.expected(prompt, arguments.tokens) for prompt in prompts]
-    limit = MARGIN * max(each.spread for each in expected)
+    limit = most_lacking(expected)
     told = _told(expected, controls(reference, expected, arguments.seed), limit)
     print(f"right texts lack at most {limit:.3f}  {_line(told)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -100,7 +100,8 @@ def main(argv: Sequence[str]) -> None:
         environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), **STEADY}
         with Server(words, Path(directory, "log"), environment) as server:
             row, found = _soaked(server, expected, arguments)
-    row |= {"spread": limit / MARGIN, **_judged(expected, found, limit), **told}
+    spreads = {key: max(getattr(each, key) for each in expected) for key in ("spread", "lead_change")}
+    row |= {**spreads, "limit": limit, **_judged(expected, found, limit), **told}
     print(_line(row))
     if arguments.results:
         write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row])

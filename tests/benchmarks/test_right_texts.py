@@ -4,7 +4,7 @@ import pytest
 import torch
 from methods import METHODS, tiny_model
 
-from benchmarks.right_texts import MARGIN, Reference, controls, forced, gaps, greedy, longest, spread
+from benchmarks.right_texts import Reference, controls, forced, gaps, greedy, lead_change, longest, most_lacking, spread
 
 TOKENS = 6
 PROMPTS = [[7 * i % 90 + n for i in range(length)] for n, length in enumerate((9, 150, 140, 30), 1)]
@@ -23,12 +23,19 @@ def expected(reference):
     return [reference.expected(prompt, TOKENS) for prompt in PROMPTS]
 
 
-def test_the_spread_is_the_change_of_the_lead():
-    one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 5.0]])
-    other_TV = torch.tensor([[3.5, 1.0, 9.0], [7.0, 2.5, 4.0]])
+def test_the_spread_is_what_the_likeliest_of_one_run_lacks_in_another():
+    one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 4.0, 5.0], [0.0, 9.0, 2.0]])
+    other_TV = torch.tensor([[9.0, 1.0, 0.0], [0.0, 5.0, 4.5], [0.0, 5.0, 2.0]])
     assert spread(one_TV, one_TV) == 0
-    assert spread(one_TV, other_TV) == pytest.approx(1.5)  # from 3 to 1.5 at the second place
-    assert spread(one_TV, other_TV + 4) == pytest.approx(1.5)  # the same distribution
+    assert spread(one_TV, other_TV) == spread(other_TV, one_TV) == 1  # at the second place, where they part
+    assert spread(one_TV, other_TV + 4) == 1  # the same distribution
+
+
+def test_the_change_of_a_lead_counts_where_no_text_parts():
+    one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 5.0]])
+    other_TV = torch.tensor([[9.0, 1.0, 0.0], [7.0, 2.5, 4.0]])
+    assert lead_change(one_TV, other_TV) == pytest.approx(6)
+    assert lead_change(one_TV, one_TV) == 0
 
 
 def test_a_gap_is_what_a_token_lacks_of_the_likeliest():
@@ -47,7 +54,7 @@ def test_a_prompt_that_was_read_is_read_once(reference, expected):
     each = expected[1]
     before = each.read.num_read
     answer, logits_TV = greedy(each.read, TOKENS)
-    torch.testing.assert_close(forced(each.read, answer), logits_TV, rtol=0, atol=max(1e-4, each.spread))
+    torch.testing.assert_close(forced(each.read, answer), logits_TV, rtol=0, atol=max(1e-4, each.lead_change))
     assert answer == each.answer == reference.answer(each.prompt, TOKENS)
     assert each.read.num_read == before == len(each.prompt)
 
@@ -68,7 +75,7 @@ def test_the_token_that_parts_is_looked_at(expected):
 
 
 def test_controls_are_wrong_and_lack_more_than_right_texts(reference, expected):
-    limit = MARGIN * max(each.spread for each in expected)
+    limit = most_lacking(expected)
     found = controls(reference, expected, seed=0)
     assert found.keys() == {"foreign", "swapped", "wrong_page"}
     for number, text in found["foreign"]:
