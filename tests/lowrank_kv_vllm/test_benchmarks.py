@@ -47,11 +47,14 @@ def test_both_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
 def test_a_short_soak(words, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "LENGTHS", (5, 220))
     monkeypatch.setattr(soak, "GROWTH", 2.0)  # a server that has just started is not as large yet
+    monkeypatch.setattr(soak, "TOLD", 0.0)  # a random model has no opinion that other texts could contradict
     sizes = ["--minutes", 0.2, "--clients", 4, "--prompts", 6, "--tokens", 24, "--memory", 1, "--abort-share", 0.3]
     soak.main([*words, *map(str, sizes), "--results", str(tmp_path)])
     [row] = record(tmp_path)["rows"]
     assert row["answered"] > 3
     assert row["aborted"] > 0
-    assert row["wrong"] == row["left"] == 0
+    assert row["wrong"] == row["short"] == row["left"] == 0
     assert row["prefix_hit_share"] > 0
-    assert row["compared_share"] > 0.5
+    assert row["reference_share"] > 0.5
+    assert row["largest_gap"] <= row["limit"]
+    assert row["foreign_told"] == 1
