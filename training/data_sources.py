@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
 
-from .config import DOCUMENTS, DatasetConfig, TrainConfig
+from .config import TrainConfig
 from .data import Batch, TrainingBlocks
+from .dataset_config import DOCUMENTS, DatasetConfig
 
 
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:

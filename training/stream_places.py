@@ -4,8 +4,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from lowrank_kv.utils.errors import UserError
 
-from .config import DOCUMENTS, TrainConfig
+from .config import TrainConfig
 from .data import Batch, Place
+from .dataset_config import DOCUMENTS
 from .engine import Engine
 
 
