@@ -145,7 +145,7 @@ class TokenCompressor(nn.Module):
 def _gate(width: int, config: DynaKVConfig) -> Gate | NestedRank | PlannedBits:
     """What decides how much of a token is kept."""
     if config.rank_policy == PLAN:
-        return PlannedBits(width, learns_classes=config.learned_classes)
+        return PlannedBits(width, learns_classes=bool(config.learned_classes))
     return NestedRank(width) if config.rank_policy == NESTED else Gate(width)
 
 

@@ -60,10 +60,10 @@ class DynaKVConfig:
         help="with `rank_policy: plan`: tokens are told apart by how finely the loss asks to code them, and each class has "
         "bits of its own; 1 codes all alike, 4 is most",
     )
-    learned_classes: bool = option(
-        False,
+    learned_classes: bool | None = option(
+        None,
         help="with `rank_policy: plan`: training also learns which class each token is in, at a price that holds "
-        "`rate.target_retain_rate`; else the calibration says it",
+        "`rate.target_retain_rate`; else the calibration says it. By default a training run of several classes does",
     )
     gate_decay: float = option(
         4.0, help="steepness of the gate's initial mask: its mass falls as exp(−decay · i / C) from the widest cutoff"
@@ -145,7 +145,7 @@ class DynaKVConfig:
     @property
     def has_price(self) -> bool:
         """Whether training learns how much of a token is kept, so that keeping has a price."""
-        return self.has_gates or self.learned_classes
+        return self.has_gates or bool(self.learned_classes)
 
     @property
     def has_plan(self) -> bool:

@@ -21,10 +21,11 @@ SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STILL = {"optimizer": dict.fromkeys(("lr_projection", "lr_gate", "lr_gate_bias", "lr_backbone"), 0.0)}
 # With these numbers a cache that reads one token after another compresses whole periods.
 EXACT = ExactTokens(num_sink_tokens=1, recent_window=3, update_period=4)
-# A plan of bits, learned as it is served.
+# A plan of bits, learned as it is served, with the classes of the calibration.
 PLANNED = {
     "compressor": {
         "rank_policy": "plan",
+        "learned_classes": False,
         "prefill": "exact",
         "exact_tokens": {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4},
     },

@@ -303,6 +303,9 @@ class TrainConfig:
     def _fill_in(self) -> None:
         """Set what is left out and depends on other sections."""
         has_plan = self.compressor.has_plan
+        if self.compressor.learned_classes is None:
+            learned = has_plan and self.compressor.token_classes > 1
+            object.__setattr__(self, "compressor", dataclasses.replace(self.compressor, learned_classes=learned))
         with within("loss."):
             object.__setattr__(self, "loss", self.loss.filled_in(faithful=has_plan))
         if has_plan and self.rate.target_retain_rate is None:

@@ -211,8 +211,8 @@ def test_autocast_does_not_reach_a_plan(planned, tiny_dir):
     model = dynakv.attach(load_model(str(tiny_dir)), planned, self_check=False)
     side = dynakv.compressors(model)[1].value
     states = torch.randn(1, 50, side.width, generator=torch.Generator().manual_seed(0))
-    expected, error = side(states)[0], side.projection.inversion_error()
     side.train()
+    expected, error = side(states)[0], side.projection.inversion_error()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.allclose(side(states)[0], expected, atol=1e-4)
         assert side.projection.inversion_error() == error < 1e-5
