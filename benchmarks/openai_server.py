@@ -52,12 +52,13 @@ class Answer:
     Attributes:
         text: all of it.
         token_ids: of the text.
+        logprobs: the log-probability of each, in nats, where the request asks for them.
         started, first, last: when it was sent, and when its first and last tokens came, in seconds of one clock.
         finish_reason: as the server gives it; None where the request was aborted.
     """
 
     def __init__(self) -> None:
-        self.text, self.token_ids = "", []
+        self.text, self.token_ids, self.logprobs = "", [], []
         self.started = time.perf_counter()
         self.first = self.last = self.started
         self.finish_reason: str | None = None
@@ -238,6 +239,7 @@ def _add(answer: Answer, piece: Mapping[str, Any]) -> None:
         token_ids = choice.get("token_ids") or []
         answer.text += choice["text"]
         answer.token_ids += token_ids
+        answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
         if token_ids:
             answer.last = time.perf_counter()

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 import dynakv
 from benchmarks.harness import count, write_results
 from benchmarks.openai_server import COMPRESSED, Answer, Server, add_settings, settings_words
-from benchmarks.right_texts import Expected, Reference, controls, longest, most_lacking
+from benchmarks.right_texts import Distance, Expected, Reference, Text, controls, furthest
 from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
@@ -54,7 +54,7 @@ class Clients:
     def __init__(self, server: Server, expected: list[Expected], arguments: argparse.Namespace):
         self.server, self.expected, self.arguments = server, expected, arguments
         self.counts: Counter[str] = Counter()
-        self.found: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # by the prompt's number
+        self.found: dict[int, set[Text]] = defaultdict(set)  # by the prompt's number
         self._lock = threading.Lock()
 
     def run(self, seed: int, until: float) -> None:
@@ -63,21 +63,21 @@ class Clients:
         while time.monotonic() < until:
             number = chance.randrange(len(self.expected))
             expected, hangs_up = self.expected[number], chance.random() < self.arguments.abort_share
-            tokens = chance.randint(1, len(expected.answer))
+            tokens = chance.randint(1, len(expected.answer.tokens))
             enough = chance.randint(1, tokens)
 
             def is_enough(answer: Answer, enough: int = enough) -> bool:
                 return len(answer.token_ids) >= enough
 
             answer = self.server.complete(
-                expected.prompt, max_tokens=tokens, ignore_eos=True, until=is_enough if hangs_up else None
+                expected.prompt, max_tokens=tokens, ignore_eos=True, logprobs=1, until=is_enough if hangs_up else None
             )
             with self._lock:
                 self.counts["aborted" if hangs_up else "answered"] += 1
                 self.counts["tokens"] += len(answer.token_ids)
                 self.counts["agreed"] += expected.agreed(answer.token_ids)
                 self.counts["short"] += not hangs_up and len(answer.token_ids) != tokens
-                self.found[number].add(tuple(answer.token_ids))
+                self.found[number].add(Text(tuple(answer.token_ids), tuple(answer.logprobs)))
             time.sleep(chance.random() * 0.2)
 
 
@@ -86,9 +86,9 @@ def main(argv: Sequence[str]) -> None:
     arguments.prefill = PREFILL
     reference, prompts = _reference(arguments)
     expected = [reference.expected(prompt, arguments.tokens) for prompt in prompts]
-    limit = most_lacking(expected)
+    limit = furthest(expected)
     told = _told(expected, controls(reference, expected, arguments.seed), limit)
-    print(f"right texts lack at most {limit:.3f}  {_line(told)}", flush=True)
+    print(f"right texts: gap up to {limit.gap:.3f}, drift up to {limit.drift:.3f}  {_line(told)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         words = [
             *(*COMPRESSED, "--model", os.path.expanduser(arguments.model), "--dtype", "float32", "--enforce-eager"),
@@ -100,8 +100,7 @@ def main(argv: Sequence[str]) -> None:
         environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), **STEADY}
         with Server(words, Path(directory, "log"), environment) as server:
             row, found = _soaked(server, expected, arguments)
-    spreads = {key: max(getattr(each, key) for each in expected) for key in ("spread", "lead_change")}
-    row |= {**spreads, "limit": limit, **_judged(expected, found, limit), **told}
+    row |= {"gap_limit": limit.gap, "drift_limit": limit.drift, **_judged(expected, found, limit), **told}
     print(_line(row))
     if arguments.results:
         write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row])
@@ -130,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _soaked(
     server: Server, expected: list[Expected], arguments: argparse.Namespace
-) -> tuple[dict[str, Any], dict[int, set[tuple[int, ...]]]]:
+) -> tuple[dict[str, Any], dict[int, set[Text]]]:
     """What was counted, and the texts that were answered to each prompt."""
     began = time.monotonic()
     until = began + 60 * arguments.minutes
@@ -164,34 +163,31 @@ def _soaked(
 
 
 def _told(
-    expected: list[Expected], wrong_texts: dict[str, list[tuple[int, list[int]]]], limit: float
+    expected: list[Expected], wrong_texts: dict[str, list[tuple[int, Text]]], limit: Distance
 ) -> dict[str, float]:
-    """The share of wrong texts that lack more than right ones may, and what they lack, of each kind."""
+    """The share of wrong texts that are further than right ones may be, and how far they are, of each kind."""
     row = {}
     for kind, texts in wrong_texts.items():
-        lacking = [expected[number].gap(text) for number, text in texts]
-        if lacking:
-            row[f"{kind}_told"] = sum(gap > limit for gap in lacking) / len(lacking)
-            row[f"{kind}_median_gap"] = statistics.median(lacking)
+        distances = [distance for number, text in texts for distance in expected[number].distances([text])]
+        if distances:
+            row[f"{kind}_told"] = sum(each.exceeds(limit) for each in distances) / len(distances)
+            row[f"{kind}_median_gap"] = statistics.median(each.gap for each in distances)
+            row[f"{kind}_median_drift"] = statistics.median(each.drift for each in distances)
     return row
 
 
-def _judged(expected: list[Expected], found: dict[int, set[tuple[int, ...]]], limit: float) -> dict[str, Any]:
-    """How much served texts lack that are not the reference's, each looked at once."""
-    gaps = []
+def _judged(expected: list[Expected], found: dict[int, set[Text]], limit: Distance) -> dict[str, Any]:
+    """How far served texts are, and how many of them are not the reference's."""
+    row = {"parted": 0, "largest_gap": 0.0, "largest_drift": 0.0, "wrong": 0}
     for number, texts in found.items():
-        each = expected[number]
-        for text in longest(texts):
-            if each.agreed(text) == len(text):
-                continue
-            gaps.append(each.gap(text))
-            if gaps[-1] > limit:
-                print(f"wrong by {gaps[-1]:.3f}: prompt {number}: {list(text)} for {each.answer}")
-    return {
-        "parted": len(gaps),
-        "largest_gap": max(gaps, default=0.0),
-        "wrong": sum(gap > limit for gap in gaps),
-    }
+        for text, distance in zip(texts, expected[number].distances(texts), strict=True):
+            row["parted"] += expected[number].agreed(text.tokens) < len(text.tokens)
+            row["largest_gap"] = max(row["largest_gap"], distance.gap)
+            row["largest_drift"] = max(row["largest_drift"], distance.drift)
+            if distance.exceeds(limit):
+                row["wrong"] += 1
+                print(f"wrong by {distance}: prompt {number}: {text} for {expected[number].answer}")
+    return row
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -4,9 +4,22 @@ import pytest
 import torch
 from methods import METHODS, tiny_model
 
-from benchmarks.right_texts import Reference, controls, forced, gaps, greedy, lead_change, longest, most_lacking, spread
+from benchmarks.right_texts import (
+    FEWEST,
+    Distance,
+    Reference,
+    Text,
+    controls,
+    drift,
+    forced,
+    furthest,
+    gaps,
+    greedy,
+    longest,
+    spread_of,
+)
 
-TOKENS = 6
+TOKENS = 10
 PROMPTS = [[7 * i % 90 + n for i in range(length)] for n, length in enumerate((9, 150, 140, 30), 1)]
 
 
@@ -26,16 +39,19 @@ def expected(reference):
 def test_the_spread_is_what_the_likeliest_of_one_run_lacks_in_another():
     one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 4.0, 5.0], [0.0, 9.0, 2.0]])
     other_TV = torch.tensor([[9.0, 1.0, 0.0], [0.0, 5.0, 4.5], [0.0, 5.0, 2.0]])
-    assert spread(one_TV, one_TV) == 0
-    assert spread(one_TV, other_TV) == spread(other_TV, one_TV) == 1  # at the second place, where they part
-    assert spread(one_TV, other_TV + 4) == 1  # the same distribution
+    assert spread_of(one_TV, one_TV) == 0
+    assert spread_of(one_TV, other_TV) == spread_of(other_TV, one_TV) == 1  # at the second place, where they part
+    assert spread_of(one_TV, other_TV + 4) == 1  # the same distribution
 
 
-def test_the_change_of_a_lead_counts_where_no_text_parts():
-    one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 5.0]])
-    other_TV = torch.tensor([[9.0, 1.0, 0.0], [7.0, 2.5, 4.0]])
-    assert lead_change(one_TV, other_TV) == pytest.approx(6)
-    assert lead_change(one_TV, one_TV) == 0
+def test_a_drift_is_a_mean_over_enough_tokens():
+    zero_T = torch.zeros(2 * FEWEST)
+    early_T, late_T = zero_T.clone(), zero_T.clone()
+    early_T[0], late_T[-1] = FEWEST, FEWEST
+    assert drift(zero_T, zero_T) == 0
+    assert drift(zero_T, early_T) == drift(zero_T, -early_T) == 1  # of the first FEWEST, not halved by those behind
+    assert drift(zero_T, late_T) == 0.5
+    assert drift(zero_T[: FEWEST - 1], early_T[: FEWEST - 1]) == 0
 
 
 def test_a_gap_is_what_a_token_lacks_of_the_likeliest():
@@ -54,32 +70,46 @@ def test_a_prompt_that_was_read_is_read_once(reference, expected):
     each = expected[1]
     before = each.read.num_read
     answer, logits_TV = greedy(each.read, TOKENS)
-    torch.testing.assert_close(forced(each.read, answer), logits_TV, rtol=0, atol=max(1e-4, each.lead_change))
+    assert spread_of(forced(each.read, answer.tokens), logits_TV) <= each.spread.gap
     assert answer == each.answer == reference.answer(each.prompt, TOKENS)
     assert each.read.num_read == before == len(each.prompt)
 
 
+def first(text: Text, count: int) -> Text:
+    return Text(text.tokens[:count], text.logprobs[:count])
+
+
 def test_the_answer_is_right_as_far_as_it_goes(expected):
     for each in expected:
-        assert [each.gap(each.answer[:length]) for length in (0, 1, TOKENS)] == [0, 0, 0]
-        assert each.agreed([*each.answer[:2], -1]) == 2
+        assert each.distances(first(each.answer, count) for count in (0, 1, TOKENS)) == [Distance(0, 0)] * 3
+        assert each.agreed([*each.answer.tokens[:2], -1]) == 2
 
 
 def test_the_token_that_parts_is_looked_at(expected):
     each = expected[0]
-    logits_V = forced(each.read, each.answer[:3])[-1]
+    logits_V = forced(each.read, each.answer.tokens[:3])[-1]
     values, indices = logits_V.topk(3)
     for rank in (1, 2):
-        found = each.gap([*each.answer[:2], int(indices[rank])])
-        assert found == pytest.approx(float(values[0] - values[rank]), abs=1e-4)
+        text = Text((*each.answer.tokens[:2], int(indices[rank])), (0.0, 0.0, 0.0))
+        [found] = each.distances([text])
+        assert found.gap == pytest.approx(float(values[0] - values[rank]), abs=1e-4)
 
 
-def test_controls_are_wrong_and_lack_more_than_right_texts(reference, expected):
-    limit = most_lacking(expected)
+def test_numbers_that_were_told_of_other_tokens_drift(expected):
+    each = expected[0]
+    moved = Text(each.answer.tokens, tuple(value - 0.5 for value in each.answer.logprobs))
+    [found] = each.distances([moved])
+    assert found == Distance(0, pytest.approx(0.5, abs=1e-5))
+    assert found.exceeds(furthest(expected))
+
+
+def test_controls_are_further_than_right_texts(reference, expected):
+    limit = furthest(expected)
     found = controls(reference, expected, seed=0)
     assert found.keys() == {"foreign", "swapped", "wrong_page"}
     for number, text in found["foreign"]:
-        assert text != expected[number].answer
-        assert expected[number].gap(text) > limit
+        assert expected[number].distances([text])[0].exceeds(limit)
     assert {number for number, _ in found["wrong_page"]} <= {1, 2}  # the others have no page
-    assert all(len(text) <= TOKENS for _, text in found["swapped"])
+    for number, text in found["swapped"]:
+        assert expected[number].agreed(text.tokens) == len(text.tokens) - 1
+        assert expected[number].distances([text])[0].gap > 0
