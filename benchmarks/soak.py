@@ -40,7 +40,9 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 PREFILL = "reconstructed"
 PAGE_MARGIN = 1.0  # no page fills then: a full one codes later tokens more coarsely, which no reference knows of
-TOLD = 0.75  # of the wrong texts of each kind: so many must be found wrong
+# Of the wrong texts of these kinds so many must be found wrong. A wrong page early in a prompt often does less to some dozen
+# tokens than rounding does: its share is reported.
+TOLD, MUST_BE_TOLD = 0.75, ("foreign", "swapped")
 GROWTH = 1.05  # of memory, from the first quarter of the run to its end, that is still called none
 LENGTHS = (5, 700)
 # oneDNN keeps a compiled product for each number of tokens that a step has had, and glibc keeps freed memory between them;
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     print(_line(row))
     if arguments.results:
         write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row])
-    is_told = all(value >= TOLD for key, value in told.items() if key.endswith("_told"))
+    is_told = all(told[f"{kind}_told"] >= TOLD for kind in MUST_BE_TOLD)
     if row["wrong"] or row["short"] or row["left"] or row["memory_growth"] > GROWTH or not is_told:
         sys.exit(1)
 
