@@ -56,5 +56,6 @@ def test_a_short_soak(words, tmp_path, monkeypatch):
     assert row["wrong"] == row["short"] == row["left"] == 0
     assert row["prefix_hit_share"] > 0
     assert row["reference_share"] > 0.5
-    assert row["largest_gap"] <= row["limit"]
+    assert row["largest_gap"] <= row["gap_limit"]
+    assert 0 < row["largest_drift"] <= row["drift_limit"]
     assert row["foreign_told"] == 1
