@@ -24,6 +24,7 @@ from .reading import cache_bytes, read_through, read_uncompressed
 
 _RESAMPLES = 4000
 _NORMAL_QUANTILE = 1.959964  # of 0.975
+_POSSIBLE = {"top1": (0, 1)}  # what a mean can be, where not anything from 0 on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,8 @@ def score_windows(
 def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
     """Means over windows and their 95 % intervals (:func:`interval`, paired, over windows) as fields of a row.
 
-    The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval.
+    The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval. No interval
+    reaches beyond what a mean can be.
     """
     columns = {
         "perplexity_ratio": torch.tensor([score.loss - score.full_loss for score in scores], dtype=torch.float64),
@@ -115,8 +117,8 @@ def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
         shown = torch.exp if name == "perplexity_ratio" else torch.Tensor.double
         row[name] = float(shown(value_N.mean()))
         if len(scores) > 1:
-            low, high = interval(value_N)
-            row[f"{name}_low"], row[f"{name}_high"] = float(shown(low)), float(shown(high))
+            bounds = (shown(bound).clamp(*_POSSIBLE.get(name, (0, torch.inf))) for bound in interval(value_N))
+            row[f"{name}_low"], row[f"{name}_high"] = map(float, bounds)
     return row | {"windows": len(scores), "scored": sum(score.scored for score in scores)}
 
 

@@ -95,6 +95,15 @@ def test_one_window_has_no_interval():
     assert not [key for key in row if key.endswith(("_low", "_high"))]
 
 
+def test_an_interval_stays_within_what_is_possible():
+    """Of two windows it is so wide that it would reach below a divergence of zero and above an agreement of all."""
+    same = {"full_loss": 3, "scored": 10, "cache_bytes": 1, "full_bytes": 4}
+    row = summary([WindowScore(loss=3.1, kl=0.1, top1=0.9, **same), WindowScore(loss=3.9, kl=0.01, top1=1.0, **same)])
+    assert row["kl_low"] == 0 < row["kl"] < row["kl_high"]
+    assert row["top1_low"] < row["top1"] < row["top1_high"] == 1
+    assert row["perplexity_ratio_low"] > 0
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
 def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says(count):
     generator, hits = torch.Generator().manual_seed(0), 0
