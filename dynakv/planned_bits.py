@@ -137,51 +137,48 @@ class PlannedBits(nn.Module):
         Gradients pass to coefficients that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
         arXiv 1308.3432), and to the others not at all.
         """
-        plans, coef_BTC = self._plans(), coef_BTC.float()
+        plan, coef_BTC = self.plan, coef_BTC.float()
         held_TC = coef_BTC.detach().flatten(0, -2)
-        rank = max(plan.num_coefficients for plan in plans)
+        rank = plan.num_coefficients
         kept_BTR = coef_BTC[..., :rank]
-        if len(plans) == 1:
-            rounded_TR, soft_rate = plans[0].rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
+        if isinstance(plan, BitPlan):
+            rounded_TR, soft_rate = plan.rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
             hard_rate = soft_rate
         else:
-            classes = self._mixed if self.learns_classes and self.training else self._told_apart
-            rounded_TR, keeps_TR, soft_rate, hard_rate = classes(plans, held_TC)
+            in_classes = self._mixed if self.learns_classes and self.training else self._told_apart
+            rounded_TR, keeps_TR, soft_rate, hard_rate = in_classes(plan, held_TC)
             kept_BTR = kept_BTR * keeps_TR.view(kept_BTR.shape)
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
         return kept_BTR + (rounded_BTR - kept_BTR.detach()), soft_rate, hard_rate
 
-    def _told_apart(self, plans: tuple[BitPlan, ...], held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _told_apart(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(rounded coefficients, whether each is kept, and the rate twice), each token by the plan of its class."""
-        plan = self.plan
         class_T = plan.classes(held_TC)
         rate = self._rate_of(plan.size_K[class_T].float())
         return plan.rounded(held_TC, class_T), plan.keeps(class_T), rate, rate
 
-    def _mixed(self, plans: tuple[BitPlan, ...], held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _mixed(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same of tokens that are partly of each class, so that the loss says what another class would do to them; the
         share of each coefficient that is kept; and the soft and the hard rate.
 
         A token is at least of class k by m_k = σ((s − b_k) / τ), of its score s and the class's lower bound b_k. As the mask
         of a gate falls along the coefficients (section 3.2), so does m along the classes.
         """
-        gate = ImportanceGate(linear_C=self.linear, square_C=self.square, rest_3=self.rest, leading=int(self.leading))
-        score_T, bounds_K = gate.scores(held_TC), self._rising_bounds(len(plans))
+        # With gradients, which the plan's own copies do not have.
+        gate = ImportanceGate(linear_C=self.linear, square_C=self.square, rest_3=self.rest, leading=plan.gate.leading)
+        score_T, bounds_K = gate.scores(held_TC), self._rising_bounds(len(plan.plans))
         mask_TK = ((score_T[:, None] - bounds_K) / _SOFTNESS).sigmoid()
         share_TK = -F.pad(F.pad(mask_TK, (1, 0), value=1.0), (0, 1)).diff(dim=1)
         share_TK = share_TK * (share_TK > _LEAST_SHARE)
         share_TK = share_TK / share_TK.sum(dim=1, keepdim=True)
-        rank = max(plan.num_coefficients for plan in plans)
-        rounded_TR, keeps_TR = (held_TC.new_zeros(len(held_TC), rank) for _ in range(2))
-        for k, plan in enumerate(plans):
-            own = plan.num_coefficients
+        rounded_TR = held_TC.new_zeros(len(held_TC), plan.num_coefficients)
+        for k, each in enumerate(plan.plans):
             [place_M] = share_TK[:, k].nonzero(as_tuple=True)
-            share_M1 = share_TK[place_M, k, None]
-            rounded_MR = F.pad(plan.rounded(held_TC[place_M, :own]), (0, rank - own))
-            rounded_TR = rounded_TR.index_add(0, place_M, share_M1 * rounded_MR)
-            keeps_TR[place_M, :own] += share_M1.detach()
-        size_K = held_TC.new_tensor([plan.row_bytes(plan.num_coefficients) for plan in plans])
-        class_T = torch.bucketize(score_T.detach(), bounds_K.detach())
+            rounded_MR = each.rounded(held_TC[place_M, : each.num_coefficients])
+            rounded_MR = F.pad(rounded_MR, (0, plan.num_coefficients - each.num_coefficients))
+            rounded_TR = rounded_TR.index_add(0, place_M, share_TK[place_M, k, None] * rounded_MR)
+        keeps_TR = share_TK.detach() @ plan.keeps(torch.arange(len(plan.plans), device=held_TC.device)).float()
+        size_K, class_T = plan.size_K.float(), torch.bucketize(score_T.detach(), plan.bounds_K)
         return rounded_TR, keeps_TR, self._rate_of(share_TK @ size_K), self._rate_of(size_K[class_T])
 
     def _rate_of(self, size_T: Tensor) -> Tensor:

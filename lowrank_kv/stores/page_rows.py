@@ -157,8 +157,8 @@ class _ClassRows(PageRows):
         return [int(noted_P[row // CLASSES_PER_BYTE]) >> 2 * (row % CLASSES_PER_BYTE) & 3 for row in range(count)]
 
 
-class _EqualRanks(_EqualRows):
-    """As numbers of one width, of which all tokens have as many."""
+class _Ranked(PageRows):
+    """As numbers of one width; levels are ranks."""
 
     def __init__(self, rows: RankedRows):
         self._rows, self.least = rows, rows.least_rank
@@ -173,13 +173,12 @@ class _EqualRanks(_EqualRows):
         return self._rows.decode(code_Y[None], level)[0]
 
 
-class _RankRows(PageRows):
-    """The same, of which each token keeps as many as its gate says; levels are ranks, as uint16."""
+class _EqualRanks(_EqualRows, _Ranked):
+    """The same number of them of all tokens."""
 
-    size, encode, decode = _EqualRanks.size, _EqualRanks.encode, _EqualRanks.decode
 
-    def __init__(self, rows: RankedRows):
-        self._rows, self.least = rows, rows.least_rank
+class _RankRows(_Ranked):
+    """As many of each token as its gate says, which is noted as uint16."""
 
     @property
     def mean_bytes(self) -> float:

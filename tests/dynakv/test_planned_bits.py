@@ -107,6 +107,7 @@ def test_coefficients_get_gradients_by_the_share_that_keeps_them():
 def test_bounds_that_pass_each_other_leave_a_class_empty():
     planned_bits = planned()
     coef_TC = coefficients(planned_bits)
+    assert 1 in planned_bits.plan.classes(coef_TC).tolist()
     with torch.no_grad():
         planned_bits.bounds[1] = planned_bits.bounds[0] - 5
     assert 1 not in planned_bits.plan.classes(coef_TC).tolist()
