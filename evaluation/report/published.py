@@ -49,6 +49,7 @@ class Published:
         self.numbers, self.tables, self.figures = values["numbers"], values["tables"], values["figures"]
         self.touched: dict[str, None] = {}
         self._records: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, list[dict[str, Any]]] = {}
         counts = collections.Counter([*self.numbers, *self.tables, *self.figures])
         twice = [identifier for identifier, count in counts.items() if count > 1]
         if twice:
@@ -86,9 +87,10 @@ class Published:
     def rows(self, short: str, wanted: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         """The rows of a run that agree with `wanted`; a number agrees when its first three decimals do, a list when one
         of its values does."""
-        return [
-            row for row in rows_of(self.record(short, where)) if all(_agrees(row, *each) for each in wanted.items())
-        ]
+        record = self.record(short, where)
+        if short not in self._rows:  # a table asks for every cell, and the intervals of all rows are resampled anew
+            self._rows[short] = rows_of(record)
+        return [row for row in self._rows[short] if all(_agrees(row, *each) for each in wanted.items())]
 
     def text(self, selection: Mapping[str, Any], where: str) -> str:
         """What a selection is shown as."""
