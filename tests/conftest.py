@@ -11,6 +11,7 @@ import torch
 import yaml
 from byte_tokenizer import byte_tokenizer
 from filelock import FileLock
+from ready_python import program
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowrank_kv.utils import paths
@@ -140,7 +141,7 @@ def run():
 
     def call(*command: str, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
         done = subprocess.run(
-            [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs
+            [program(), *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs
         )
         if check:
             assert done.returncode == 0, done.stderr[-3000:]

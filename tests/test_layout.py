@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ready_python import program
 
 import lowrank_kv
 from scripts.import_graph import PACKAGES, circles, imported_names, module_graph, modules, part_graph
@@ -109,7 +110,7 @@ def test_only_hf_reaches_into_transformers():
 def test_benchmarks_on_random_tokens_need_no_datasets():
     names = [f"benchmarks.{path.stem}" for path in (ROOT / "benchmarks").glob("*.py")]
     code = f"import sys, importlib; sys.modules['datasets'] = None; [importlib.import_module(name) for name in {names}]"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([program(), "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 import yaml
+from ready_python import program as python
 from safetensors.torch import load_file
 
 from lowrank_kv.hf.exact_tokens import ExactTokens
@@ -79,7 +79,7 @@ def launched(
         "no",
     ]
     flags += ["--main_process_port", "0"]
-    environment = dict(SINGLE_THREAD)
+    environment = {**SINGLE_THREAD, "PYTHON_EXEC": python()}
     if engine == "ddp":
         flags += ["--multi_gpu"]
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -88,7 +88,7 @@ def launched(
     elif engine != "plain":
         flags += ["--use_deepspeed", "--zero_stage", engine.removeprefix("zero")]
     command = [
-        sys.executable,
+        python(),
         "-m",
         "accelerate.commands.launch",
         *flags,

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from methods import METHODS, calibration_of, tiny_model
+from ready_python import program
 
 import lowrank_kv
 from lowrank_kv.hf.rotary import _of_queries_and_keys
@@ -43,7 +44,7 @@ def test_a_saved_cache_goes_on_in_another_process(name, compiled, tmp_path):
     expected = torch.cat([model(step, past_key_values=cache).logits for step in ids[:, 31:].split(1, dim=1)], dim=1)
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{GOES_ON}"
     environment = os.environ | {"LOWRANK_KV_NATIVE": compiled}
-    subprocess.run([sys.executable, "-c", code, name, str(tmp_path)], check=True, env=environment)
+    subprocess.run([program(), "-c", code, name, str(tmp_path)], check=True, env=environment)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=0)
 
 

@@ -3,11 +3,11 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from ready_python import program
 
 from evaluation.report import documents, figures
 from evaluation.report.publish import problems, publish
@@ -323,13 +323,13 @@ def test_figures_are_the_same_bytes_every_time(root):
     assert b"<dc:date>" not in first
     code = f"from evaluation.report.publish import publish; import pathlib; publish(pathlib.Path({str(root)!r}))"
     shutil.rmtree(root / "docs" / "figures")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([program(), "-c", code], check=True, cwd=ROOT)
     assert (root / "docs" / "figures" / "curve.svg").read_bytes() == first
 
 
 def test_the_command_writes_and_checks(root):
     def report(*arguments):
-        command = [sys.executable, "-m", "scripts.report", "--root", str(root), *arguments]
+        command = [program(), "-m", "scripts.report", "--root", str(root), *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     replace(root / "README.md", "1.062<", "1.061<")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from methods import calibration_of
+from ready_python import program
 
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.errors import UserError
@@ -35,9 +36,7 @@ OF_OTHERS = {"launch", "lm-eval"}
 @pytest.mark.parametrize("name", sorted(OF_OTHERS))
 def test_commands_of_other_programs_explain_themselves(name):
     """In a process of their own: lm-evaluation-harness takes a model's name once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lowrank_kv_cli", name, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([program(), "-m", "lowrank_kv_cli", name, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
 
@@ -124,7 +123,7 @@ import lowrank_kv
 print(lowrank_kv.__file__)
 """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-c", code]
+    command = [program(), "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert Path(done.stdout.split()[-1]).parents[1] == ROOT
@@ -155,8 +154,8 @@ def test_training_is_launched_as_a_module(four_steps, tmp_path):
         "no",
         "--cpu",
     ]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, "-m", "lowrank_kv_cli", "train"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [program(), "-m", "accelerate.commands.launch", *flags, "-m", "lowrank_kv_cli", "train"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": program()}
     done = subprocess.run(
         [*command, "--config", str(four_steps)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

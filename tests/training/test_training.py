@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import yaml
+from ready_python import program
 from training_runs import merged, train_here
 from transformers import AutoTokenizer
 
@@ -35,7 +36,8 @@ def losses(directory) -> dict[int, float]:
 
 
 def test_a_run_leaves_what_it_promises(run, config_file, tmp_path):
-    done = run(*LAUNCH, "train_dynakv.py", "--config", config_file, "--full_checkpoint", "true")
+    launched = (*LAUNCH, "train_dynakv.py", "--config", config_file, "--full_checkpoint", "true")
+    done = run(*launched, env={**os.environ, "PYTHON_EXEC": program()})
     output = tmp_path / "run"
     assert f"checkpoint: {output}/checkpoint" in done.stdout
     rows = metrics(output)

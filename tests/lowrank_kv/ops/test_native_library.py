@@ -2,10 +2,10 @@
 
 import os
 import subprocess
-import sys
 import warnings
 
 import pytest
+from ready_python import program
 
 from lowrank_kv.ops.native import library as native
 
@@ -77,7 +77,7 @@ def test_shares_the_thread_pool_of_torch(fresh):
         "import torch; from lowrank_kv.ops.native.library import library\n"
         "if library(): print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line}))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([program(), "-c", code], capture_output=True, text=True, check=True)
     if not result.stdout:
         pytest.skip("there is no C compiler")
     assert result.stdout.strip() == "1"
