@@ -1,6 +1,7 @@
 """Runs that end in the middle, of themselves or not, and go on."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import yaml
+from ready_python import program
 from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from lowrank_kv.utils.config import build, to_dict
@@ -21,7 +23,7 @@ TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8
 
 # Stops for ever in the middle of writing the state of a given step, as on a disk that does not answer.
 HANG = """
-import sys, time, pathlib
+import os, sys, time, pathlib
 import training.resumable_state as state
 from lowrank_kv.utils import cli
 import train_dynakv
@@ -30,7 +32,8 @@ def half(tensors, path):
     whole(tensors, path)
     if sys.argv[4] in str(path) and path.name == state.OPTIMIZER:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        pathlib.Path(sys.argv[3]).touch()
+        pathlib.Path(sys.argv[3] + ".part").write_text(str(os.getpid()))
+        os.rename(sys.argv[3] + ".part", sys.argv[3])
         time.sleep(600)
 state.save_file = half
 train_dynakv.main(sys.argv[1:3])
@@ -51,10 +54,9 @@ def same_as(whole, output):
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def start(command, **kwargs):
-    return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env={**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}, **kwargs
-    )
+def start(python, command):
+    environment = {**SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([python, *command], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
 
 
 def kill_while_writing(step, training_values, output, tmp_path):
@@ -62,16 +64,16 @@ def kill_while_writing(step, training_values, output, tmp_path):
     values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
     command = ["-c", HANG, "--config", str(tmp_path / "c.yaml"), str(writing), step]
-    process = start(command, stderr=subprocess.DEVNULL)
+    process = start(program(), command)
     try:
         for _ in range(1200):
             if writing.exists():
+                os.kill(int(writing.read_text()), signal.SIGKILL)
                 break
             time.sleep(0.1)
+        assert process.wait(60) == -signal.SIGKILL
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert writing.exists()
+        process.kill()
 
 
 def test_killed_while_writing_a_state(training_values, whole, tmp_path):
@@ -119,7 +121,7 @@ def test_killed_between_states(training_values, whole, tmp_path):
     output = tmp_path / "run"
     values = merged({**training_values, "output": str(output)}, {"checkpoint_every": 2, **TEXT})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**values, "rate": {"target_retain_rate": 0.5}}))
-    process = start(["train_dynakv.py", "--config", str(tmp_path / "c.yaml")], stderr=subprocess.DEVNULL)
+    process = start(sys.executable, ["train_dynakv.py", "--config", str(tmp_path / "c.yaml")])
     metrics = output / "metrics.jsonl"
     try:
         while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
