@@ -81,18 +81,25 @@ def published(run: str) -> dict:
     }
 
 
-@pytest.fixture
-def root(tmp_path):
+@pytest.fixture(scope="module")
+def published_root(tmp_path_factory):
     """A repository whose documents are as the results say."""
+    root = tmp_path_factory.mktemp("published")
     record = run_record.new_record("quality", config={"x": 1}, inputs=[], n={"blocks": 2}, rows=ROWS, argv=["x"])
-    path = run_record.write(record, tmp_path / "results")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(README)
-    (tmp_path / "docs" / "more.md").write_text(DOCUMENT)
-    set_published(tmp_path, published(path.stem))
-    publish(tmp_path)
-    assert problems(tmp_path) == []
-    return tmp_path
+    path = run_record.write(record, root / "results")
+    (root / "docs").mkdir()
+    (root / "README.md").write_text(README)
+    (root / "docs" / "more.md").write_text(DOCUMENT)
+    set_published(root, published(path.stem))
+    publish(root)
+    assert problems(root) == []
+    return root
+
+
+@pytest.fixture
+def root(published_root, tmp_path):
+    """A copy of it, to be changed."""
+    return shutil.copytree(published_root, tmp_path, dirs_exist_ok=True)
 
 
 def set_published(root: Path, values: dict) -> None:
