@@ -1,8 +1,10 @@
 """Building the compiled kernels, and doing without them."""
 
 import os
+import shutil
 import subprocess
 import warnings
+from pathlib import Path
 
 import pytest
 from ready_python import program
@@ -18,6 +20,22 @@ def fresh(monkeypatch, tmp_path):
     native.library.cache_clear()
     yield tmp_path
     native.library.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def built() -> Path | None:
+    """The library that all tests use, which takes seven seconds to build."""
+    kernels = native.library()
+    return kernels and Path(kernels._name)
+
+
+@pytest.fixture
+def kept(built, fresh):
+    """A cache directory in which the library lies already."""
+    if built is not None:
+        (fresh / "native").mkdir()
+        shutil.copy2(built, fresh / "native")
+    return fresh
 
 
 def test_is_built_once_and_found_again(fresh):
@@ -42,22 +60,23 @@ def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
 
 
 @pytest.mark.parametrize("blank", ["", "  "])
-def test_a_blank_compiler_is_none_named(fresh, monkeypatch, blank):
+def test_a_blank_compiler_is_none_named(kept, monkeypatch, blank):
+    """The name of a library says by what command it was made."""
     monkeypatch.delenv("CC", raising=False)
     native.library()
-    usual = [path.name for path in fresh.rglob("*.so")]
+    usual = [path.name for path in kept.rglob("*.so")]
     native.library.cache_clear()
     monkeypatch.setenv("CC", blank)
     assert (native.library() is None) == (not usual)
-    assert [path.name for path in fresh.rglob("*.so")] == usual
+    assert [path.name for path in kept.rglob("*.so")] == usual
 
 
-def test_where_nothing_can_be_kept_it_says_so(fresh, monkeypatch):
+def test_where_nothing_can_be_kept_it_says_so(kept, monkeypatch):
     if native.library() is None:
         pytest.skip("there is no C compiler")
     native.library.cache_clear()
-    (fresh / "file").write_text("no directory")
-    monkeypatch.setenv("LOWRANK_KV_HOME", str(fresh / "file"))
+    (kept / "file").write_text("no directory")
+    monkeypatch.setenv("LOWRANK_KV_HOME", str(kept / "file"))
     with pytest.warns(
         UserWarning, match=r"without compiled kernels.*cannot be kept at .*/file/native.*LOWRANK_KV_HOME"
     ):
@@ -71,7 +90,7 @@ def test_can_be_switched_off(fresh, monkeypatch):
         assert native.library() is None
 
 
-def test_shares_the_thread_pool_of_torch(fresh):
+def test_shares_the_thread_pool_of_torch(kept):
     """A second OpenMP runtime would have threads of its own, which wait for work in the way of torch's."""
     code = (
         "import torch; from lowrank_kv.ops.native.library import library\n"
@@ -83,9 +102,9 @@ def test_shares_the_thread_pool_of_torch(fresh):
     assert result.stdout.strip() == "1"
 
 
-def test_nobody_else_may_put_code_where_it_is_kept(fresh, monkeypatch):
-    folder = fresh / "native"
-    folder.mkdir()
+def test_nobody_else_may_put_code_where_it_is_kept(kept, monkeypatch):
+    folder = kept / "native"
+    folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     native.library()
     assert folder.stat().st_mode & 0o022 == 0
