@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from ready_python import program
 from safetensors.torch import load_file
 
 from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
@@ -28,7 +30,8 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     }
     path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
     path.write_text(yaml.safe_dump(settings))
-    done = run("scripts/sweep.py", "--config", path, "--output", output)
+    environment = {**os.environ, "PYTHON_EXEC": program()}  # for the trainings that it starts
+    done = run("scripts/sweep.py", "--config", path, "--output", output, env=environment)
     [path_of_first] = (output / "quality").iterdir()
     first = run_record.load(path_of_first)
     rows = first["rows"]

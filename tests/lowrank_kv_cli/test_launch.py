@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ready_python import program
 from training_runs import SINGLE_THREAD
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(config: Path) -> subprocess.Popen:
+def launch(config: Path, python: str = sys.executable) -> subprocess.Popen:
     accelerate = ["--config_file", "configs/accelerate/single.yaml", "-m", "lowrank_kv_cli"]
     return subprocess.Popen(
-        [sys.executable, "-m", "lowrank_kv_cli", "launch", *accelerate, "train", "--config", str(config)],
+        [python, "-m", "lowrank_kv_cli", "launch", *accelerate, "train", "--config", str(config)],
         cwd=ROOT,
-        env=SINGLE_THREAD,
+        env={**SINGLE_THREAD, "PYTHON_EXEC": python},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -52,7 +53,7 @@ def test_ctrl_c_is_one_line(training_values, tmp_path):
 
 
 def test_a_mistake_is_one_line(training_values, tmp_path):
-    process = launch(configuration(training_values, tmp_path, seed=-1))
+    process = launch(configuration(training_values, tmp_path, seed=-1), python=program())
     _, error = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "Traceback" not in error
