@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lowrank_kv.hf.backends import MASKED_BACKENDS, backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
 from lowrank_kv.hf.cache_argument import cache_name
-from lowrank_kv.hf.call_checks import check_call, check_keywords, check_shape
+from lowrank_kv.hf.call_checks import check_shape, objection_to_call, objection_to_keywords, refuse
 from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules
@@ -106,7 +106,7 @@ class PreparedAttention(GraphHandle):
         Raises:
             UserError: the call asks for more than the compressed attention computes.
         """
-        check_keywords(self.module, kwargs)
+        refuse(objection_to_keywords(self.module, kwargs))
         return layer.attend(self.module, query, _boolean(mask), backend(self.previous), **kwargs)
 
 
@@ -207,7 +207,7 @@ def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
 def _begin_cached(prepared: PreparedAttention, layer: CompressedLayer, kwargs: dict) -> _CachedCall:
     call = (kwargs.get(name) for name in ("position_embeddings", "position_ids", "attention_mask"))
     layer.check_owner(prepared.identity)
-    check_call(prepared.module, kwargs)
+    refuse(objection_to_call(prepared.module, kwargs))
     layer.begin_call(prepared.call_context(*call))
     return _CachedCall(layer)
 

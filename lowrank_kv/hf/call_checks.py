@@ -32,37 +32,45 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _ASKED_FOR = _PACKED | {"output_attentions"}
 
 
-def check_call(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise :class:`UserError`, before anything is stored, where a user asks for what the compressed attention does not
-    compute; what a family adds by itself is found by :func:`check_keywords`."""
-    check_keywords(module, {name: kwargs[name] for name in _ASKED_FOR & kwargs.keys()})
+def refuse(objection: str | None) -> None:
+    """Raise :class:`UserError` with an objection, if there is one.
+
+    A graph cannot raise an error of ours while it is made: it takes the objection along, and its operations call this.
+    """
+    if objection is not None:
+        raise UserError(objection)
 
 
-def check_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise :class:`UserError` where a call asks for more than the compressed attention computes."""
-    if kwargs.keys() <= _HONOURED | _WITHOUT_EFFECT:
-        return
+def objection_to_call(module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """Why a user's call is refused before anything is stored; None where it is not. What a family adds by itself is found by
+    :func:`objection_to_keywords`."""
+    return objection_to_keywords(module, {name: value for name, value in kwargs.items() if name in _ASKED_FOR})
+
+
+def objection_to_keywords(module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+    """Why a call is refused that asks for more than the compressed attention computes; None where it does not."""
     for name, value in kwargs.items():
         if name in _HONOURED or name in _WITHOUT_EFFECT or value is None:
             continue
         if name == "output_attentions":
             if not value:
                 continue
-            raise UserError(
+            return (
                 "`output_attentions=True` asks for the weights of all tokens, which attention in the compressed form does "
                 "not compute; leave it out, or pass `use_cache=False` to a model without a compressor"
             )
         if name == "is_causal" and value is True:
             continue
         if name in _PACKED:
-            raise UserError(
+            return (
                 f"`{name}` packs several texts into one sequence, and a compressed cache holds one text in each; pass a "
                 f"left-padded batch"
             )
-        raise UserError(
+        return (
             f"{type(module).__name__} passes `{name}` to its attention, which the compressed attention does not know and "
             f"would leave out; this family, or this setting of it, cannot run with a compressed cache"
         )
+    return None
 
 
 class StoredStates:

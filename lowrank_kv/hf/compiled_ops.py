@@ -20,6 +20,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from lowrank_kv.hf.call_checks import objection_to_call, objection_to_keywords, refuse
+
 _numbers = itertools.count(1)
 _numbered: WeakValueDictionary[int, "GraphHandle"] = WeakValueDictionary()
 
@@ -73,6 +75,7 @@ def cache_in_graph(
     sin: Tensor | None,
     position: Tensor | None,
     mask: Tensor | None,
+    objection: str | None,
 ) -> Tensor:
     """Append new tokens to a cache layer.
 
@@ -81,10 +84,12 @@ def cache_in_graph(
         key, value: (B, G, Q, D), keys rotated.
         cos, sin, position: the rotation of these keys, (B or 1, Q, E) and (B or 1, Q); None where the family has none.
         mask: (B, 1, Q, T) as transformers passes it.
+        objection: why the call is refused; None where it is not.
 
     Returns:
         the layer's number.
     """
+    refuse(objection)
     cache_layer, module = _numbered[layer.item()], _numbered[prepared.item()]
     cache_layer.check_owner(module.identity)
     embeddings = None if cos is None else (cos, sin)
@@ -108,14 +113,16 @@ def attend_in_graph(
     scaling: float,
     softcap: float | None,
     s_aux: Tensor | None,
+    objection: str | None,
 ) -> Tensor:
     """Attention over all cached tokens, the newest included: (B, H, Q, D) queries → (B, Q, H, D).
 
     Args:
         layer: the result of :func:`cache_in_graph`.
-        prepared, mask: as there.
+        prepared, mask, objection: as there.
         scaling, softcap, s_aux: of scores, as transformers passes them.
     """
+    refuse(objection)
     cache_layer, module = _numbered[layer.item()], _numbered[prepared.item()]
     return module.attend(cache_layer, query, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)[0].contiguous()
 
@@ -139,16 +146,18 @@ class GraphCall:
         self.cache, self.layer, self.prepared = cache, layer.number, prepared.number
         cos, sin = kwargs.get("position_embeddings") or (None, None)
         self.inputs = cos, sin, kwargs.get("position_ids"), kwargs.get("attention_mask")
+        self.objection = objection_to_call(prepared.module, kwargs)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.layer = cache_in_graph(self.layer, self.prepared, key_states, value_states, *self.inputs)
+        self.layer = cache_in_graph(self.layer, self.prepared, key_states, value_states, *self.inputs, self.objection)
         return key_states, value_states
 
     def attend(
         self, prepared: GraphHandle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         options = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
-        return attend_in_graph(self.layer, self.prepared, query, mask, *options), None
+        objection = objection_to_keywords(prepared.module, kwargs)
+        return attend_in_graph(self.layer, self.prepared, query, mask, *options, objection), None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

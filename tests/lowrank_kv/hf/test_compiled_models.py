@@ -201,6 +201,24 @@ def test_a_mask_that_weighs_is_refused_before_anything_is_cached(method, ids):
     assert {layer.get_seq_length() for layer in cache.layers} == {ids.shape[1]}
 
 
+@both_methods
+@pytest.mark.parametrize(
+    ("keyword", "message", "stored"),
+    [
+        ({"score_bias": torch.ones(1)}, "passes `score_bias` to its attention", 1),
+        ({"is_causal": False}, "passes `is_causal` to its attention", 1),
+        ({"cu_seq_lens_q": torch.tensor([0, 1])}, "packs several texts into one sequence", 0),
+    ],
+    ids=["unknown", "not causal", "packed"],
+)
+def test_a_keyword_that_attention_would_leave_out_is_refused_in_a_graph_too(method, keyword, message, stored, ids):
+    model = tiny_model()
+    cache = prompt_read(model, ids, method.build(model, 0.5)())
+    with pytest.raises(UserError, match=message), torch.no_grad():
+        graph_of(model)(ids[:, :1], past_key_values=cache, **keyword)
+    assert cache.layers[0].get_seq_length() == ids.shape[1] + stored
+
+
 def test_an_unprepared_model_is_refused_in_a_graph(ids):
     prepared = tiny_model()
     cache = prompt_read(prepared, ids, OJAKV.build(prepared, 0.5)())
