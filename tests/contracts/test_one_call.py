@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from methods import METHODS, calibration_of, tiny_model
+from methods import METHODS, calibration_of, dynakv_model, tiny_model
 from transformers import DynamicCache
 
 import dynakv
@@ -123,6 +123,16 @@ def test_a_backward_pass_through_the_cache_is_refused(method):
     logits = model(IDS[:, :1], past_key_values=cache).logits
     with pytest.raises(UserError, match="has no gradients; read the whole text in one call with `use_cache=False`"):
         logits.sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_dtype": "int8"}, {"mask": "soft_prefix"}], ids=str)
+def test_a_backward_pass_through_a_rebuilt_prompt_is_refused(settings):
+    """Where compiled code encodes it keys and values would have no gradients, and queries some."""
+    model = tiny_model()
+    cache = dynakv_model(model, RATE, prefill="reconstructed", **settings)()
+    loss = model(IDS, labels=IDS, past_key_values=cache).loss
+    with pytest.raises(UserError, match="has no gradients; read the whole text in one call with `use_cache=False`"):
+        loss.backward()
 
 
 def test_every_mistake_names_its_remedy(bases, tmp_path):

@@ -61,6 +61,12 @@ class CodecLayer(CompressedLayer):
         queries = query.shape[2]
         return self._prompt is None and (queries == 1 or MAX_DECODE_QUERIES >= queries < self.get_seq_length())
 
+    @property
+    def attends_exactly(self) -> bool:
+        """Whether the running call attends to the very states that its module computed. Only these keep their graph: rebuilt
+        ones come from a store, or from compiled code."""
+        return self._prompt is not None and self.codec.exact_prefill
+
     def clear(self) -> None:
         self._prompt = None
 

@@ -117,7 +117,9 @@ class PagedLayer(CodecLayer):
         """A prompt, and long chunks after it, run `inner` on rebuilt keys and values (a prompt on exact ones if configured
         so); the kernels serve a few queries at a time."""
         if not self.is_decoding(query):
-            return inner(module, query, *self._rebuild(), mask, **kwargs)
+            is_exact = self.attends_exactly
+            output = inner(module, query, *self._rebuild(), mask, **kwargs)[0]
+            return output if is_exact else without_gradients(output, query), None
         with launching_on(self.device):
             output_BHQD = paged_attention(
                 query,

@@ -173,10 +173,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             return self._attend_compressed(query, mask, **inner.score_options(kwargs)), None
         if any(sequence.min_crop_length for sequence in self.sequences):
             return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
-        is_prompt = self._prompt is not None  # whose states are not those that were stored
+        is_exact = self.attends_exactly
         key, value = (states[:, :, :length] for states in self._rebuild())
         output = inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0]
-        return output if is_prompt else without_gradients(output, query), key
+        return output if is_exact else without_gradients(output, query), key
 
     def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
         """Evict the tokens of a prompt just completed that its last queries do not look at. Heads share their coefficients,
