@@ -228,7 +228,7 @@ def _calibrate_once(
     bases = output / BASES
     if not bases.exists():
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)
-        calibration.save(bases, model=name_of(source), text=[name_of(text) for text in config.calibration.name])
+        calibration.save(bases, model=name_of(source), **config.calibration.record())
     return bases
 
 

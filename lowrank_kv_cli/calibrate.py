@@ -45,11 +45,7 @@ def main(argv: list[str]) -> None:
     calibration = Calibration.from_text(
         model, blocks_NT, gradients=config.gradients, read=config.read_gradients, self_check=config.self_check
     )
-    digest = calibration.save(
-        config.output,
-        model=name_of(config.model),
-        text=[name_of(name) for name in config.name],
-    )
+    digest = calibration.save(config.output, model=name_of(config.model), **config.record())
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")
     print(
         f"next: lowrank-kv generate --model {config.model} --dtype {config.dtype} --bases {config.output} "

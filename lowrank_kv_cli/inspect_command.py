@@ -43,6 +43,8 @@ from ojakv.byte_budget import break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
+# What a calibration says of how it read its text.
+READ = ("tokens", "length", "subset", "split", "text_field", "heldout_share", "tokens_sha256")
 # Of the cache whose bytes are asked for, where they are not given.
 DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 
@@ -228,7 +230,7 @@ def description_text(described: dict[str, Any]) -> str:
     if "moments" in described:
         rows["moments"] = ", ".join(described["moments"])
         rows["text"] = ", ".join(described["text"] or ["not recorded"])
-        rows["tokens"] = "not recorded" if described["tokens"] is None else f"{described['tokens']:,}"
+        rows["read"] = _pairs({name: described[name] for name in READ}) or "not recorded"
         rows["SHA-256"] = described["sha256"]
     else:
         rows["compressor"] = _pairs(described["compressor"])

@@ -19,6 +19,7 @@ from lowrank_kv.utils.config import require
 
 from .config import TrainConfig
 from .data import TrainingBlocks
+from .data_sources import warn_of_heldout_text
 from .distillation import uncompressed
 from .engine import Engine
 
@@ -105,7 +106,7 @@ def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tupl
     """Second moments of the states and, if asked for, of the loss's gradients with regard to them."""
     config, model = engine.config, engine.model
     if config.calibration.bases is not None:
-        calibration = Calibration.load(config.calibration.bases).for_model(model)
+        calibration = _saved_calibration(engine)
         return calibration.second_moments(), calibration.gradients() if gradients else None
     blocks_NT = _leading_blocks(config, stream)
     with uncompressed(model):
@@ -117,11 +118,18 @@ def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration
     """What is read of a compressed cache, and how the loss answers to it."""
     config, model = engine.config, engine.model
     if config.calibration.bases is not None:
-        return Calibration.load(config.calibration.bases).for_model(model)
+        return _saved_calibration(engine)
     blocks_NT = _leading_blocks(config, stream)
     exact_tokens = config.compressor.exact_tokens
     with uncompressed(model):
         return Calibration.of_reads(model, blocks_NT, exact_tokens=exact_tokens, progress=engine.main)
+
+
+def _saved_calibration(engine: Engine) -> Calibration:
+    """That of `calibration.bases`."""
+    calibration = Calibration.load(engine.config.calibration.bases).for_model(engine.model)
+    warn_of_heldout_text(engine.config.dataset, calibration)
+    return calibration
 
 
 def _leading_blocks(config: TrainConfig, stream: TrainingBlocks) -> Tensor:

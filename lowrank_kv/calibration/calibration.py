@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -41,6 +42,17 @@ GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
 READ = {
     side: {field: f"{side}_read_{field}" for field in ("state", "gradient", "sample", "gate", "costs")}
     for side in (KEY, VALUE)
+}
+# What says which text was read, beside its tokens.
+RECORD = {
+    "text": list | None,
+    "subset": str | None,
+    "split": str | None,
+    "text_field": str | None,
+    "heldout_share": float | int | None,
+    "length": int | None,
+    "tokens": int | None,
+    "tokens_sha256": str | None,
 }
 # Rows of each layer's keys and of its values that are kept for codebooks: a thousandth of their spread is known from them.
 _KEPT_ROWS = 1024
@@ -81,6 +93,8 @@ class Calibration:
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         tokens: how many tokens were read, if known.
+        tokens_sha256: of their ids, if known.
+        record: what a saved calibration says of the text that was read (:data:`RECORD`); older ones say less.
         rotation_bytes: what a cache of the model keeps of each token's rotation; the model says it, no file does.
     """
 
@@ -90,6 +104,8 @@ class Calibration:
     origin: str = "the calibration"
     model: str | None = None
     tokens: int | None = None
+    tokens_sha256: str | None = None
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)
     rotation_bytes: int = POSITION_BYTES
 
     @classmethod
@@ -130,6 +146,7 @@ class Calibration:
             moments=moments,
             read=read_states,
             tokens=blocks_NT.numel(),
+            tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
             rotation_bytes=RopeHistory.token_nbytes(model),
         )
 
@@ -141,13 +158,14 @@ class Calibration:
         found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, progress=progress)
         return cls(geometry=geometry_of(model), moments={}, read=_read_states(found), tokens=blocks_NT.numel())
 
-    def save(self, directory: str | Path, *, model: str, text: list[str]) -> str:
+    def save(self, directory: str | Path, *, model: str, text: list[str], **record: Any) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.
 
         Args:
             directory: to write.
             model: the model's name, for the record.
             text: the names of the texts, for the record.
+            record: what else says what was read (:meth:`lowrank_kv.utils.text_data.CalibrationText.record`).
 
         Raises:
             UserError: `directory` holds something else.
@@ -171,7 +189,9 @@ class Calibration:
             "model": model,
             "geometry": dataclasses.asdict(self.geometry),
             "text": text,
+            **record,
             "tokens": self.tokens,
+            "tokens_sha256": self.tokens_sha256,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         with new_directory(directory, MOMENTS) as partial:
@@ -207,7 +227,7 @@ class Calibration:
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
-        check_entries(config, {"model": str, "geometry": dict, "sha256": str, "tokens": int | None}, path)
+        check_entries(config, {"model": str, "geometry": dict, "sha256": str, **RECORD}, path)
         geometry = KVGeometry.from_json(config["geometry"], path)
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
             raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
@@ -222,6 +242,8 @@ class Calibration:
             origin=f"the calibration `{directory}`",
             model=config["model"],
             tokens=config.get("tokens"),
+            tokens_sha256=config.get("tokens_sha256"),
+            record={key: config[key] for key in RECORD if key in config},
         )
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import files_of
+from lowrank_kv.utils.paths import files_of, name_of
 
 _FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".xz")
@@ -158,11 +158,19 @@ class CalibrationText:
         require(self.tokens >= texts, "tokens", self.tokens, f"at least {texts}, one of every text in `name`")
         require(self.length >= 1, "length", self.length, "at least 1")
 
+    def record(self) -> dict[str, Any]:
+        """What is read, by its names, as a calibration records it."""
+        named = {key: getattr(self, key) for key in ("subset", "split", "text_field", "heldout_share")}
+        return {"text": [name_of(name) for name in self.name], **named, "length": self._block_length}
+
+    @property
+    def _block_length(self) -> int:
+        return min(self.length, self.tokens // len(self.name))
+
     def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The token ids, (count, T) int64."""
-        share = self.tokens // len(self.name)
-        length = min(self.length, share)
-        count = share // length
+        length = self._block_length
+        count = self.tokens // len(self.name) // length
 
         def of(name: str) -> Tensor:
             rows = load_documents(

@@ -37,7 +37,7 @@ def compressed(tiny_dir):
 def bases(tiny_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("bases") / "tiny"
     calibration = Calibration.from_text(load_model(str(tiny_dir)), IDS, progress=False)
-    calibration.save(directory, model="tiny", text=["text.jsonl"])
+    calibration.save(directory, model="tiny", text=["text.jsonl"], heldout_share=0.25)
     return directory
 
 
@@ -103,6 +103,7 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
     assert found["moments"] == ["key", "query", "rotated_key", "value"]
     assert (found["kind"], found["tokens"], found["text"]) == ("calibration", 300, ["text.jsonl"])
     assert found["sha256"] in text
+    assert f"tokens 300, heldout_share 0.25, tokens_sha256 {found['tokens_sha256']}" in text
 
 
 def test_only_what_the_project_writes_is_inspected(tiny_dir, compressed, tmp_path):

@@ -108,6 +108,28 @@ def test_what_a_damaged_calibration_lacks_is_named(tmp_path, entries, message):
         Calibration.load(tmp_path / "bases")
 
 
+def test_a_calibration_says_what_it_read_and_an_older_one_less(tmp_path):
+    (tmp_path / "a.txt").write_text("a text that is calibrated on. " * 30)
+    text = CalibrationText(name=[str(tmp_path / "a.txt")], heldout_share=0.25, tokens=96, length=32)
+    blocks_NT = token_ids(3, 32)
+    Calibration.from_text(tiny_model(), blocks_NT, progress=False).save(tmp_path / "bases", model="", **text.record())
+    record = Calibration.load(tmp_path / "bases").record
+    assert record == {
+        "text": ["a.txt"],
+        "subset": None,
+        "split": "train",
+        "text_field": "text",
+        "heldout_share": 0.25,
+        "length": 32,
+        "tokens": 96,
+        "tokens_sha256": hashlib.sha256(blocks_NT.numpy().tobytes()).hexdigest(),
+    }
+    path = tmp_path / "bases/config.json"
+    older = {"format", "model", "geometry", "text", "tokens", "sha256"}
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key in older}))
+    assert Calibration.load(tmp_path / "bases").record == {"text": ["a.txt"], "tokens": 96}
+
+
 def test_a_calibration_in_the_user_s_directory_is_read_by_its_short_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     calibration_of(tiny_model()).save(tmp_path / "bases", model="tiny", text=["random"])
