@@ -106,7 +106,9 @@ def fit_gate(coef_NC: Tensor, cost_N: Tensor, *, leading: int) -> ImportanceGate
     """
     unit_NC, square_NC, log_N = features_of(coef_NC.double(), leading)
     feature_NF = torch.cat([unit_NC, square_NC, log_N[:, None], log_N.square()[:, None]], dim=1)
-    mean_F, spread_F = feature_NF.mean(dim=0), feature_NF.std(dim=0).clamp(min=1e-6)
+    # A single row has no spread.
+    spread_F = feature_NF.std(dim=0, correction=min(1, len(feature_NF) - 1)).clamp(min=1e-6)
+    mean_F = feature_NF.mean(dim=0)
     standard_NF = torch.cat([(feature_NF - mean_F) / spread_F, torch.ones_like(log_N)[:, None]], dim=1)
     cost_N = cost_N.double()
     target_N = (cost_N + cost_N.mean().clamp(min=torch.finfo(torch.float32).tiny) * _FLOOR).log()

@@ -9,6 +9,7 @@ from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import probes_of
 from lowrank_kv.calibration.read_moments import read_moments
+from lowrank_kv.calibration.token_gates import fit_gate
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
@@ -118,6 +119,14 @@ def test_a_rate_without_a_bit_for_every_layer_names_the_least(calibration, class
     with pytest.raises(UserError, match=r"the rate 0.001 leaves no bit .*; give at least 0\.\d+") as error:
         coded_bases(calibration, 0.001, token_classes=classes)
     assert coded_bases(calibration, float(str(error.value).split()[-1]), token_classes=classes)
+
+
+def test_a_gate_of_a_single_row_foretells_what_that_row_costs():
+    coef_1C, cost_1 = torch.randn(1, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([3.0])
+    gate = fit_gate(coef_1C, cost_1, leading=4)
+    for weight in (gate.linear_C, gate.square_C, gate.rest_3[:2]):
+        assert torch.equal(weight, torch.zeros_like(weight))
+    assert torch.isfinite(gate.scores(coef_1C)).all()
 
 
 def test_more_bytes_lose_less(calibration):
