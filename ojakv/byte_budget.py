@@ -31,6 +31,7 @@ class PlannedSequence:
         num_pinned, num_waiting: tokens at full rank, which stay or wait.
         num_low_rank: tokens that are coefficients.
         has_started: whether the bases have followed any token.
+        may_defer: whether steps may have been put off, which those of a prompt never are.
         full_rank_capacity, low_rank_capacity: tokens for which there is room, those in use included.
         has_evicted: whether any token has been evicted.
         has_own_directions: whether directions of its own have been found.
@@ -40,7 +41,7 @@ class PlannedSequence:
         self.config, self.schedule = schedule.config, schedule
         self.length = self.num_pinned = self.num_waiting = self.num_low_rank = 0
         self.full_rank_capacity = self.low_rank_capacity = 0
-        self.has_started = self.has_evicted = self.has_own_directions = False
+        self.has_started = self.may_defer = self.has_evicted = self.has_own_directions = False
 
     @classmethod
     def after(cls, schedule: RetentionSchedule, *, prompt: int, tokens: int) -> "PlannedSequence":
@@ -94,6 +95,7 @@ class PlannedSequence:
         self.num_waiting = num_full_rank - self.num_pinned
         self.num_low_rank += step.num_due - step.num_kept
         self.has_started = True
+        self.may_defer = self.may_defer or not step.is_prompt
         self.full_rank_capacity = max(num_full_rank, self.schedule.full_rank_capacity(self.num_pinned))
         leaves_room = self.config.compresses_singly
         self.low_rank_capacity = grown(self.low_rank_capacity, self.num_low_rank) if leaves_room else self.num_low_rank
@@ -149,7 +151,7 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
         if config.tracker == "frequent_directions":
             num_bases = 2
         else:
-            num_bases = int(config.update == "triggered" and sequence.has_started)
+            num_bases = int(config.update == "triggered" and sequence.may_defer)
         num_bases += sequence.has_started
         num_bytes += num_bases * parts * part_width * rank * 4
     return num_bytes

@@ -51,6 +51,20 @@ def test_a_token_takes_the_budget_and_no_more(model, calibration, preset):
     assert (held(model, longer, LENGTH + 32) - first) / 32 - 4 == token_nbytes(longer.compressed_layers()[0].plan, 4)
 
 
+@pytest.mark.parametrize("prompt", [LENGTH, 60], ids=["one prompt", "decoded"])
+def test_steps_that_are_put_off_count_once_there_can_be_any(model, calibration, prompt):
+    """A trigger that no regret reaches puts all steps off but those of a prompt."""
+    config = OjaKVConfig.preset("ojakv-joint", update="triggered", trigger=1e9, staggered=False)
+    plan = make_plan(calibration, config)
+    cache = OjaKVCache(model, plan)
+    ids = torch.randint(1, 97, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        for part in ids.split([prompt] + [1] * (LENGTH - prompt), dim=1):
+            model(part, past_key_values=cache)
+    planned = planned_rate(plan, prompt=prompt, tokens=LENGTH, itemsize=4) * plan.geometry.full_nbytes(LENGTH, 4)
+    assert planned == pytest.approx(cache.nbytes, rel=0.001)
+
+
 def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
     for preset, budget, message in (
         ("static-joint-pf", "1 B/token", "no rate brings a token to 1 bytes"),
