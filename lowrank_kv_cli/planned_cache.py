@@ -130,7 +130,7 @@ def preset_nbytes(plan: Plan, *, tokens: int, itemsize: int) -> int:
 
 
 def tokens_within(nbytes: Callable[[int], int], memory: int) -> int:
-    """The most tokens whose cache, of `nbytes(tokens)`, takes at most so many bytes."""
+    """The most tokens whose cache, of `nbytes(tokens)`, takes at most so many bytes; `nbytes` must not fall."""
     low, high = 0, 1
     while nbytes(high) <= memory:
         low, high = high, 2 * high

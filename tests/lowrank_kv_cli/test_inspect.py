@@ -1,5 +1,7 @@
 """`lowrank-kv inspect`: what is said of directories, and of caches before there is one."""
 
+import dataclasses
+import itertools
 import json
 
 import pytest
@@ -7,16 +9,18 @@ import torch
 from methods import spread_gates
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint import CheckpointConfig, read_config
+from dynakv.config import DynaKVConfig
 from dynakv.measured_rates import Rates
 from dynakv.objective import RateRecorder
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import load_model, load_shape
+from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.inspect_command import main
-from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes
+from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes, preset_nbytes
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 
 IDS = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))
@@ -182,6 +186,26 @@ def test_memory_holds_as_many_tokens_as_are_said(inspect, tiny_dir, bases):
     assert held[0] <= 300_000 < held[1]
     two, _ = inspect(*common[:-1], "600 KB", "--batch", 2, *preset)
     assert [cache["tokens_within"] for cache in two["caches"]] == [uncompressed, compressed]
+
+
+def test_no_cache_shrinks_with_the_length(bases):
+    """Which `inspect --memory` relies on: it halves lengths."""
+    calibration = Calibration.load(bases)
+    sizes = {}
+    for name in PRESETS:
+        config = OjaKVConfig.preset(name)
+        if config.cache_dtype != MIXED:
+            plan = make_plan(calibration, dataclasses.replace(config, rank_multiple=1))
+            sizes[name] = [preset_nbytes(plan, tokens=tokens, itemsize=2) for tokens in range(1, 400)]
+    rates = Rates(source="", **LAYER_RATES)
+    for policy, keep_ratio in itertools.product(("gate", "plan"), (1.0, 0.1)):
+        compressor = DynaKVConfig(rank_policy=policy, eviction={"keep_ratio": keep_ratio})
+        config = CheckpointConfig(
+            method="", base_model="", geometry=calibration.geometry, compressor=compressor, summary={}
+        )
+        lengths = [*range(1, 400), 32_767, 32_768]
+        sizes[policy, keep_ratio] = [dynakv_nbytes(config, rates, tokens=tokens, itemsize=2) for tokens in lengths]
+    assert {name: found for name, found in sizes.items() if found != sorted(found)} == {}
 
 
 def test_a_budget_is_a_rate(inspect, tiny_dir, bases):
