@@ -95,7 +95,7 @@ class TokenCompressor(nn.Module):
         else:
             basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
         with torch.autocast(states_BTC.device.type, enabled=False):
-            coef_BTR, soft_rate, hard_rate = self.gate.rounded(states_BTC.float() @ basis_CC)
+            coef_BTR, soft_rate, hard_rate = self.gate(states_BTC.float() @ basis_CC)
             rebuilt_BTC = coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]
         return rebuilt_BTC.to(states_BTC.dtype), soft_rate, hard_rate
 

@@ -130,7 +130,7 @@ class PlannedBits(nn.Module):
         plan = self.plan
         return plan.nbytes(plan.num_coefficients) / (2 * self.bits.shape[1])
 
-    def rounded(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first R coefficients as a store would give them back, fp32, and twice what these tokens take as :attr:`rate`
         counts it, scalars: with gradients where classes are learned, and without.
 
@@ -151,10 +151,18 @@ class PlannedBits(nn.Module):
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
         return kept_BTR + (rounded_BTR - kept_BTR.detach()), soft_rate, hard_rate
 
+    def token_rates(self, coef_BTC: Tensor) -> Tensor:
+        """What each token takes, as :attr:`rate` counts it, (B, T) fp32."""
+        plan = self.plan
+        if isinstance(plan, BitPlan):
+            return coef_BTC.new_full(coef_BTC.shape[:-1], self.rate, dtype=torch.float32)
+        size_T = plan.size_K[plan.classes(coef_BTC.float().flatten(0, -2))]
+        return self._rate_of(size_T).view(coef_BTC.shape[:-1])
+
     def _told_apart(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(rounded coefficients, whether each is kept, and the rate twice), each token by the plan of its class."""
         class_T = plan.classes(held_TC)
-        rate = self._rate_of(plan.size_K[class_T].float())
+        rate = self._rate_of(plan.size_K[class_T].float().mean())
         return plan.rounded(held_TC, class_T), plan.keeps(class_T), rate, rate
 
     def _mixed(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -179,11 +187,11 @@ class PlannedBits(nn.Module):
             rounded_TR = rounded_TR.index_add(0, place_M, share_TK[place_M, k, None] * rounded_MR)
         keeps_TR = share_TK.detach() @ plan.keeps(torch.arange(len(plan.plans), device=held_TC.device)).float()
         size_K, class_T = plan.size_K.float(), torch.bucketize(score_T.detach(), plan.bounds_K)
-        return rounded_TR, keeps_TR, self._rate_of(share_TK @ size_K), self._rate_of(size_K[class_T])
+        return rounded_TR, keeps_TR, self._rate_of((share_TK @ size_K).mean()), self._rate_of(size_K[class_T].mean())
 
-    def _rate_of(self, size_T: Tensor) -> Tensor:
-        """Of tokens whose rows take so many bytes."""
-        return (size_T.mean() + PLACE_BYTES) / (2 * self.bits.shape[1])
+    def _rate_of(self, size: Tensor) -> Tensor:
+        """Of tokens whose rows take so many bytes, each or on average."""
+        return (size + PLACE_BYTES) / (2 * self.bits.shape[1])
 
 
 class _Remembered:

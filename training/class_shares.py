@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.compressor import TokenCompressor
+from dynakv.planned_bits import PlannedBits
 from lowrank_kv.stores.token_plans import TokenPlans
 
 from .data import Batch
@@ -35,15 +36,12 @@ def measure_class_shares(model: PreTrainedModel, batches: Iterable[Batch], text:
         ``text``, and ``hard_rate``: bytes of a token of it over those of one in 16 bits.
     """
     compressors = dynakv.token_compressors(model)
-    counts = {each: Counter() for each in compressors if has_classes(each)}
+    counts = {each.gate: Counter() for each in compressors if has_classes(each)}
 
-    def count(compressor: TokenCompressor, arguments: tuple[Tensor, ...], _: Any) -> None:
-        basis_CC, _ = compressor.projection.fixed_matrices(torch.float32, arguments[0].device)
-        coef_NC = arguments[0].float().flatten(0, -2) @ basis_CC
-        counts[compressor].update(compressor.gate.plan.classes(coef_NC).tolist())
+    def count(gate: PlannedBits, arguments: tuple[Tensor, ...], _: Any) -> None:
+        counts[gate].update(gate.plan.classes(arguments[0].flatten(0, -2)).tolist())
 
     run_uncached(model, batches, dict.fromkeys(counts, count))
-    for compressor, found in counts.items():
-        classes = len(compressor.gate.plan.plans)
-        compressor.gate.set_shares([found[k] / found.total() for k in range(classes)])
+    for gate, found in counts.items():
+        gate.set_shares([found[k] / found.total() for k in range(len(gate.plan.plans))])
     return {"text": text, "hard_rate": sum(each.gate.rate for each in compressors) / len(compressors)}

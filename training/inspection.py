@@ -70,14 +70,17 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     """
     layers = list(dynakv.compressors(model).values())
     sides = {side.gate: side for side in dynakv.token_compressors(model)}
-    ranks: dict[nn.Module, Tensor] = {}
+    rates: dict[nn.Module, Tensor] = {}
     entropies: dict[nn.Module, Tensor] = {}
 
     def record(gate: nn.Module, arguments: tuple, output: Tensor) -> None:
+        if isinstance(gate, PlannedBits):
+            rates[gate] = gate.token_rates(arguments[0])[0]
+            return
         if isinstance(gate, Gate):
             entropies[gate] = entropy(output).mean()
             output = hard_rank(output, sides[gate].config.threshold, sides[gate].config.granularity)
-        ranks[gate] = output[0]
+        rates[gate] = output[0] / sides[gate].width
 
     def per_side(read: Callable[[TokenCompressor], Tensor]) -> Tensor:
         return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
@@ -87,13 +90,8 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     inversion_error_L2 = per_side(lambda side: torch.tensor(side.projection.inversion_error()))
     run_uncached(model, [Batch.from_ids(sentence_T[None], None)], dict.fromkeys(sides, record))
 
-    def rate(side: TokenCompressor) -> Tensor:
-        if isinstance(side.gate, PlannedBits):  # which is never called: no token chooses
-            return torch.full(sentence_T.shape, side.gate.rate)
-        return ranks[side.gate] / side.width
-
     return Inspection(
-        rate_L2T=per_side(rate),
+        rate_L2T=per_side(lambda side: rates[side.gate]),
         entropy_L2=per_side(lambda side: entropies[side.gate]) if entropies else None,
         condition_L2=condition_L2,
         inversion_error_L2=inversion_error_L2,

@@ -53,20 +53,20 @@ def mixed(planned: PlannedBits, coef_TC: torch.Tensor) -> tuple[torch.Tensor, fl
 def test_in_training_tokens_are_partly_of_each_class():
     planned_bits = planned().train()
     coef_TC = coefficients(planned_bits)
-    found_TR, soft, hard = planned_bits.rounded(coef_TC)
+    found_TR, soft, hard = planned_bits(coef_TC)
     expected_TR, rate = mixed(planned_bits, coef_TC)
     # Shares below a thousandth count as none.
     torch.testing.assert_close(found_TR.double(), expected_TR, atol=1e-2, rtol=0)
     assert float(soft) == pytest.approx(rate, rel=2e-3)
-    assert float(hard) == pytest.approx(float(planned_bits.eval().rounded(coef_TC)[2]), rel=1e-6)
+    assert float(hard) == pytest.approx(float(planned_bits.eval()(coef_TC)[2]), rel=1e-6)
 
 
 def test_once_trained_each_token_is_of_one_class():
     learned, fixed = planned().eval(), planned(learns_classes=False).train()
     coef_TC = coefficients(learned)
-    for found, expected in zip(learned.rounded(coef_TC), fixed.rounded(coef_TC), strict=True):
+    for found, expected in zip(learned(coef_TC), fixed(coef_TC), strict=True):
         assert torch.equal(found, expected)
-    assert not learned.rounded(coef_TC)[1].requires_grad
+    assert not learned(coef_TC)[1].requires_grad
 
 
 @pytest.mark.parametrize("name", ["linear", "square", "rest", "bounds"])
@@ -77,7 +77,7 @@ def test_gradients_are_what_the_mixture_changes_by(name):
     weight_TR = torch.randn(len(coef_TC), planned_bits.plan.num_coefficients, generator=generator)
 
     def value() -> torch.Tensor:
-        mixed_TR, soft, _ = planned_bits.rounded(coef_TC)
+        mixed_TR, soft, _ = planned_bits(coef_TC)
         return (weight_TR * mixed_TR).sum() + 100 * soft
 
     parameter = getattr(planned_bits, name)
@@ -97,7 +97,7 @@ def test_gradients_are_what_the_mixture_changes_by(name):
 def test_coefficients_get_gradients_by_the_share_that_keeps_them():
     planned_bits = planned().train()
     coef_TC = coefficients(planned_bits).requires_grad_()
-    planned_bits.rounded(coef_TC)[0].sum().backward()
+    planned_bits(coef_TC)[0].sum().backward()
     least = planned_bits.plan.plans[0].num_coefficients
     assert torch.allclose(coef_TC.grad[:, :least], torch.ones(()), atol=1e-5), "every class keeps these"
     assert (coef_TC.grad.diff(dim=1) <= 1e-6).all()
@@ -111,7 +111,7 @@ def test_bounds_that_pass_each_other_leave_a_class_empty():
     with torch.no_grad():
         planned_bits.bounds[1] = planned_bits.bounds[0] - 5
     assert 1 not in planned_bits.plan.classes(coef_TC).tolist()
-    assert torch.isfinite(planned_bits.train().rounded(coef_TC)[0]).all()
+    assert torch.isfinite(planned_bits.train()(coef_TC)[0]).all()
 
 
 def test_a_plan_is_the_same_until_something_changes():

@@ -18,6 +18,7 @@ from lowrank_kv_cli.saved import describe
 from training.config import TrainConfig
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits
+from training.inspection import inspect
 
 
 def token_ids(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -101,6 +102,25 @@ def test_the_mean_of_states_keeps_their_bits(training_values, tmp_path):
         assert tensor.dtype == last[name].dtype
         assert name not in whole or torch.equal(tensor, last[name])
     assert any(not torch.equal(final[name], last[name]) for name in final.keys() - whole)
+
+
+@pytest.mark.parametrize("token_classes", [1, 4])
+@torch.no_grad()
+def test_an_inspection_shows_what_each_token_takes(token_classes):
+    model = tiny_model()
+    planned_model(model, 0.2, token_classes=token_classes)
+    recorded = {}
+    hooks = [
+        side.register_forward_hook(lambda side, _, output: recorded.update({side: output[2]}))
+        for side in dynakv.token_compressors(model)
+    ]
+    rate_L2T = inspect(model, token_ids(1, 40)[0]).rate_L2T
+    for hook in hooks:
+        hook.remove()
+    assert all(len(rate_T.unique()) <= token_classes for rate_T in rate_L2T.flatten(0, 1))
+    assert max(len(rate_T.unique()) for rate_T in rate_L2T.flatten(0, 1)) == min(token_classes, 4)
+    expected = torch.stack([recorded[side] for side in dynakv.token_compressors(model)])
+    torch.testing.assert_close(rate_L2T.mean(dim=2).flatten(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("token_classes", [1, 4])
