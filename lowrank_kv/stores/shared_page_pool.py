@@ -62,6 +62,7 @@ class SharedPagePool:
             )
         self.width, self.granule, self.granules = width, granule, width // granule
         self.pool: PagePool | None = None
+        self._made: list[PagedStore] = []
 
     def new_store(self, batch: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
         """An empty store that takes its pages from here."""
@@ -80,7 +81,8 @@ class SharedPagePool:
                 device=device,
                 quantization=self.quantization,
             )
-        return PagedStore(batch, self.width, capacity=self.max_length, pool=self.pool)
+        self._made.append(PagedStore(batch, self.width, capacity=self.max_length, pool=self.pool))
+        return self._made[-1]
 
     def reserve_step(self, batch: int) -> None:
         """Reserve pages for one more token of each of `batch` sequences in all stores. The first layer asks for it in every
@@ -91,9 +93,16 @@ class SharedPagePool:
         """
         self.pool.reserve(self.stores * batch * self.granules)
 
+    def check_select(self, index_B: Tensor) -> None:
+        """Raise :class:`UserError` unless all stores, one after another, find pages for copies of the sequences at
+        `index_B`; waits for the device."""
+        pages_XB = torch.stack([store.pages_of_sequences() for store in self._made])
+        more_X = pages_XB[:, index_B].sum(dim=1) - pages_XB.sum(dim=1)
+        self.pool.check_free(int(more_X.cumsum(dim=0).max()))
+
     def release(self) -> None:
         """Give up the pages; stores made before hold no rows any more."""
-        self.pool = None
+        self.pool, self._made = None, []
 
     def free_nbytes(self) -> int:
         """Bytes of the free pages; waits for the device."""

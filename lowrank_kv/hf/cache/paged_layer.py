@@ -152,8 +152,20 @@ class PagedLayer(CodecLayer):
     def select(self, rows: list[int]) -> None:
         if rows != list(range(self.batch_size)):
             index_B = torch.tensor(rows, device=self.device)
-            self.key.select(index_B)
-            self.value.select(index_B)
+            if self.is_first:
+                self.shared_page_pool.check_select(index_B)
+            try:
+                self.key.select(index_B)
+                self.value.select(index_B)
+            except BaseException:  # an interrupt: some rows have moved
+                self._forget_all()
+                raise
+
+    def _forget_all(self) -> None:
+        """Leave the layer empty, so that the next call finds that layers hold different numbers of tokens."""
+        for store in (self.key, self.value):
+            store.restart(self.batch_size)
+        self.length = 0
 
     def clear(self) -> None:
         super().clear()

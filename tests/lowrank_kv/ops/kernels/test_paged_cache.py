@@ -244,3 +244,43 @@ def test_pages_are_given_up_and_never_shared(model):
         model(ids, past_key_values=one)
     assert cache.layers[0].key.pool is cache.layers[1].value.pool is not twin.layers[0].key.pool
     assert twin.nbytes == cache.nbytes
+
+
+def rows_of(cache):
+    return [states.clone() for layer in cache.layers for states in layer.dense()]
+
+
+@pytest.mark.layers(2)
+@torch.no_grad()
+def test_beams_there_are_no_pages_for_are_refused_before_any_layer_moves(model):
+    cache = PagedDynaKVCache.from_model(model, max_length=96, rate=1.0)
+    model(token_ids(model, 2, 60), past_key_values=cache)
+    before, held = rows_of(cache), cache.pages.free_nbytes()
+    pages, more = cache.pages.pool, int(cache.layers[0].key.pages_of_sequences().sum())
+    taken = len(pages.take(int(pages.free_count) - more))  # the first store finds its pages
+    with pytest.raises(UserError, match=r"`pages` \(of a cache: `rate`\) must be larger"):
+        cache.batch_repeat_interleave(2)
+    assert all(torch.equal(*pair) for pair in zip(rows_of(cache), before, strict=True))
+    pages.free_count += taken
+    cache.batch_repeat_interleave(2)
+    assert all(torch.equal(new[::2], old) for new, old in zip(rows_of(cache), before, strict=True))
+    assert cache.pages.free_nbytes() < held
+
+
+@pytest.mark.layers(2)
+@pytest.mark.parametrize("repeats", [1, 2])
+@torch.no_grad()
+def test_beams_that_are_cut_short_are_found_out(model, repeats):
+    cache = PagedDynaKVCache.from_model(model, max_length=96, rate=1.0)
+    ids = token_ids(model, 2, 20)
+    expected = model(ids, past_key_values=cache).logits
+    rows = torch.tensor([1, 0] * repeats, device=model.device)
+    with (
+        mock.patch.object(cache.layers[1].value, "_place", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        cache.batch_select_indices(rows)
+    with pytest.raises(UserError, match=r"the cache holds 2 sequences|layers hold different numbers of tokens"):
+        model(ids[:, :1].repeat(repeats, 1), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, expected)
