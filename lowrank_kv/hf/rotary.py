@@ -100,15 +100,17 @@ class Rotary:
         return self._table_of_frequencies(position_BT)
 
     def table_of_rows(self, cos_BTE: Tensor, sin_BTE: Tensor) -> RotaryTable | None:
-        """The pairs' cos and sin, fp32, from those of all dims; None where a pair's two dims rotate by different angles,
-        which only the first call looks at: on a GPU it has to wait for the result."""
-        if self._halves_agree is False:
-            return None
+        """The pairs' cos and sin, fp32, from those of all dims; None where a pair's two dims rotate by different angles.
+
+        Only first calls look, as on a GPU they wait for the result. A module that gives both dims of a pair one angle does
+        so at every position but 0, where all angles are equal.
+        """
         half = cos_BTE.shape[2] // 2
         halves = [states.float().split(half, dim=2) for states in (cos_BTE, sin_BTE)]
         if self._halves_agree is None:
-            self._halves_agree = all(torch.equal(first, second) for first, second in halves)
-        return RotaryTable(*(first.contiguous() for first, _ in halves)) if self._halves_agree else None
+            agree = all(torch.equal(first, second) for first, second in halves)
+            self._halves_agree = agree if not agree or bool(sin_BTE.any()) else None
+        return None if self._halves_agree is False else RotaryTable(*(first.contiguous() for first, _ in halves))
 
     @functools.cached_property
     def follows_frequencies(self) -> bool:

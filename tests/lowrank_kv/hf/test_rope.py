@@ -227,3 +227,10 @@ def test_a_module_that_does_more_than_its_frequencies_say_is_left_to_itself():
         history.rotation(0, torch.device("cpu")).table.cos_BTF[0],
         rotary.cos_sin(torch.arange(7)[None], torch.float32)[0][0, :, :8],
     )
+
+
+def test_one_token_at_position_0_does_not_say_that_halves_agree():
+    rotary = Rotary.from_model(tiny_model())
+    angle = torch.tensor([[[0.0] * 4, [0.1, 0.2, 0.3, 0.4]]])  # of two positions, and of each dim
+    assert rotary.table_of_rows(angle[:, :1].cos(), angle[:, :1].sin()) is not None
+    assert rotary.table_of_rows(angle.cos(), angle.sin()) is None
