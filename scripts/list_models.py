@@ -32,6 +32,7 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig
 from scripts.tiny_families import NotBuiltError, families, tiny_configs, tiny_model
 
 DOCUMENT = Path("docs/models.md")
+WRITE = "`python -m scripts.list_models`"
 OPEN, CLOSE = "<!-- models -->", "<!-- /models -->"
 SERVED, REFUSED, UNTRIED, WRONG = "served", "refused", "not tried", "wrong"
 # A prompt that outgrows the windows of the tiny models, tokens one by one, a few at once.
@@ -92,10 +93,14 @@ def _refused_as_it_stands(model: PreTrainedModel) -> str | None:
 def _served(name: str, model: PreTrainedModel, ids_BT: Tensor, stock: Tensor) -> Finding:
     try:
         for method, make_cache in caches(model).items():
-            found = logits(model, ids_BT, make_cache())
+            cache = make_cache()
+            found = logits(model, ids_BT, cache)
             off = float((found - stock).abs().max() / stock.square().mean().sqrt())
             if not off <= ALLOWED:
                 return Finding(name, WRONG, f"{method} is off by {off:.2g}")
+            history = cache.history
+            if history is not None and history.keeps_rows != history.rotary.is_length_dependent:
+                return Finding(name, WRONG, f"{method} keeps other bytes of each token's rotation than budgets count")
             if method == "ojakv":
                 self_check(model)  # what is served must pass
         dynakv.detach(model)
@@ -164,12 +169,31 @@ def _cell(text: str) -> str:
     return short.replace("|", "\\|").replace("<", "&lt;")
 
 
-def problems(document: str) -> list[str]:
-    """What a document lacks, in so far as it can be seen without trying the families again."""
+def listed_version(document: str) -> str:
+    """The version of transformers whose families a document lists."""
     version = re.search(r"^transformers `(\S+)`:", document, re.M)
-    if version is None or version.group(1) != transformers.__version__:
-        return []  # of another version, which has other families
+    if version is None:
+        raise UserError(f"{DOCUMENT} does not name a version of transformers; write its list anew: {WRITE}")
+    return version.group(1)
+
+
+def problems(document: str) -> list[str]:
+    """What a document of the installed version lacks, in so far as it can be seen without trying the families again."""
     return [f"{DOCUMENT} says nothing of `{name}`" for name in families() if f"`{name}`" not in document]
+
+
+def check(document: str) -> list[str]:
+    """:func:`problems`, told on standard output."""
+    listed, installed = listed_version(document), transformers.__version__
+    if listed != installed:
+        print(
+            f"not compared: {DOCUMENT} lists the families of transformers {listed}, and {installed} is installed, which may "
+            f"have others; install {listed}, or list those of {installed}: {WRITE}"
+        )
+        return []
+    found = problems(document)
+    print("\n".join(found) if found else "the list has every family")
+    return found
 
 
 def main(argv: list[str]) -> None:
@@ -178,9 +202,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--check", action="store_true", help="change nothing, and fail where a family is missing")
     arguments = parser.parse_args(argv)
     if arguments.check:
-        found = problems(DOCUMENT.read_text(encoding="utf-8"))
-        print("\n".join(found) if found else "the list has every family")
-        sys.exit(1 if found else 0)
+        sys.exit(1 if check(DOCUMENT.read_text(encoding="utf-8")) else 0)
     names = arguments.only.split(",") if arguments.only else list(families())
     unknown = [name for name in names if name not in families()]
     if unknown:
