@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from dynakv.checkpoint import load_compressors, read_config
+from dynakv.checkpoint import CheckpointConfig, load_compressors, read_config
 from dynakv.compressor import LayerCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
@@ -47,19 +47,47 @@ def retention(settings: ServingConfig) -> dict[str, int]:
 
 
 def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
-    """The shape that the settings' files are for, and where they are from, without reading all of them.
+    """The shape that the settings' files are for, and where they are from.
 
     Raises:
         UserError: they are missing or damaged, or hold what cannot be served.
     """
     if settings.checkpoint is None:
-        calibration, config = Calibration.load(settings.bases), _preset_of(settings)
-        if config.cache_dtype == MIXED and calibration.read is None:
-            raise UserError(
-                f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
-                f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
-            )
+        calibration = _calibration_of(settings)
         return calibration.geometry, calibration.origin
+    return _checkpoint_of(settings).geometry, f"the checkpoint `{settings.checkpoint}`"
+
+
+@functools.lru_cache(maxsize=2)
+def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
+    """How every layer is compressed.
+
+    Args:
+        dtype: of the model.
+
+    Raises:
+        UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
+    """
+    with fp32_on_cpu():
+        return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
+
+
+def _preset_of(settings: ServingConfig) -> OjaKVConfig:
+    rate = {} if settings.rate is None else {"rate": settings.rate}
+    return OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings), **settings.overrides())
+
+
+def _calibration_of(settings: ServingConfig) -> Calibration:
+    calibration, config = Calibration.load(settings.bases), _preset_of(settings)
+    if config.cache_dtype == MIXED and calibration.read is None:
+        raise UserError(
+            f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
+            f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
+        )
+    return calibration
+
+
+def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
     config = read_config(settings.checkpoint)
     compressor = config.compressor.overridden(**settings.overrides())
     if compressor.eviction.is_on:
@@ -77,33 +105,13 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
             f"the checkpoint `{settings.checkpoint}` does not say how much its gates keep, for which pages are made; run "
             f"`lowrank-kv measure --checkpoint {settings.checkpoint} --name TEXT`, which writes it there"
         )
-    return config.geometry, f"the checkpoint `{settings.checkpoint}`"
-
-
-@functools.lru_cache(maxsize=2)
-def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
-    """How every layer is compressed.
-
-    Args:
-        dtype: of the model.
-
-    Raises:
-        UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
-    """
-    served_geometry(settings)
-    with fp32_on_cpu():
-        return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
-
-
-def _preset_of(settings: ServingConfig) -> OjaKVConfig:
-    rate = {} if settings.rate is None else {"rate": settings.rate}
-    return OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings), **settings.overrides())
+    return config
 
 
 def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
     config = _preset_of(settings)
     exact = config.prefill == "exact"
-    plan = make_plan(Calibration.load(settings.bases), config)
+    plan = make_plan(_calibration_of(settings), config)
     return Served(
         layers={index: tuple(side_of_basis(side, dtype) for side in kv) for index, kv in plan.layers.items()},
         num_sinks=settings.num_sink_tokens,
@@ -113,7 +121,7 @@ def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
 
 
 def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype) -> Served:
-    directory = settings.checkpoint
+    directory, saved = settings.checkpoint, _checkpoint_of(settings)
     layers = load_compressors(directory, **settings.overrides())
     compressor = next(iter(layers.values())).key.config
     exact = compressor.prefill == "exact"
@@ -124,7 +132,7 @@ def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype) -> Served:
         }
         sinks = settings.num_sink_tokens
         return Served(layers=planned, num_sinks=sinks, reads_prompts_exactly=exact, sees_itself=exact)
-    rates = measured_rates(directory, read_config(directory))
+    rates = measured_rates(directory, saved)
     ranked = {
         index: _ranked_sides(layer, rates.keys[i], rates.values[i], dtype)
         for i, (index, layer) in enumerate(layers.items())
