@@ -32,6 +32,14 @@ def interrupted(model, ids, cache, layer=1):
     hook.remove()
 
 
+def begun(method, ids):
+    """A model, and a cache of it that has read 40 tokens."""
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    model(ids[:, :40], past_key_values=cache)
+    return model, cache
+
+
 def lengths(cache):
     return [layer.get_seq_length() if layer.is_initialized else 0 for layer in cache.layers]
 
@@ -39,9 +47,7 @@ def lengths(cache):
 @every_method
 @torch.no_grad()
 def test_crop_makes_a_cache_whole(method, ids):
-    model = tiny_model()
-    cache = method.build(model, 1.0)()
-    model(ids[:, :40], past_key_values=cache)
+    model, cache = begun(method, ids)
     untouched = copy.deepcopy(cache)
     interrupted(model, ids[:, 40:41], cache)
     assert lengths(cache) == [41, 41, 40]
@@ -53,9 +59,7 @@ def test_crop_makes_a_cache_whole(method, ids):
 
 @torch.no_grad()
 def test_tokens_behind_a_cut_are_refused_until_it_is_mended(ids):
-    model = tiny_model()
-    cache = METHODS[0].build(model, 1.0)()
-    model(ids[:, :40], past_key_values=cache)
+    model, cache = begun(METHODS[0], ids)
     interrupted(model, ids[:, 40:41], cache)
     with pytest.raises(UserError, match=r"`cache.crop\(0\)` makes them equal"):
         model(ids[:, 40:], past_key_values=cache)
@@ -79,9 +83,7 @@ def test_a_first_call_that_was_cut_short_leaves_an_empty_cache(method, ids):
 @every_method
 @torch.no_grad()
 def test_weights_are_refused_before_anything_is_stored(method, ids):
-    model = tiny_model()
-    cache = method.build(model, 1.0)()
-    model(ids[:, :40], past_key_values=cache)
+    model, cache = begun(method, ids)
     with pytest.raises(UserError, match="`output_attentions=True` asks for the weights"):
         model.generate(ids, past_key_values=cache, output_attentions=True, return_dict_in_generate=True)
     assert lengths(cache) == [40, 40, 40]
