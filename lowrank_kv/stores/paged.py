@@ -111,7 +111,7 @@ class PagedStore:
         used_BSN = row_N < self.tile_rows_BS[..., None]
         kept_BS = (used_BSN & (self.tile_position_BSN < length_B[:, None, None])).sum(dim=-1).to(torch.int32)
         emptied_BS = (self.tile_rows_BS > 0) & (kept_BS == 0)
-        self.pool.give_back(self._pages(emptied_BS))
+        self._give_back(emptied_BS)
         self.tile_rows_BS.copy_(kept_BS)
         self.tile_granules_BS.masked_fill_(emptied_BS, 0)
         # Tiles that keep rows move to the front, in their order.
@@ -138,24 +138,18 @@ class PagedStore:
         raw, scale, granules_BT, present_BT = self._rows()
         pages_B = self.pages_of_sequences()
         self.pool.check_free(int(pages_B[index_B].sum()), given_back=int(pages_B.sum()))
-        self.restart(len(index_B))
+        self.clear()
+        if len(index_B) != self.batch:
+            self._make_tables(len(index_B))
         scale = None if scale is None else scale[index_B]
         self._place(raw[index_B], scale, granules_BT[index_B], present_BT[index_B])
 
     def clear(self) -> None:
         """Forget all rows and give back their pages."""
-        page_X = self._pages(self.tile_rows_BS > 0)
-        # First, so that an interrupt loses pages rather than giving them back twice.
+        self._give_back(self.tile_rows_BS > 0)
         for table in (self.length_B, self.tiles_B, self.tile_granules_BS, self.tile_rows_BS):
             table.zero_()
         self.open_BK.fill_(NO_TILE)
-        self.pool.give_back(page_X)
-
-    def restart(self, batch: int) -> None:
-        """Begin anew with empty sequences, `batch` of them."""
-        self.clear()
-        if batch != self.batch:
-            self._make_tables(batch)
 
     def pages_of_sequences(self) -> Tensor:
         """How many pages each sequence has, (B,) on the device."""
@@ -274,10 +268,9 @@ class PagedStore:
         present_BT = torch.arange(longest, device=device) < self.length_B[:, None]
         return raw, scale, granules_BT, present_BT
 
-    def _pages(self, tile_BS: Tensor) -> Tensor:
-        """The pages of some tiles, (X,)."""
+    def _give_back(self, tile_BS: Tensor) -> None:
         granule_K = torch.arange(self.granules, device=self.pool.device)
-        return self.tile_page_BSK[tile_BS[..., None] & (granule_K < self.tile_granules_BS[..., None])]
+        self.pool.give_back(self.tile_page_BSK[tile_BS[..., None] & (granule_K < self.tile_granules_BS[..., None])])
 
     def _find_open(self) -> None:
         """The newest tile of each rank, which alone may have room."""

@@ -1,6 +1,7 @@
 """A call that was cut short, by the stop button, by a refusal: the cache is made whole again, or says that it is not."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,6 +120,22 @@ def test_sequences_may_be_counted_from_the_end(method):
     assert torch.equal(*logits)
     with pytest.raises(UserError, match=r"`indices` is \[0, 2\], but the cache holds 2 sequences"):
         cache.batch_select_indices(torch.tensor([0, 2]))
+
+
+@every_method
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@torch.no_grad()
+def test_beams_that_were_cut_short_leave_an_empty_cache(method, error, ids, monkeypatch):
+    """Some layers would hold other sequences than the others."""
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    ids = torch.cat([ids, ids.flip(1)])
+    model(ids[:, :40], past_key_values=cache)
+    monkeypatch.setattr(cache.layers[1], "select", Mock(side_effect=error))
+    with pytest.raises(error):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert lengths(cache) == [0, 0, 0]
+    assert torch.allclose(model(ids, past_key_values=cache).logits, tiny_model()(ids).logits, atol=1e-4)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A compressed cache that stock `generate()` drives."""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -108,17 +109,32 @@ class LowRankCache(Cache):
             self.history.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._select_history(beam_idx)
+        with self._moving_sequences():
+            super().reorder_cache(beam_idx)
+            self._select_history(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = getattr(self.compressed_layers()[0], "batch_size", 0)
-        super().batch_repeat_interleave(repeats)
-        self._select_history(torch.arange(batch, device="cpu").repeat_interleave(repeats))
+        with self._moving_sequences():
+            super().batch_repeat_interleave(repeats)
+            self._select_history(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._select_history(indices)
+        with self._moving_sequences():
+            super().batch_select_indices(indices)
+            self._select_history(indices)
+
+    @contextlib.contextmanager
+    def _moving_sequences(self) -> Iterator[None]:
+        """Sequences move in all layers. Wrong arguments are refused before they move in any; where an interrupt or a lack of
+        memory leaves some layers behind, the cache is emptied: it would pair keys of one sequence with those of another."""
+        try:
+            yield
+        except (UserError, IndexError):
+            raise
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         for layer in self.layers:

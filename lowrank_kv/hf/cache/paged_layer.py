@@ -154,18 +154,8 @@ class PagedLayer(CodecLayer):
             index_B = torch.tensor(rows, device=self.device)
             if self.is_first:
                 self.shared_page_pool.check_select(index_B)
-            try:
-                self.key.select(index_B)
-                self.value.select(index_B)
-            except BaseException:  # an interrupt: some rows have moved
-                self._forget_all()
-                raise
-
-    def _forget_all(self) -> None:
-        """Leave the layer empty, so that the next call finds that layers hold different numbers of tokens."""
-        for store in (self.key, self.value):
-            store.restart(self.batch_size)
-        self.length = 0
+            self.key.select(index_B)
+            self.value.select(index_B)
 
     def clear(self) -> None:
         super().clear()

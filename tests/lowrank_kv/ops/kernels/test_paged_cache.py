@@ -268,19 +268,15 @@ def test_beams_there_are_no_pages_for_are_refused_before_any_layer_moves(model):
 
 
 @pytest.mark.layers(2)
-@pytest.mark.parametrize("repeats", [1, 2])
 @torch.no_grad()
-def test_beams_that_are_cut_short_are_found_out(model, repeats):
+def test_beams_that_are_cut_short_leave_an_empty_cache(model):
     cache = PagedDynaKVCache.from_model(model, max_length=96, rate=1.0)
     ids = token_ids(model, 2, 20)
     expected = model(ids, past_key_values=cache).logits
-    rows = torch.tensor([1, 0] * repeats, device=model.device)
     with (
         mock.patch.object(cache.layers[1].value, "_place", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        cache.batch_select_indices(rows)
-    with pytest.raises(UserError, match=r"the cache holds 2 sequences|layers hold different numbers of tokens"):
-        model(ids[:, :1].repeat(repeats, 1), past_key_values=cache)
-    cache.reset()
+        cache.batch_repeat_interleave(2)
+    assert cache.get_seq_length() == 0
     assert torch.equal(model(ids, past_key_values=cache).logits, expected)
