@@ -5,8 +5,10 @@ import copy
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
@@ -60,8 +62,9 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         "--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; with it OjaKV presets are timed"
     )
     parser.add_argument(
-        "--presets", default="ojakv-pf,ojakv-joint", metavar="NAME[@RATE],…", type=_presets,
-        help="OjaKV presets, each at --rate or at a rate of its own, e.g. ojakv-joint@0.3 [default %(default)s]",
+        "--presets", default="ojakv-pf,ojakv-joint", metavar="NAME[@RATE][+KEY=VALUE],…", type=_presets,
+        help="OjaKV presets, each at --rate or at a rate of its own, and with settings of its own, e.g. "
+        "tokenwise-mixed@0.1+rebuild_cost=2 [default %(default)s]",
     )  # fmt: skip
     parser.add_argument("--rate", type=float, default=0.5, help="of the presets [default %(default)s]")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
@@ -112,10 +115,10 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
             _check_learned(name, *found[name])
     if calibration is not None:
         online = twin(plain)
-        for name, preset, rate in arguments.presets:
+        for name, preset, settings in arguments.presets:
             if name not in chosen:
                 continue
-            config = OjaKVConfig.preset(preset, rate=rate or arguments.rate)
+            config = OjaKVConfig.preset(preset, **{"rate": arguments.rate, **settings})
             plan = make_plan(calibration.for_model(online), config)
             found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
             _check_online(plain, online, calibration, preset)
@@ -204,15 +207,21 @@ def _default_model(checkpoint: str | None) -> str:
     return str(demo)
 
 
-def _presets(text: str) -> list[tuple[str, str, float | None]]:
-    """Of each preset its name in the table, its own, and the rate that it asks for."""
+def _presets(text: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Of each preset its name in the table, its own, and the settings that it asks for."""
     found = []
     for name in text.split(","):
-        preset, _, rate = name.partition("@")
+        words, *pairs = name.split("+")
+        preset, _, rate = words.partition("@")
+        settings = dict(pair.partition("=")[::2] for pair in pairs)
+        if rate:
+            settings["rate"] = rate
         try:
-            found.append((name, preset, float(rate) if rate else None))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"a rate must be a number, e.g. ojakv-joint@0.3; got {name!r}") from None
+            settings = {key: yaml.safe_load(value) for key, value in settings.items()}
+            OjaKVConfig.preset(preset, **settings)  # before a model is loaded
+        except (yaml.YAMLError, UserError) as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from error
+        found.append((name, preset, settings))
     return found
 
 

@@ -151,16 +151,21 @@ def test_one_cache_of_those_there_are(rows, caches):
 def test_presets_at_rates_of_their_own_beside_shares_of_the_same_bases(rows, caches):
     model_and_bases = [*caches[:2], *caches[4:6]]
     arguments = (*model_and_bases, "--context", 200, "--tokens", 2, "--shares", "0.25,0.5", "--granularity", 4)
-    found = rows("generate_e2e", *arguments, "--presets", "ojakv-joint@0.25,ojakv-joint@0.75")
-    assert list(found) == [*CACHES[:2], "dynakv", "ojakv-joint@0.25", "ojakv-joint@0.75"]
-    assert found["ojakv-joint@0.25"]["rate"] < found["ojakv-joint@0.75"]["rate"]
+    found = rows("generate_e2e", *arguments, "--presets", "ojakv-joint@0.25,ojakv-joint@0.75+compress=keys")
+    assert list(found) == [*CACHES[:2], "dynakv", "ojakv-joint@0.25", "ojakv-joint@0.75+compress=keys"]
+    assert found["ojakv-joint@0.25"]["rate"] < 0.8 < found["ojakv-joint@0.75+compress=keys"]["rate"]
     assert found["dynakv"]["rate"] == pytest.approx(0.375, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("generate_e2e", ("--presets", "ojakv-pf@x"), "argument --presets: a rate must be a number"),
+        (
+            "generate_e2e",
+            ("--presets", "ojakv-pf@x"),
+            "argument --presets: ojakv-pf@x: `rate` must be a number, got 'x'",
+        ),
+        ("generate_e2e", ("--presets", "ojakv-pf+pol=2"), "`pol` in preset ojakv-pf; did you mean `pool`"),
         ("decode_op", ("--layers", 0), "argument --layers: must be a whole number of at least 1; got '0'"),
         ("decode_op", ("--batches", "1,x"), "argument --batches: must be a whole number of at least 1; got 'x'"),
         ("decode_op", ("--repeats", 0), "argument --repeats: must be"),
