@@ -203,7 +203,10 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
     tokens holds, read as one prompt, or, where the budget is of each token, what a compressed token takes.
 
     Args:
-        calibration, config, itemsize: as for :func:`plan_for_bytes`.
+        calibration: made on the model that the cache will serve.
+        config: the settings; their rate is ignored.
+        budget: of one sequence, or of each token.
+        itemsize: bytes of a number in the model's dtype.
 
     Raises:
         UserError: no rate keeps within it.
