@@ -54,12 +54,13 @@ def allocate_bits(
     row_N = torch.cat([torch.full((len(each),), i) for i, each in enumerate(importances)])
     place_N = torch.cat([torch.arange(len(each)) for each in importances])
     rebuild_costs = rebuild_costs or [0.0] * len(importances)
-    rebuild_cost_N = torch.tensor(rebuild_costs, dtype=torch.float64)[row_N]
+    # The first coefficient of a row is kept in any case.
+    rebuild_cost_N = torch.tensor(rebuild_costs, dtype=torch.float64)[row_N].where(place_N > 0, 0.0)
     gain, cost, owner, target = [], [], [], []
-    for rebuild_cost in dict.fromkeys(rebuild_costs):
+    for rebuild_cost in dict.fromkeys([0.0, *rebuild_costs]):
         owner_M = (rebuild_cost_N == rebuild_cost).nonzero().squeeze(1)
         for before, after in _worthwhile_steps(distortions, rebuild_cost):
-            # The first coefficient of a row is given its first bits whatever they save.
+            # So it is given its first bits whatever they save.
             is_least_M = (place_N[owner_M] == 0) & (before == 0)
             saved = -_slope(distortions, before, after, rebuild_cost)
             gain.append(torch.where(is_least_M, torch.inf, importance_N[owner_M] * saved))
