@@ -20,7 +20,7 @@ from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.provenance import model_input, path_input, token_input
+from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
 
 from .anatomy.measure import anatomy
 from .cells import Cell, measured_by
@@ -116,7 +116,12 @@ def new_comparison(
         texts: label → token ids of the windows, (N, T) int64.
         device: that measures.
     """
-    inputs = [*inputs, model_input(model), *(token_input("text", *text) for text in texts.items())]
+    inputs = [
+        *inputs,
+        model_input(model),
+        weights_input(model),
+        *(token_input("text", *text) for text in texts.items()),
+    ]
     n = {"windows": sum(map(len, texts.values())), "tokens": sum(map(Tensor.numel, texts.values()))}
     return run_record.new_record("quality", config=config, inputs=inputs, n=n, device=str(device))
 

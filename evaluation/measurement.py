@@ -11,7 +11,7 @@ from dynakv.checkpoint import read_config
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
 from lowrank_kv.utils.config import configuration, option, require
-from lowrank_kv.utils.provenance import model_input, path_input, token_input
+from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
@@ -91,7 +91,12 @@ def calibrated(
 def setting_of(config: MeasurementConfig, model: PreTrainedModel, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     """What all cells of a measurement have in common, as JSON: another model, dtype or other bases make other cells."""
     bases = [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]
-    return {"model": model_input(model)["sha256"], "dtype": config.dtype, "bases": bases}
+    return {**identity_of(model), "dtype": config.dtype, "bases": bases}
+
+
+def identity_of(model: PreTrainedModel) -> dict[str, str]:
+    """What tells a model from others in the keys of what is measured once, as JSON."""
+    return {"model": model_input(model)["sha256"], "weights": weights_input(model)["sha256"]}
 
 
 def cells_in(output: Path, kind: type = WindowScore) -> Cells:

@@ -27,7 +27,7 @@ from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import configuration, option, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand, name_of
-from lowrank_kv.utils.provenance import path_input, token_input
+from lowrank_kv.utils.provenance import path_input, token_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
@@ -224,7 +224,8 @@ def _calibrate_once(
         needs: what it must have, as :meth:`Calibration.from_text` takes it.
     """
     asked = {key: True for key, needed in needs.items() if needed}
-    _check_same(output / CALIBRATION, {"model": source} | dataclasses.asdict(config.calibration) | asked)
+    of_model = {"model": source, "weights": weights_input(model)["sha256"]}
+    _check_same(output / CALIBRATION, of_model | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)

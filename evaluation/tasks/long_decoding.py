@@ -22,8 +22,8 @@ from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.progress import progress_bar
-from lowrank_kv.utils.provenance import model_input
 
+from ..measurement import identity_of
 from ..reading import full_cache
 from .item import PASS_EFFORT, FreshReader, Item, ItemScore, prompt_pieces
 from .reader import Reader, end_tokens
@@ -108,13 +108,13 @@ def long_items(
         UserError: prompt and text are longer than the model's positions.
     """
     require(temperature >= 0, "temperature", temperature, "zero, which is greedy, or positive")
-    items = []
+    items, identity = [], identity_of(model)
     for number, text in enumerate(prompts):
         context, end = prompt_pieces(tokenizer, text, "", chat=chat)
         prompt = (*context, *end)
         check_length(model, len(prompt) + length, "length")
         settings = {"prompt": prompt, "length": length, "temperature": temperature, "seed": seed + number}
-        settings |= {"model": model_input(model)["sha256"], "dtype": str(model.dtype)}
+        settings |= {**identity, "dtype": str(model.dtype)}
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         path = directory / TEXTS / f"{name}.json"
         if not path.exists():

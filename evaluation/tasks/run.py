@@ -16,7 +16,7 @@ from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
-from lowrank_kv.utils.provenance import model_input, path_input
+from lowrank_kv.utils.provenance import model_input, path_input, weights_input
 from ojakv import Calibration
 
 from ..cells import Cell, Cells, measured_by
@@ -137,7 +137,8 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     tasks = tasks_of(config.tasks, model, tokenizer, output)
     calibration, inputs = calibrated(model, tokenizer, config, read=config.reads)
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
-    inputs += [model_input(model), *{each["sha256"]: each for task in tasks for each in task.inputs}.values()]
+    inputs += [model_input(model), weights_input(model)]
+    inputs += {each["sha256"]: each for task in tasks for each in task.inputs}.values()
     counts = {task.label: max(1, round(len(task.items) * config.fraction)) for task in tasks}
     record = run_record.new_record(
         "quality",

@@ -25,6 +25,7 @@ RUN_FILE = "run.json"
 """In a checkpoint's directory: names the run that trained it."""
 
 _CHUNK = 1 << 20
+_HASHED_NUMBERS = 1 << 14  # about, of each of a model's tensors
 _PATH = re.compile(r"(?<![\w.\-/\\}])(?:~\w*|\.\.|[A-Za-z]:)?[/\\](?=[\w.~$/\\])[^\s,;=:'\"\[\](){}]*")
 _NOT_OF_MODEL = {"_name_or_path", "transformers_version", "dtype"}
 _NOT_SOURCES = (":(exclude)results", ":(exclude)docs", ":(exclude)*.md")
@@ -75,10 +76,27 @@ def token_input(role: str, name: str, ids: "Tensor") -> dict[str, Any]:
 def model_input(model: "PreTrainedModel") -> dict[str, Any]:
     """The entry of an uncompressed model by its configuration, without the directory, version and dtype it was loaded with.
 
-    The weights are not read: they are gigabytes, and the name stands for them.
+    A model and one that was fine-tuned from it have one configuration: :func:`weights_input` tells them apart.
     """
     values = {key: value for key, value in model.config.to_diff_dict().items() if key not in _NOT_OF_MODEL}
     return content_input("model", name_of(model.config._name_or_path), json.dumps(values, sort_keys=True))
+
+
+def weights_input(model: "PreTrainedModel") -> dict[str, Any]:
+    """The entry of an uncompressed model by some numbers of each parameter and buffer that it saves, evenly spaced.
+
+    All of them are gigabytes. Training moves nearly every number, so that these tell models apart, on any device alike. In
+    another dtype the same weights are other ones.
+    """
+    import torch  # here, as a record is read without it
+
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        # An odd step: one that divides the width of a matrix would see a few of its columns only.
+        some_N = tensor.flatten()[:: tensor.numel() // _HASHED_NUMBERS | 1]
+        found.update(some_N.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return content_input("weights", name_of(model.config._name_or_path), found.digest())
 
 
 def name_trainer(directory: str | Path, run_id: str) -> None:

@@ -1,6 +1,8 @@
 """`lowrank-kv compare` on a tiny model: every kind of method, at every kind of budget, started again, and its mistakes."""
 
 import itertools
+import json
+import shutil
 
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
     assert f"record: {path}" in done.stdout
     record = run_record.load(path)
     assert record["n"] == {"windows": 4, "tokens": 400}
-    assert [each["role"] for each in record["inputs"]] == ["bases", "checkpoint", "model", "text", "text"]
+    assert [each["role"] for each in record["inputs"]] == ["bases", "checkpoint", "model", "weights", "text", "text"]
     for dataset in ("same", "other"):
         rows = by_method(record, dataset)
         assert list(rows) == ["full", "dynakv", "static-mixed 0.3"]
@@ -110,6 +112,33 @@ def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, 
     assert again["rows"] == [row for row in record["rows"] if row["method"] != "rotated-int4"]
     changed = last(values | {"step": 5}, output)
     assert [each["run_id"] for each in changed["summary"]["measured_by"]] == [changed["run_id"]]
+
+
+def test_another_model_of_the_same_configuration_is_measured_by_itself(values, tiny_dir, tmp_path):
+    other = tmp_path / tiny_dir.name
+    shutil.copytree(tiny_dir, other)
+    values |= {"methods": [{"peer": "rotated-int4"}], "texts": values["texts"][:1]}
+    values |= {"bases": None, "model": str(other)}
+    first = last(values, tmp_path / "out")
+    model = load_model(str(other))
+    model.get_input_embeddings().weight.data.mul_(1.1)
+    model.save_pretrained(other)
+    second = last(values, tmp_path / "out")
+    assert [each["run_id"] for each in second["summary"]["measured_by"]] == [second["run_id"]]
+    assert by_method(second)["rotated-int4"]["perplexity"] != by_method(first)["rotated-int4"]["perplexity"]
+
+
+def test_cells_that_do_not_say_which_weights_they_are_of_are_measured_again(values, tmp_path):
+    values |= {"methods": [{"peer": "rotated-int4"}], "texts": values["texts"][:1], "bases": None}
+    last(values, tmp_path / "out")
+    path = tmp_path / "out" / CELLS
+    cells = [json.loads(line) for line in path.read_text().splitlines()]
+    for each in cells:
+        del each["of"]["weights"]
+    path.write_text("".join(json.dumps(each) + "\n" for each in cells))
+    again = last(values, tmp_path / "out")
+    assert [each["run_id"] for each in again["summary"]["measured_by"]] == [again["run_id"]]
+    assert len(path.read_text().splitlines()) == 2 * len(cells)
 
 
 def test_presets_meet_a_share_of_bytes_and_the_bytes_of_a_checkpoint(values, checkpoint, tmp_path):

@@ -13,7 +13,7 @@ from evaluation.cells import CELLS
 from evaluation.reading import full_cache
 from evaluation.tasks.building import tasks_of
 from evaluation.tasks.item import ItemScore, prompt_pieces
-from evaluation.tasks.long_decoding import TEXTS
+from evaluation.tasks.long_decoding import TEXTS, long_items
 from evaluation.tasks.prompts import Prompts
 from evaluation.tasks.registry import TaskConfig
 from evaluation.tasks.rows import markdown, pooled, row_of
@@ -101,7 +101,7 @@ def test_the_command_writes_a_record_and_tables(run, values, tmp_path):
     assert f"record: {written}" in done.stdout
     record = run_record.load(written)
     assert record["n"] == {"tasks": 2, "items": 9}
-    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "task"]
+    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "weights", "task"]
     for dataset, items in (("lookup", 4), ("piqa", 5)):
         rows = by_method(record, dataset)
         assert list(rows) == ["full", "rotated-int4", "static-joint-pf at 0.5"]
@@ -213,7 +213,7 @@ def test_ruler_s_tasks_run_and_their_prompts_fit(values, files, tmp_path):
     ]
     short = [cell["score"] for cell in cells(tmp_path / "out") if cell["of"]["task"] == "niah_single_1 800"]
     assert max(len(score["answer"]) for score in short) <= 5
-    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "essay"]
+    assert [each["role"] for each in record["inputs"]] == ["bases", "model", "weights", "essay"]
     token_bytes = 2 * 2 * 32 * 4  # layers, keys and values, width, fp32
     for row in record["rows"]:
         assert row["full_bytes"] <= int(row["dataset"].split()[1]) * token_bytes
@@ -289,6 +289,24 @@ def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypa
     monkeypatch.setattr(torch, "multinomial", None)
     again = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
     assert again == rows
+
+
+def test_another_model_of_the_same_configuration_writes_texts_of_its_own(tmp_path):
+    tokenizer, texts = byte_tokenizer(), []
+    for seed in (0, 1, 0):
+        [item] = long_items(
+            tiny_model(seed, vocab_size=len(tokenizer)),
+            tokenizer,
+            ["Tell me."],
+            tmp_path,
+            length=20,
+            temperature=1.0,
+            seed=0,
+            chat=False,
+        )
+        texts.append(item.text)
+    assert texts[0] == texts[2] != texts[1]
+    assert len(list((tmp_path / TEXTS).iterdir())) == 2
 
 
 def test_a_chat_template_goes_around_context_and_question():

@@ -198,7 +198,7 @@ def test_a_pattern_stands_for_its_files_and_a_hub_id_for_none(tmp_path):
     assert found[0] == provenance.path_input("text", tmp_path / "a.txt")
 
 
-def test_a_model_is_its_configuration_wherever_it_lies_and_however_it_is_loaded(tmp_path):
+def test_a_configuration_is_the_same_wherever_a_model_lies_and_however_it_is_loaded(tmp_path):
     model = tiny_model()
     for name in ("one/tiny", "two/tiny"):
         model.save_pretrained(tmp_path / name)
@@ -206,6 +206,25 @@ def test_a_model_is_its_configuration_wherever_it_lies_and_however_it_is_loaded(
     assert first == provenance.model_input(load_model(str(tmp_path / "two/tiny"), dtype="bfloat16"))
     assert first["name"] == "tiny"
     assert first["sha256"] != provenance.model_input(tiny_model(num_hidden_layers=1))["sha256"]
+
+
+def test_models_of_one_configuration_are_told_apart_by_their_weights():
+    first, other, again = tiny_model(), tiny_model(seed=1), tiny_model()
+    assert provenance.model_input(first) == provenance.model_input(other)
+    assert provenance.weights_input(first)["sha256"] != provenance.weights_input(other)["sha256"]
+    assert provenance.weights_input(first) == provenance.weights_input(again)
+    again.model.layers[2].mlp.up_proj.weight.data.mul_(1.001)  # one matrix of many was trained on
+    assert provenance.weights_input(first)["sha256"] != provenance.weights_input(again)["sha256"]
+    halves = provenance.weights_input(tiny_model().bfloat16())["sha256"]
+    assert halves != provenance.weights_input(first)["sha256"]
+    assert halves == provenance.weights_input(tiny_model().bfloat16())["sha256"]
+
+
+def test_the_hash_of_weights_sees_every_column_of_a_large_matrix(monkeypatch):
+    monkeypatch.setattr(provenance, "_HASHED_NUMBERS", 64)
+    first, other = tiny_model(), tiny_model()
+    other.lm_head.weight.data[:, 17] += 1  # an even step through rows of 64 would never come to it
+    assert provenance.weights_input(first)["sha256"] != provenance.weights_input(other)["sha256"]
 
 
 def test_a_text_is_its_tokens():
