@@ -32,7 +32,7 @@ from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import check_entries
+from lowrank_kv.utils.config import check_entries, within
 from lowrank_kv.utils.errors import UserError
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
@@ -325,7 +325,8 @@ def _unflattened_read(
                 raise UserError(f"{path} does not hold what it should: {name} is missing or misshapen; calibrate again")
         state_CC, gradient_CC, sample_NC, weights, (score_N, cost_N) = (flat[name] for name in each)
         linear_C, square_C, rest_3, leading = weights.split([geometry.width, geometry.width, 3, 1])
-        gate = ImportanceGate(linear_C=linear_C, square_C=square_C, rest_3=rest_3, leading=int(leading))
+        with within(prefix=f"layers.{index}.{READ[side]['gate']}.", source=str(path)):
+            gate = ImportanceGate(linear_C=linear_C, square_C=square_C, rest_3=rest_3, leading=int(leading)).check()
         fit = GateFit(gate=gate, score_N=score_N, cost_N=cost_N)
         read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC, fit=fit)
     return read

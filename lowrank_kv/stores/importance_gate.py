@@ -11,6 +11,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from lowrank_kv.utils.config import require
+
 # A square counts for at most so much, in units of its token's mean square: one outlier would decide alone.
 _LARGEST_SQUARE = 9.0
 _LEAST_SCALE = 2.0**-16
@@ -24,13 +26,25 @@ class ImportanceGate:
     Attributes:
         linear_C, square_C: a and b, fp32.
         rest_3: c, d and e, fp32.
-        leading: how many coefficients s² is the mean square of.
+        leading: how many coefficients s² is the mean square of, in 1..C.
     """
 
     linear_C: Tensor
     square_C: Tensor
     rest_3: Tensor
     leading: int
+
+    def check(self) -> "ImportanceGate":
+        """This gate, where `leading` is in its range; else compiled code would read beyond a row.
+
+        It is not checked where a gate is made: sharded training makes some whose weights are elsewhere.
+
+        Raises:
+            UserError: it is out of its range.
+        """
+        width = len(self.linear_C)
+        require(1 <= self.leading <= width, "leading", self.leading, f"from 1 to {width}, the number of coefficients")
+        return self
 
     def scores(self, coef_NC: Tensor) -> Tensor:
         """log w_t as foretold, (…, N) fp32, from coefficients in order of importance, (…, N, C)."""

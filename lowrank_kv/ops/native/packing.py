@@ -42,9 +42,14 @@ class PackedCoder(CStruct):
 
 
 class PackedGate(CStruct):
-    """What tells a token's class, as compiled code reads it."""
+    """What tells a token's class, as compiled code reads it.
+
+    Raises:
+        UserError: see :meth:`ImportanceGate.check`.
+    """
 
     def __init__(self, gate: ImportanceGate, bounds_K: Tensor):
+        gate.check()
         held = [contiguous_fp32(each) for each in (gate.linear_C, gate.square_C, gate.rest_3, bounds_K)]
         members = *(each.data_ptr() for each in held), len(gate.linear_C), gate.leading, len(bounds_K) + 1
         super().__init__(_IMPORTANCE.pack(*members), keepalive=held)

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 import dynakv
 from dynakv.checkpoint import CONFIG, WEIGHTS, write_compressor
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
+from lowrank_kv.ops.native.packing import PackedGate
+from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -143,6 +145,39 @@ def test_hostile_settings_are_refused_or_harmless(saved, key, value, tmp_path):
             dynakv.attach(tiny_model(), directory)
     assert resident() - before < LITTLE
     assert set(tmp_path.rglob("*")) == files
+
+
+@pytest.fixture
+def read_calibration(tmp_path):
+    """The directory of a calibration that says what is read of a cache."""
+    calibration_of(tiny_model(), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
+    return tmp_path / "bases"
+
+
+def changed_moments(directory: Path, **changes) -> None:
+    """Put other tensors in the place of those of these names, and make the hash right."""
+    tensors = load_file(directory / MOMENTS)
+    for name, change in changes.items():
+        tensors[f"layers.1.{name}"] = change(tensors[f"layers.1.{name}"]).contiguous()
+    save_file(tensors, directory / MOMENTS)
+    _sign(directory, MOMENTS)
+
+
+@pytest.mark.parametrize("leading", [0, -3, 33, 50_000_000])
+def test_a_calibrations_gate_that_reads_beyond_a_row_is_refused_and_named(read_calibration, leading):
+    changed_moments(
+        read_calibration, value_read_gate=lambda gate: torch.cat([gate[:-1], torch.tensor([float(leading)])])
+    )
+    message = rf"`layers.1.value_read_gate.leading` must be from 1 to 32.*got {leading} in .*{MOMENTS}"
+    with pytest.raises(UserError, match=message):
+        Calibration.load(read_calibration)
+
+
+@pytest.mark.parametrize("leading", [0, 7])
+def test_compiled_code_is_given_no_gate_that_reads_beyond_a_row(leading):
+    gate = ImportanceGate(linear_C=torch.zeros(6), square_C=torch.zeros(6), rest_3=torch.zeros(3), leading=leading)
+    with pytest.raises(UserError, match=f"`leading` must be from 1 to 6.*got {leading}"):
+        PackedGate(gate, torch.zeros(1))
 
 
 OPENED = """
