@@ -292,24 +292,22 @@ class Calibration:
 
 
 def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> dict[int, dict[str, Tensor]]:
-    """Layer index → side → moment, from names in the file. Raises :class:`UserError` where one is missing or misshapen."""
+    """Layer index → side → moment, from names in the file. Raises :class:`UserError` where one is not what it should be."""
     gradients = [side for side in GRADIENTS.values() if any(name.endswith(f".{side}") for name in flat)]
-    shape = (geometry.width, geometry.width)
-    moments: dict[int, dict[str, Tensor]] = {}
-    for index in geometry.layers:
-        names = {side: f"layers.{index}.{side}" for side in (*SIDES, *gradients)}
-        for name in names.values():
-            if name not in flat or flat[name].shape != shape:
-                what = f"{name} is {tuple(flat[name].shape)}, not {shape}" if name in flat else f"it has no {name}"
-                raise UserError(f"{path} does not hold what its {CONFIG} says: {what}; calibrate again")
-        moments[index] = {side: flat[name] for side, name in names.items()}
-    return moments
+    width = geometry.width
+    return {
+        index: {
+            side: _checked(flat, f"layers.{index}.{side}", (width, width), torch.float32, path)
+            for side in (*SIDES, *gradients)
+        }
+        for index in geometry.layers
+    }
 
 
 def _unflattened_read(
     flat: dict[str, Tensor], geometry: KVGeometry, path: Path
 ) -> dict[int, dict[str, ReadStates]] | None:
-    """What is read compressed, from names in the file. Raises :class:`UserError` where something is missing or misshapen."""
+    """What is read compressed, from names in the file. Raises :class:`UserError` where a tensor is not what it should be."""
     names = {
         (index, side): [f"layers.{index}.{name}" for name in READ[side].values()]
         for index in geometry.layers
@@ -317,19 +315,45 @@ def _unflattened_read(
     }
     if not any(name in flat for each in names.values() for name in each):
         return None
+    width = geometry.width
+    shapes = (width, width), (width, width), (None, width), (2 * width + 4,), (2, None)
+    dtypes = torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32
     read: dict[int, dict[str, ReadStates]] = {index: {} for index in geometry.layers}
     for (index, side), each in names.items():
-        widths = (geometry.width, geometry.width, geometry.width, 2 * geometry.width + 4, None)
-        for name, width in zip(each, widths, strict=True):
-            if name not in flat or width not in (None, flat[name].shape[-1]):
-                raise UserError(f"{path} does not hold what it should: {name} is missing or misshapen; calibrate again")
-        state_CC, gradient_CC, sample_NC, weights, (score_N, cost_N) = (flat[name] for name in each)
-        linear_C, square_C, rest_3, leading = weights.split([geometry.width, geometry.width, 3, 1])
+        kinds = zip(each, shapes, dtypes, strict=True)
+        state_CC, gradient_CC, sample_NC, weights, (score_N, cost_N) = (_checked(flat, *kind, path) for kind in kinds)
+        linear_C, square_C, rest_3, leading = weights.split([width, width, 3, 1])
         with within(prefix=f"layers.{index}.{READ[side]['gate']}.", source=str(path)):
             gate = ImportanceGate(linear_C=linear_C, square_C=square_C, rest_3=rest_3, leading=int(leading)).check()
         fit = GateFit(gate=gate, score_N=score_N, cost_N=cost_N)
         read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC, fit=fit)
     return read
+
+
+def _checked(
+    flat: dict[str, Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype, path: Path
+) -> Tensor:
+    """A tensor of the file. A size that is None may be any but zero.
+
+    Raises:
+        UserError: it is missing, has another shape or dtype, or numbers that are not finite.
+    """
+    tensor = flat.get(name)
+    if tensor is None:
+        wrong = f"it has no {name}"
+    elif len(tensor.shape) != len(shape) or not all(
+        size == wanted or (wanted is None and size) for size, wanted in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if each is None else str(each) for each in shape)
+        wrong = f"{name} is {tuple(tensor.shape)}, not ({wanted})"
+    elif tensor.dtype != dtype:
+        found, needed = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
+        wrong = f"{name} is of {found}, not {needed}"
+    elif not bool(tensor.isfinite().all()):
+        wrong = f"{name} has numbers that are not finite"
+    else:
+        return tensor
+    raise UserError(f"{path} does not hold what its {CONFIG} says: {wrong}; calibrate again")
 
 
 def _read_states(found: dict[int, dict[str, ReadMoments]]) -> dict[int, dict[str, ReadStates]]:

@@ -173,6 +173,42 @@ def test_a_calibrations_gate_that_reads_beyond_a_row_is_refused_and_named(read_c
         Calibration.load(read_calibration)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["key", "query", "key_read_state", "value_read_gradient", "key_read_sample", "value_read_gate", "key_read_costs"],
+)
+def test_a_calibrations_numbers_that_are_not_finite_are_refused_and_named(read_calibration, name, bad):
+    changed_moments(
+        read_calibration,
+        **{name: lambda tensor: tensor.flatten().index_fill(0, torch.tensor(3), bad).view(tensor.shape)},
+    )
+    with pytest.raises(
+        UserError, match=rf"{MOMENTS} .*layers.1.{name} has numbers that are not finite; calibrate again"
+    ):
+        Calibration.load(read_calibration)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("key", lambda tensor: tensor.to(torch.int64), "is of int64, not float32"),
+        ("value", lambda tensor: tensor.double(), "is of float64, not float32"),
+        ("query", lambda tensor: tensor[:-1], r"is \(31, 32\), not \(32, 32\)"),
+        ("key_read_sample", lambda tensor: tensor.float(), "is of float32, not bfloat16"),
+        ("key_read_sample", lambda tensor: tensor[:0], r"is \(0, 32\), not \(any, 32\)"),
+        ("key_read_state", lambda tensor: tensor[0], r"is \(32,\), not \(32, 32\)"),
+        ("value_read_gradient", lambda tensor: tensor[:2], r"is \(2, 32\), not \(32, 32\)"),
+        ("value_read_gate", lambda tensor: tensor[None], r"is \(1, 68\), not \(68\)"),
+        ("key_read_costs", lambda tensor: tensor[:1], r"is \(1, \d+\), not \(2, any\)"),
+    ],
+)
+def test_a_calibrations_tensors_of_another_kind_are_refused_and_named(read_calibration, name, change, message):
+    changed_moments(read_calibration, **{name: change})
+    with pytest.raises(UserError, match=rf"layers.1.{name} {message}; calibrate again"):
+        Calibration.load(read_calibration)
+
+
 @pytest.mark.parametrize("leading", [0, 7])
 def test_compiled_code_is_given_no_gate_that_reads_beyond_a_row(leading):
     gate = ImportanceGate(linear_C=torch.zeros(6), square_C=torch.zeros(6), rest_3=torch.zeros(3), leading=leading)
