@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors, settings_of, token_compressors
 from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
+from dynakv.gate import Gate
+from dynakv.nested_rank import NestedRank
+from dynakv.planned_bits import PlannedBits
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
@@ -33,6 +36,7 @@ from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
+SIDES = ("key", "value")
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
 
@@ -284,8 +288,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) -> None:
-    """Fill the compressors of `model`; names, shapes and dtypes must match, all numbers be finite, and nothing
-    is filled unless all do."""
+    """Fill the compressors of `model`; names, shapes and dtypes must match, all numbers be finite and gates be
+    ones that can serve, and nothing is filled unless all do."""
     _fill(compressors(model), state, origin)
 
 
@@ -330,8 +334,20 @@ def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: 
             raise UserError(f"`{origin}` does not fit this model: {name} is of {found}, needed is {needed}")
         if not bool(state[name].isfinite().all()):
             raise UserError(f"{name} of `{origin}` has numbers that are not finite; go back to an earlier checkpoint")
+    for index, layer in layers.items():
+        for side in SIDES:
+            gate, place = getattr(layer, side).gate, f"layers.{index}.{side}.gate."
+            check_gate(gate, {name: state[place + name] for name in gate.state_dict()}, place, origin)
     for name, tensor in targets.items():
         tensor.copy_(state[name])
+
+
+def check_gate(
+    gate: Gate | NestedRank | PlannedBits, tensors: Mapping[str, Tensor], place: str, origin: str | Path
+) -> None:
+    """Raise :class:`UserError` unless these tensors, whose names begin with `place` in `origin`, can fill the gate."""
+    if fault := gate.fault_in(tensors):
+        raise UserError(f"{place}{fault}; `{origin}` is damaged: restore it or go back to an earlier checkpoint")
 
 
 def save_full(model: PreTrainedModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:

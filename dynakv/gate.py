@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, C joint width.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +68,11 @@ class Gate(nn.Module):
         self.weight.zero_()
         self.bias.zero_()
         self.bias[0] = 200.0
+
+    def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What keeps tensors of the right shapes and dtypes from being a gate; None where nothing does."""
+        is_positive = bool((tensors["input_scale"] > 0).all())
+        return None if is_positive else "input_scale has numbers that are not positive"
 
     def energies(self) -> Tensor:
         """Calibrated second moment of each coefficient, (C,) fp32; training moves U away from it a little."""

@@ -6,15 +6,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dynakv.checkpoint import WEIGHTS, CheckpointConfig
+from dynakv.checkpoint import SIDES, WEIGHTS, CheckpointConfig, check_gate
 from dynakv.nested_rank import NestedRank
 from dynakv.planned_bits import PlannedBits
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
-
-SIDES = ("key", "value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,9 @@ def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
 
     def gate(weights: Any, index: int, side: str) -> PlannedBits | NestedRank:
         found, prefix = make(geometry.width), f"layers.{index}.{side}.gate."
-        found.load_state_dict({name: weights.get_tensor(prefix + name) for name in found.state_dict()})
+        tensors = {name: weights.get_tensor(prefix + name) for name in found.state_dict()}
+        found.load_state_dict(tensors)
+        check_gate(found, tensors, prefix, path)
         return found
 
     try:

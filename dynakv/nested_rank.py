@@ -6,6 +6,8 @@ inference; that number is then allocated to a budget.
 Shapes: B batch, T tokens, C joint width.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,11 @@ class NestedRank(nn.Module):
         """Keep every coefficient of every token."""
         self.drawn = self.energy.shape[0]
         self.rank.fill_(self.drawn)
+
+    def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What keeps tensors of the right shapes and dtypes from being a rank; None where nothing does."""
+        rank, width = int(tensors["rank"]), len(tensors["energy"])
+        return None if 1 <= rank <= width else f"rank is {rank}, and must be from 1 to {width}"
 
     @property
     def rate(self) -> float:

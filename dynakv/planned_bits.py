@@ -6,7 +6,7 @@ Shapes: T tokens, C joint width, K classes of tokens, R coefficients that have b
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,26 @@ class PlannedBits(nn.Module):
         self.leading.fill_(plan.gate.leading)
         self.bounds[: len(plan.bounds_K)] = plan.bounds_K
         self.shares[: len(plans)] = torch.tensor(plan.shares)
+
+    def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """What keeps tensors of the right shapes and dtypes, finite all, from being plans; None where nothing does."""
+        bits_KC, levels = tensors["bits"], tensors["levels"].split([2**width for width in _CODED])
+        used = int((bits_KC[:, 0] > 0).sum())
+        leading, width = int(tensors["leading"]), bits_KC.shape[1]
+        if others := set(bits_KC.unique().tolist()) - {0, *WIDTHS}:
+            return f"bits has {min(others)}, and a coefficient has 0 or {', '.join(map(str, WIDTHS))}"
+        if bool((bits_KC[:, 1:] > bits_KC[:, :-1]).any()):
+            return "bits rise within a class, and must fall"
+        if not used or not bool(bits_KC[:used, 0].all()):
+            return f"bits has a class without any before one that has some, or none at all: {bits_KC[:, 0].tolist()}"
+        for bits, level_L in zip(_CODED, levels, strict=True):
+            if bool((bits_KC == bits).any()) and bool((level_L[1:] < level_L[:-1]).any()):
+                return f"levels of {bits} bits fall, and must rise"
+        if not 1 <= leading <= width:
+            return f"leading is {leading}, and must be from 1 to {width}"
+        if bool((tensors["shares"] < 0).any()):
+            return f"shares are {tensors['shares'].tolist()}, and must be zero or positive"
+        return None
 
     @torch.no_grad()
     def set_shares(self, shares: Sequence[float]) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods import calibration_of, dynakv_model, tiny_model
+from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 import dynakv
-from dynakv.checkpoint import CONFIG, WEIGHTS, write_compressor
+from dynakv.checkpoint import CONFIG, WEIGHTS, compressor_state, read_config, write_compressor
+from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
 from lowrank_kv.ops.native.packing import PackedGate
 from lowrank_kv.stores.importance_gate import ImportanceGate
@@ -145,6 +146,54 @@ def test_hostile_settings_are_refused_or_harmless(saved, key, value, tmp_path):
             dynakv.attach(tiny_model(), directory)
     assert resident() - before < LITTLE
     assert set(tmp_path.rglob("*")) == files
+
+
+GATE = "layers.1.value.gate."
+FAULTS = {
+    "leading": (
+        "plan",
+        "leading",
+        lambda tensor: tensor.fill_(50_000_000),
+        "leading is 50000000, and must be from 1 to 32",
+    ),
+    "no leading": ("plan", "leading", lambda tensor: tensor.fill_(0), "leading is 0, and must be from 1 to 32"),
+    "negative leading": ("plan", "leading", lambda tensor: tensor.fill_(-3), "leading is -3, and must be from 1 to 32"),
+    "falling levels": ("plan", "levels", lambda tensor: tensor.copy_(tensor.flip(0)), r"levels of \d bits fall"),
+    "a class without bits": ("plan", "bits", lambda tensor: tensor[1].zero_(), "bits has a class without any"),
+    "no bits": (
+        "plan",
+        "bits",
+        lambda tensor: tensor.zero_(),
+        r"bits has a class without any .* at all: \[0, 0, 0, 0\]",
+    ),
+    "rising bits": ("plan", "bits", lambda tensor: tensor.copy_(tensor.flip(1)), "bits rise within a class"),
+    "seven bits": ("plan", "bits", lambda tensor: tensor[0].fill_(7), "bits has 7, and a coefficient has 0 or 1, 2,"),
+    "negative shares": ("plan", "shares", lambda tensor: tensor.neg_(), r"shares are \[-.* must be zero or positive"),
+    "negative rank": ("nested", "rank", lambda tensor: tensor.fill_(-3), "rank is -3, and must be from 1 to 32"),
+    "no rank": ("nested", "rank", lambda tensor: tensor.fill_(0), "rank is 0, and must be from 1 to 32"),
+    "large rank": ("nested", "rank", lambda tensor: tensor.fill_(10**6), "rank is 1000000, and must be from 1 to 32"),
+    "no scale": ("gate", "input_scale", lambda tensor: tensor.zero_(), "input_scale has numbers that are not positive"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gates_that_cannot_serve_are_refused_and_named(fault, tmp_path):
+    policy, name, change, message = FAULTS[fault]
+    model = tiny_model()
+    if policy == "plan":
+        planned_model(model, 0.3, token_classes=3)
+    else:
+        dynakv_model(model, 1.0, rank_policy=policy)
+    state = compressor_state(model)
+    change(state[GATE + name])
+    write_compressor(model, tmp_path, state)
+    stock = tiny_model()
+    with pytest.raises(UserError, match=rf"{GATE}{message}.*; `{tmp_path}` is damaged: restore it"):
+        dynakv.attach(stock, tmp_path, self_check=False)
+    assert not dynakv.is_attached(stock)
+    if policy != "gate":  # their rates are read from the weights
+        with pytest.raises(UserError, match=GATE + message):
+            measured_rates(tmp_path, read_config(tmp_path))
 
 
 @pytest.fixture
