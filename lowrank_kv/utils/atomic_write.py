@@ -74,19 +74,30 @@ def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
 def put_back(target: str | Path) -> None:
     """Give a directory its name again, where a process was killed between moving it aside and naming its successor."""
     target = Path(target)
-    aside = sorted(target.parent.glob(f".{glob.escape(target.name)}-old-*"), key=os.path.getmtime)
-    if aside and not target.exists() and os.access(target.parent, os.W_OK):
-        os.replace(aside[-1], target)
+    if target.exists() or not os.access(target.parent, os.W_OK):
+        return
+    try:
+        aside = sorted(target.parent.glob(f".{glob.escape(target.name)}-old-*"), key=os.path.getmtime)
+        if aside:
+            os.replace(aside[-1], target)
+    except OSError:
+        if not target.exists():  # else its successor has come meanwhile, or another process has put it back
+            raise
 
 
 def _replace_in_two_steps(partial: Path, target: Path) -> None:
     aside = partial.with_name(partial.name.replace("-partial-", "-old-"))
-    os.replace(target, aside)
-    try:
-        os.replace(partial, target)
-    except OSError:
-        os.replace(aside, target)
-        raise
+    is_replaced = False
+    while not is_replaced:
+        os.replace(target, aside)
+        try:
+            os.replace(partial, target)
+            is_replaced = True
+        except OSError:
+            # Not there: a process that read it between the two steps took this one for dead and put it back.
+            if aside.exists():
+                put_back(target)
+                raise
     shutil.rmtree(aside)
 
 

@@ -150,6 +150,58 @@ def test_a_name_that_is_taken_is_not_put_back(tmp_path):
     assert contents(tmp_path / "it") == {"known": b"now"}
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_reader_between_two_renames_costs_neither_directory(tmp_path, monkeypatch, times):
+    """Where names cannot be exchanged, a reader may put the old one back while the new one is about to take its place."""
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
+    target, replace, read = tmp_path / "it", os.replace, []
+
+    def reading(source, destination):
+        replace(source, destination)
+        if Path(source) == target and len(read) < times:
+            put_back(target)
+            read.append((target / "known").read_text())
+
+    for text in ("first", "second"):
+        with new_directory(target, "known") as partial:
+            (partial / "known").write_text(text)
+            monkeypatch.setattr(os, "replace", reading)
+    assert read == ["first"] * times
+    assert contents(target) == {"known": b"second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_disk_that_refuses_the_second_rename_leaves_the_earlier_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
+    replace = os.replace
+
+    def refusing(source, destination):
+        if "-partial-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        replace(source, destination)
+
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it/known").write_text("first")
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(UserError, match="cannot be written"), new_directory(tmp_path / "it", "known") as partial:
+        (partial / "known").write_text("second")
+    assert contents(tmp_path / "it") == {"known": b"first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_reader_that_comes_too_late_to_put_a_name_back_is_content(tmp_path, monkeypatch):
+    """The successor has its name when the reader gives it to what it found aside."""
+    (tmp_path / ".it-old-x").mkdir()
+
+    def late(source, destination):
+        Path(destination).mkdir()
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(os, "replace", late)
+    put_back(tmp_path / "it")
+    assert (tmp_path / "it").is_dir()
+
+
 def test_a_replaced_directory_always_has_its_name(tmp_path, monkeypatch):
     """Two names are exchanged in one step: no call of the system leaves the name free."""
     seen = []
