@@ -98,7 +98,8 @@ def write_compressor(
         summary=summary or {},
     )
     save_file(state, directory / WEIGHTS)
-    entries = to_dict(config)
+    # As they are read back: in JSON the keys of a mapping are text, and sort otherwise than numbers.
+    entries = json.loads(json.dumps(to_dict(config)))
     del entries["weights_sha256"]
     entries[SHA256] = {WEIGHTS: _hash_of_file(directory / WEIGHTS)}
     entries[SHA256][CONFIG] = _hash_of_entries(entries)

@@ -8,7 +8,7 @@ import pytest
 from methods import dynakv_model, tiny_model
 
 import dynakv
-from dynakv.checkpoint import CONFIG, SHA256, WEIGHTS, load_compressors
+from dynakv.checkpoint import CONFIG, SHA256, WEIGHTS, load_compressors, read_config
 from lowrank_kv.utils.errors import UserError
 
 FLIPS = 300
@@ -101,3 +101,12 @@ def test_a_checkpoint_of_before_there_were_hashes_loads_with_a_warning(saved, tm
         model = dynakv.attach(tiny_model(), tmp_path / "copy")
     dynakv.save_compressor(model, tmp_path / "again")
     assert json.loads((tmp_path / "again" / CONFIG).read_text())[SHA256].keys() == {WEIGHTS, CONFIG}
+
+
+@pytest.mark.parametrize("rates", [{2: 0.1, 10: 0.2}, {"2": 0.1, "10": 0.2}, {0.5: 1, 1e-5: 2}, {None: 1, True: 2}])
+def test_a_summary_with_keys_of_any_kind_is_found_undamaged(tmp_path, rates):
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "it", summary={"rates": rates})
+    assert refusal(tiny_model(), tmp_path / "it") is None
+    assert read_config(tmp_path / "it").summary == json.loads(json.dumps({"rates": rates}))
