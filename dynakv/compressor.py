@@ -159,10 +159,13 @@ class LayerCompressor(nn.Module):
         self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LayerCompressor":
-        # `model.to(torch.bfloat16)` is of the backbone: a basis and its inverse, rounded apart, would not fit together.
+        # `model.to(torch.bfloat16)` is of the backbone: a basis and its inverse, rounded apart, would not fit together. And
+        # `model.double()` would stay, as no way back to fp32 could be told from that.
         def moved(tensor: Tensor) -> Tensor:
             found = fn(tensor)
-            return tensor.to(found.device) if found.dtype.itemsize < tensor.dtype.itemsize else found
+            if found.dtype == torch.float32 or not found.is_floating_point():
+                return found
+            return found.float() if tensor.is_meta else tensor.to(found.device, torch.float32)
 
         return super()._apply(moved, recurse)
 

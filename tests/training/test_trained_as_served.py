@@ -195,15 +195,30 @@ def test_a_target_that_no_rank_reaches_is_refused_before_training(training_value
 
 
 @torch.no_grad()
-def test_a_backbone_in_another_dtype_leaves_the_compressor_whole(planned, tiny_dir, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_backbone_in_another_dtype_leaves_the_compressor_whole(planned, tiny_dir, tmp_path, dtype):
     model = dynakv.attach(load_model(str(tiny_dir)), planned, self_check=False)
     before = dynakv.checkpoint.compressor_state(model)
-    model.to(torch.bfloat16)
-    assert model.dtype == torch.bfloat16
-    after = dynakv.checkpoint.compressor_state(model)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    dynakv.save_compressor(model, tmp_path / "again")
-    dynakv.attach(load_model(str(tiny_dir)), tmp_path / "again", self_check=False)
+    for backbone in (dtype, torch.float32):
+        model.to(backbone)
+        assert model.dtype == backbone
+        after = dynakv.checkpoint.compressor_state(model)
+        for name, tensor in before.items():
+            assert after[name].dtype == tensor.dtype
+            assert torch.equal(after[name], tensor)
+        dynakv.save_compressor(model, tmp_path / "again")
+        dynakv.attach(load_model(str(tiny_dir)), tmp_path / "again", self_check=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_backbone_in_fp64_runs_with_a_plan(planned, tiny_dir, training):
+    model = dynakv.attach(load_model(str(tiny_dir)), planned, self_check=False).train(training)
+    ids = torch.randint(1, 257, (1, 60), generator=torch.Generator().manual_seed(0))
+    expected = model(ids, use_cache=False).logits
+    found = model.double()(ids, use_cache=False).logits
+    assert found.dtype == torch.float64
+    # A coefficient at the border of two codes may go to either side.
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 @torch.no_grad()
