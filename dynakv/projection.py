@@ -80,6 +80,7 @@ class Projection(nn.Module):
             return torch.eye(len(weight_CC), dtype=weight_CC.dtype, device=weight_CC.device) + weight_CC
         return weight_CC
 
+    @torch.inference_mode(False)  # what is kept may next be asked for by a pass with gradients
     @torch.no_grad()
     def _latest_inverse(self, matrix_CC: Tensor) -> Tensor:
         # Compared by content: sharded training puts other numbers into the same storage without a trace. Reading C² numbers
@@ -102,7 +103,9 @@ class Projection(nn.Module):
         found = self._fixed.get((dtype, device))
         if found is None or found[0] != versions:
             self.check_condition()
-            with torch.no_grad():  # only here: entering it takes longer than all else where nothing has changed
+            # Only here: entering them takes longer than all else where nothing has changed. Not in inference mode: what is
+            # kept may next be asked for by a pass with gradients.
+            with torch.inference_mode(False), torch.no_grad():
                 found = (versions, *(matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()))
             self._fixed[dtype, device] = found
         return found[1], found[2]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from methods import dynakv_model, tiny_model
+from methods import dynakv_model, planned_model, tiny_model
 
 import dynakv
 from lowrank_kv.utils.eval_mode import evaluating
@@ -51,3 +51,23 @@ def test_each_part_gets_its_own_mode_back():
     with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("decoder", ["exact", "orthogonal", "decoupled", "plan"])
+def test_a_pass_in_inference_mode_leaves_nothing_that_gradients_cannot_pass(decoder, training):
+    def built():
+        model = tiny_model()
+        planned_model(model, 0.4) if decoder == "plan" else dynakv_model(model, 0.4, decoder=decoder)
+        return model.train(training)
+
+    def gradients(model):
+        model(IDS[None], use_cache=False).logits.sum().backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    model = built()
+    with torch.inference_mode():
+        model(IDS[None], use_cache=False)
+    found, expected = gradients(model), gradients(built())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
