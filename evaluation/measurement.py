@@ -16,7 +16,7 @@ from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .cells import Cells
-from .methods import MethodConfig
+from .methods import MethodConfig, check_bytes_of
 from .peers.peer import CALIBRATION, READ
 from .scores import WindowScore
 
@@ -49,6 +49,7 @@ class MethodsConfig(MeasurementConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.methods), "methods", self.methods, "at least one")
+        check_bytes_of(self.methods)
         checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
         require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
         needing = [method.name for method in self.methods if method.needs & {CALIBRATION, READ}]

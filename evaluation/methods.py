@@ -93,6 +93,11 @@ class MethodConfig:
         return " ".join([own, *(f"{key}={value}" for key, value in self.settings.items())])
 
     @property
+    def name_at_bytes_of(self) -> str:
+        """The label of its row at another's bytes."""
+        return f"{self.name} at the bytes of {self.bytes_of}"
+
+    @property
     def needs(self) -> frozenset[str]:
         """What of :data:`evaluation.peers.peer.NEEDS` it needs."""
         if self.peer is not None:
@@ -112,6 +117,17 @@ class MethodConfig:
             is_left_out = self.optional and not Path(self.checkpoint).exists()
             return not is_left_out and read_config(self.checkpoint).compressor.prefill == "exact"
         return PEERS[self.peer].reads_exactly
+
+
+def check_bytes_of(configs: list[MethodConfig]) -> None:
+    """Raise :class:`UserError` where a row takes the bytes of one that takes another's: both are measured together."""
+    following = {config.name_at_bytes_of: config.bytes_of for config in configs if config.bytes_of is not None}
+    for config in configs:
+        if config.bytes_of in following:
+            raise UserError(
+                f"`bytes_of` must be a row whose bytes are its own; got {config.bytes_of!r}, which takes those of another: "
+                f"give {following[config.bytes_of]!r}"
+            )
 
 
 def there(configs: list[MethodConfig]) -> list[MethodConfig]:
@@ -170,8 +186,10 @@ def methods_of(
         prompt, tokens: of a window, to meet a share of bytes at its end.
 
     Raises:
-        UserError: two methods have one label, `bytes_of` names none, or a checkpoint does not fit.
+        UserError: two methods have one label, `bytes_of` names none, or one that takes another's bytes, or a checkpoint does
+            not fit.
     """
+    check_bytes_of(configs)
     full = Method(
         label=FULL, of={"method": FULL}, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model)
     )
@@ -226,8 +244,7 @@ def _at_budgets(
         label = f"{config.name} at {share:g}"
         yield _method(config, label, of | {"bytes": share}, make=lambda _, share=share: at(share))
     if config.bytes_of is not None:
-        label = f"{config.name} at the bytes of {config.bytes_of}"
-        yield _method(config, label, of | {"bytes": None}, make=at, bytes_of=config.bytes_of)
+        yield _method(config, config.name_at_bytes_of, of | {"bytes": None}, make=at, bytes_of=config.bytes_of)
 
 
 def _preset(

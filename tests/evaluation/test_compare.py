@@ -255,6 +255,21 @@ def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
     assert "`dtype` must be one of" in mistake(*command)
 
 
+def test_bytes_that_are_taken_are_not_passed_on():
+    """Refused as the configuration is read: the model is not there."""
+    methods = [
+        {"peer": "streaming-llm", "bytes": [0.5]},
+        {"peer": "keydiff", "label": "a", "bytes_of": "streaming-llm at 0.5"},
+        {"peer": "snapkv", "bytes_of": "a at the bytes of streaming-llm at 0.5"},
+    ]
+    values = {"model": "nowhere", "texts": [{"label": "t", "name": "t.txt"}], "methods": methods}
+    message = "`bytes_of` must be a row whose bytes are its own; got 'a at the bytes of streaming-llm at 0.5', .*: give"
+    with pytest.raises(UserError, match=f"{message} 'streaming-llm at 0.5'"):
+        build(CompareConfig, values)
+    methods[2]["bytes_of"] = "streaming-llm at 0.5"
+    build(CompareConfig, values)
+
+
 def test_ranks_by_energy_have_no_budget(model, calibration):
     settings = {"ranks": "energy", "energy": 0.9}
     with pytest.raises(UserError, match="`rates` must be left out without a `preset`, and with `ranks: energy`"):
