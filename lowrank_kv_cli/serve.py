@@ -20,7 +20,7 @@ from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.settings import KEY, PRESETS, ServingConfig
 
 _ADDITIONAL = "--additional-config"
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     arguments, rest = parser.parse_known_args(argv)
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
-    served_geometry(build(ServingConfig, given, source="the command line"))
+    origin_of(build(ServingConfig, given, source="the command line"))
     if any(re.split("[=.]", word)[0].replace("_", "-") == _ADDITIONAL for word in rest):
         raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
     if importlib.util.find_spec("vllm") is None:

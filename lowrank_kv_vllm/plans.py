@@ -6,6 +6,7 @@ that `generate()` would keep at full rank only the first ones stay exact.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -46,16 +47,29 @@ def retention(settings: ServingConfig) -> dict[str, int]:
     return {"num_sink_tokens": settings.num_sink_tokens, "recent_window": 0, "update_period": 1}
 
 
-def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
-    """The shape that the settings' files are for, and where they are from.
+class Origin(NamedTuple):
+    """Where what is served is from: the shape and the name of the model it was made on, what it is, and how another model
+    comes to its own."""
+
+    geometry: KVGeometry
+    model: str
+    what: str
+    remedy: str
+
+
+def origin_of(settings: ServingConfig) -> Origin:
+    """Of the settings' files.
 
     Raises:
         UserError: they are missing or damaged, or hold what cannot be served.
     """
     if settings.checkpoint is None:
         calibration = _calibration_of(settings)
-        return calibration.geometry, calibration.origin
-    return _checkpoint_of(settings).geometry, f"the checkpoint `{settings.checkpoint}`"
+        remedy = "make one on this model with `lowrank-kv calibrate`"
+        return Origin(calibration.geometry, calibration.model, calibration.origin, remedy)
+    saved = _checkpoint_of(settings)
+    remedy = "serve the model it was trained on, or train one for this"
+    return Origin(saved.geometry, saved.base_model, f"the checkpoint `{settings.checkpoint}`", remedy)
 
 
 @functools.lru_cache(maxsize=2)
@@ -66,7 +80,7 @@ def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
         dtype: of the model.
 
     Raises:
-        UserError: as :func:`served_geometry`, or the rate leaves no bit for every layer.
+        UserError: as :func:`origin_of`, or the rate leaves no bit for every layer.
     """
     with fp32_on_cpu():
         return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)

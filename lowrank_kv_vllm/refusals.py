@@ -3,12 +3,13 @@
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from lowrank_kv.hf.geometry import geometry_of_config
+from lowrank_kv.hf.geometry import geometry_of_config, warning_of_another
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.prompts import HEAD_SIZES
 from lowrank_kv_vllm.rotation import ROPE_TYPES
 from lowrank_kv_vllm.settings import ServingConfig
+from lowrank_kv_vllm.statistics import logger
 
 DTYPES = ("torch.float32", "torch.bfloat16")
 
@@ -66,5 +67,7 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
             f"this {text_config.model_type} model rotates keys by `rope_type: {kind}`, whose angles do not depend on the "
             f"position alone; served are {', '.join(sorted(ROPE_TYPES))}"
         )
-    made_for, origin = served_geometry(settings)
-    geometry.check_equal(made_for, origin)
+    made_for, made_on, what, remedy = origin_of(settings)
+    geometry.check_equal(made_for, what)
+    if warning := warning_of_another(config.model_config.model, made_on, what, remedy):
+        logger.warning(warning)

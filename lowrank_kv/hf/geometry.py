@@ -65,17 +65,20 @@ class KVGeometry:
 
 
 def warn_of_another(model: PreTrainedModel, made_on: str | None, what: str, remedy: str) -> None:
-    """Warn where `what` was made on a model of the same shape but another name, whose states may be quite different.
+    """Warn where `what` was made on a model of the same shape but another name, whose states may be quite different."""
+    if warning := warning_of_another(model.config._name_or_path, made_on, what, remedy):
+        warnings.warn(warning, stacklevel=3)
+
+
+def warning_of_another(model: str, made_on: str | None, what: str, remedy: str) -> str | None:
+    """What to say of that, from the models' names; None where there is nothing to say.
 
     Names are compared by their last part: a directory may hold a copy of what the hub has.
     """
-    made_on, name = (Path(each or "").name for each in (made_on, model.config._name_or_path))
-    if made_on and name and made_on != name:
-        warnings.warn(
-            f"{what} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the other, "
-            f"{remedy}",
-            stacklevel=3,
-        )
+    made_on, name = (Path(each or "").name for each in (made_on, model))
+    if not made_on or not name or made_on == name:
+        return None
+    return f"{what} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the other, {remedy}"
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -1,12 +1,14 @@
 """What cannot be served, and what is malformed: one clear error before the engine starts."""
 
+import logging
+
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from served_engines import arguments
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.plans import served_geometry
+from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.settings import ServingConfig
 
 
@@ -58,6 +60,28 @@ def test_another_models_bases_are_refused(files, tmp_path):
         configured(files, {**files.settings, "bases": str(tmp_path / "bases")})
 
 
+@pytest.mark.parametrize("kind", ["bases", "checkpoint"])
+@pytest.mark.parametrize("name", ["model", "model-Instruct"])
+def test_what_was_made_on_a_model_of_another_name_is_served_with_a_warning(files, tmp_path, caplog, kind, name):
+    logging.getLogger("vllm.lowrank_kv").addHandler(caplog.handler)  # vLLM's loggers end at its own
+    model = tiny_model(head_dim=32, vocab_size=257)
+    model.config._name_or_path = f"somebody/{name}"
+    if kind == "bases":
+        settings = {**files.settings, "bases": str(tmp_path / kind)}
+        calibration_of(model, read=True).save(tmp_path / kind, model=f"somebody/{name}", text=["random"])
+    else:
+        settings = {"checkpoint": str(tmp_path / kind)}
+        planned_model(model, 0.3)
+        dynakv.save_compressor(model, tmp_path / kind)
+    configured(files, settings)
+    logging.getLogger("vllm.lowrank_kv").removeHandler(caplog.handler)
+    said = [each.getMessage() for each in caplog.records if "was made on" in each.getMessage()]
+    if name == "model":
+        assert not said
+    else:
+        assert f"`{tmp_path / kind}` was made on `model-Instruct`, and this model is `model`; unless" in said[0]
+
+
 def test_heads_for_which_prompts_cannot_be_read_are_refused(files, tmp_path):
     other = tiny_model()
     other.save_pretrained(tmp_path / "model")
@@ -91,7 +115,7 @@ def test_directions_of_a_sequences_own_are_refused(files, tmp_path):
     dynakv.configure(model, own_directions=2)
     dynakv.save_compressor(model, tmp_path / "checkpoint")
     with pytest.raises(UserError, match="own_directions: 0"):
-        served_geometry(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
+        origin_of(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
 
 
 def test_what_rebuilding_counts_for_is_a_calibrations_to_say(files, tmp_path):
