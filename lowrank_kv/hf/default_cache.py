@@ -48,6 +48,11 @@ def set_default_cache(
     return model
 
 
+def has_default_cache(model: PreTrainedModel) -> bool:
+    """Whether :func:`set_default_cache` was called on the model."""
+    return _DEFAULT in model.base_model.__dict__
+
+
 def _remove_default_cache(model: PreTrainedModel) -> None:
     *_, handle = model.base_model.__dict__.pop(_DEFAULT, (None,))
     if handle is not None:

@@ -19,6 +19,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache_argument import CACHE
+from lowrank_kv.hf.default_cache import has_default_cache
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import position_limit
 from lowrank_kv.hf.prepare import is_prepared, prepare, restore
@@ -55,8 +56,8 @@ def self_check(model: PreTrainedModel) -> None:
     """Compare a model with a full-rank compressed cache to the stock model, on a short random prompt and a few tokens.
 
     It runs once for each model, without gradients, in eval mode, and leaves the model and all random generators as they
-    were. A model whose weights are elsewhere (on the meta device, or spread by DeepSpeed), one with compressors, and one of
-    too few positions are not tried.
+    were. A model whose weights are elsewhere (on the meta device, or spread by DeepSpeed), one that is compressed, and one
+    of too few positions are not tried.
 
     Args:
         model: a stock model, prepared or not; it is prepared afterwards.
@@ -68,7 +69,8 @@ def self_check(model: PreTrainedModel) -> None:
     geometry = geometry_of(model)  # first, as it knows the reasons of families that cannot be served
     base = model.base_model
     limit = position_limit(model)
-    if base in _checked or not _is_here(model) or has_compressors(model) or (limit or sum(_CALLS)) < sum(_CALLS):
+    is_compressed = has_compressors(model) or has_default_cache(model)
+    if base in _checked or not _is_here(model) or is_compressed or (limit or sum(_CALLS)) < sum(_CALLS):
         return
     was_prepared = is_prepared(model)
     if not was_prepared:

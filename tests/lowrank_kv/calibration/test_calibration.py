@@ -10,12 +10,14 @@ from methods import calibration_of, dynakv_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 import dynakv
+import lowrank_kv
 from lowrank_kv.calibration import calibration
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, labelled_block
+from ojakv import OjaKVCache
 
 
 def token_ids(count: int = 2, length: int = 24) -> torch.Tensor:
@@ -35,6 +37,22 @@ def test_a_model_with_compressors_is_refused_before_it_runs(measure):
     with pytest.raises(UserError, match=r"has compressors, .* uncompressed model; call dynakv.detach\(model\) first"):
         measure(model, token_ids(), progress=False)
     assert dynakv.compressors(model)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_model_that_fills_a_presets_cache_is_calibrated_as_the_stock_one(gradients):
+    """No pass of a calibration fills a cache; the check of a model would, and is left out."""
+    blocks = token_ids(length=160)
+    expected = Calibration.from_text(tiny_model(), blocks, gradients=gradients, read=True, progress=False)
+    other, bases = tiny_model(), calibration_of(tiny_model(), read=True)
+    lowrank_kv.compress(other, "static-mixed", rate=0.3, bases=bases, self_check=False)
+    found = Calibration.from_text(other, blocks, gradients=gradients, read=True, progress=False)
+    for index, sides in expected.moments.items():
+        for side, moment in sides.items():
+            assert torch.equal(found.moments[index][side], moment), (index, side)
+        for side, states in expected.read[index].items():
+            assert torch.equal(found.read[index][side].state_CC, states.state_CC)
+    assert isinstance(other(blocks[:1]).past_key_values, OjaKVCache)
 
 
 def test_what_gradients_refuse_is_refused_before_the_states_are_read(monkeypatch):
