@@ -185,7 +185,14 @@ class DynaKVConfig:
             given = overrides.get(key)
             if isinstance(given, dict):  # its other keys stay as they are
                 overrides[key] = {**to_dict(getattr(self, key)), **given}
-        return build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
+        found = build(DynaKVConfig, {**to_dict(self), **overrides}, source="the overrides")
+        if found.own_directions_from != self.own_directions_from and not found.own_directions:
+            raise UserError(
+                f"`own_directions_from` cannot be overridden with {found.own_directions_from}: `own_directions` is 0, so "
+                f"that none are found; leave it out"
+                + (", or give `own_directions`, too" if self.has_plan else f", as with any `rank_policy` but {PLAN}")
+            )
+        return found
 
     def _fixed_by_training(self) -> dict[str, str]:
         """Key → why nothing but training could change what it says."""

@@ -198,6 +198,13 @@ def test_overrides_that_a_plan_does_not_know_are_refused():
     for key, value in (("threshold", 0.2), ("cache_dtype", "int4"), ("rank_policy", "gate")):
         with pytest.raises(UserError, match=f"`{key}` cannot be overridden"):
             config.overridden(**{key: value})
+    message = "`own_directions_from` cannot be overridden with 7: `own_directions` is 0.*or give `own_directions`, too"
+    with pytest.raises(UserError, match=message):
+        config.overridden(own_directions_from=7)
+    assert config.overridden(own_directions_from=7, own_directions=2).own_directions_from == 7
+    both = config.overridden(own_directions=2)
+    assert both.overridden(own_directions_from=7).own_directions_from == 7
+    assert both.overridden(own_directions=0).own_directions_from == 128
 
 
 def test_a_plan_starts_as_the_coder_that_needs_no_training():
