@@ -31,10 +31,14 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     for index in geometry.layers:
         if TRANSFORM in modules[index]._modules:
             raise UserError(f"layer {index} already has a compressor; call dynakv.detach(model) first")
-    for index in geometry.layers:
-        with torch.device(next(modules[index].parameters()).device):
-            layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
-        modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
+    try:
+        for index in geometry.layers:
+            with torch.device(next(modules[index].parameters()).device):
+                layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
+            modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
+    except BaseException:  # whatever ended it, an interrupt, too: no layer has a compressor, or all have
+        _remove_compressors(model)
+        raise
     return model
 
 
@@ -90,9 +94,13 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Take the compressors off; the model is, and saves itself as, the stock one it was before."""
-    for module in attention_modules(model).values():
-        module._modules.pop(TRANSFORM, None)
+    _remove_compressors(model)
     restore(model)
     if full_checkpoint.is_declared(model, METHOD):
         del model.config.quantization_config
     return model
+
+
+def _remove_compressors(model: PreTrainedModel) -> None:
+    for module in attention_modules(model).values():
+        module._modules.pop(TRANSFORM, None)

@@ -231,10 +231,10 @@ def attach(
     try:
         load_state(model, state, str(directory))
         use_ragged_cache(model)
-    except UserError:
+        full_checkpoint.declare(model, METHOD, to_dict(settings))
+    except BaseException:  # whatever ended it, an interrupt or want of memory, too, the model is stock again
         detach(model)
         raise
-    full_checkpoint.declare(model, METHOD, to_dict(settings))
     return model
 
 

@@ -29,10 +29,11 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     geometry, identity = geometry_of(model), next(_identities)
     for module in attention_modules(model).values():
         if PREPARED not in module.__dict__:
-            hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
             # A model loaded from a full checkpoint never had another.
             underneath = default_backend(model) if previous == ATTENTION_NAME else previous
             rotary = rotary_function(module)
+            # Last, as `restore` does not know it before the next line.
+            hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
             setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, underneath, identity))
         else:
             check_not_switched(module)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import warnings
 
 import pytest
@@ -296,3 +297,42 @@ def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, ove
     with pytest.raises(UserError, match=message):
         dynakv.configure(fresh, **overrides)
     assert dynakv.compressors(fresh)[0].key.config == settings
+
+
+STEPS = {  # of attaching: the function that fails, and how often it does not
+    "making compressors": ("dynakv.attach", "LayerCompressor", 1),
+    "reading weights": ("dynakv.checkpoint", "read_state", 0),
+    "filling compressors": ("dynakv.checkpoint", "_fill", 0),
+    "preparing the model": ("lowrank_kv.hf.prepare", "rotary_function", 1),
+    "setting the cache": ("dynakv.attach", "set_default_cache", 0),
+    "declaring the method": ("lowrank_kv.hf.full_checkpoint", "declare", 0),
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError, UserError])
+@pytest.mark.parametrize("step", STEPS)
+def test_attaching_that_is_cut_short_leaves_the_stock_model(trained, ids, tmp_path, monkeypatch, step, error):
+    dynakv.save_compressor(trained, tmp_path / "c")
+    model, stock = tiny_model(), tiny_model()
+    module, name, before = STEPS[step]
+    real, calls = getattr(sys.modules[module], name), []
+
+    def cut_short(*arguments, **keywords):
+        calls.append(name)
+        if len(calls) > before:
+            raise error("cut short")
+        return real(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], name, cut_short)
+        with pytest.raises(error, match="cut short"):
+            dynakv.attach(model, tmp_path / "c", self_check=False)
+    assert not dynakv.is_attached(model)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "quantization_config")
+    assert not any(each._forward_pre_hooks for each in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+        dynakv.attach(model, tmp_path / "c", self_check=False)
+        assert torch.equal(model(ids).logits, trained(ids).logits)
