@@ -8,7 +8,8 @@ with; it says nothing else. What distinguishes runs stands in the fields:
 command        argv; paths of the machine are cut to their names
 code           commit, whether the checkout was dirty, installed version
 config         the whole configuration
-inputs         checkpoint, bases, texts and the model's configuration: role, name, SHA-256, and the run that made it
+inputs         checkpoint, bases, texts, the model's configuration and, of comparisons, its weights: role, name, SHA-256, and
+               the run that made it
 environment    versions, processor, cores, threads, GPU, platform
 n              how many: blocks, tokens, repeats, sequences, …
 rows           what was measured
