@@ -108,13 +108,23 @@ class TokenwiseCoefficients(Coefficients):
             )
         first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
-        self.marks.append(start_N[is_marked_N] + self.stored.length, exact=exact)
-        self.stored.append(byte_Y, exact=exact)
-        whole = self.length // CLASSES_PER_BYTE * CLASSES_PER_BYTE
-        begun_M = _unpacked(self.classes.rows[whole // CLASSES_PER_BYTE :], self.length - whole)
-        self.classes.crop(whole // CLASSES_PER_BYTE)
-        self.classes.append(_packed(torch.cat([begun_M, class_N])), exact=exact)
-        self.row_count.value += len(class_N)
+        num_marks, num_bytes, num_class_bytes = self.marks.length, self.stored.length, self.classes.length
+        try:
+            self.marks.append(start_N[is_marked_N] + num_bytes, exact=exact)
+            self.stored.append(byte_Y, exact=exact)
+            # The last byte of classes may have room, and is written again with those that it has.
+            whole = self.length // CLASSES_PER_BYTE
+            begun_M = _unpacked(self.classes.rows[whole:], self.length - whole * CLASSES_PER_BYTE)
+            packed_M = _packed(torch.cat([begun_M, class_N]))
+            self.classes.room_for(whole + len(packed_M) - num_class_bytes, exact=exact)
+            self.classes.buffer[whole : whole + len(packed_M)] = packed_M
+            self.classes.count_written(whole + len(packed_M) - num_class_bytes)
+            self.row_count.value += len(class_N)
+        except BaseException:  # an interrupt, too: later rows would be read at places of these
+            self.marks.crop(num_marks)
+            self.stored.crop(num_bytes)
+            self.classes.crop(num_class_bytes)
+            raise
 
     def empty_like(self, capacity: int) -> Self:
         return self._empty()  # how many bytes so many rows will have is not known
@@ -144,9 +154,7 @@ class TokenwiseCoefficients(Coefficients):
         class_N = self.class_of_rows()[:length]
         self.stored.crop(int(self.quantization.size_K[class_N].sum()))
         self.marks.crop(-(-length // ROWS_BETWEEN_MARKS))
-        self.classes.crop(length // CLASSES_PER_BYTE)
-        rest_M = class_N[length // CLASSES_PER_BYTE * CLASSES_PER_BYTE :]
-        self.classes.append(_packed(rest_M))
+        self.classes.crop(-(-length // CLASSES_PER_BYTE))  # beyond the rows in use a byte says nothing
         self.row_count.value = length
 
     def clone(self, rows: int | None = None) -> Self:
