@@ -113,16 +113,19 @@ class OnlineStore(TokenStore):
             if is_triggered:
                 self.tracker.defer(new)
             return
-        self.trigger.reset()
-        self.tracker.move_to(move.basis_PWR)
-        self.updates += 1
+        coef, tracker = self.coef, copy.copy(self.tracker)
         if move.change_PRR is not None:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
-            room = self.coef.length + new.rows_PNW.shape[1] * self.config.pool
-            self.coef, rounded = change_basis(self.coef, move.change_PRR, room, self.coef_scale_PR)
-            if self.coef.quantization is not None:
+            room = coef.length + new.rows_PNW.shape[1] * self.config.pool
+            coef, rounded = change_basis(coef, move.change_PRR, room, self.coef_scale_PR)
+            if coef.quantization is not None:
                 move = move._replace(rounded=rounded)
+        tracker.move_to(move.basis_PWR)
         self.guard.accept(move)
+        # No call is between these: an interrupt finds coefficients in the basis that they are of.
+        self.tracker, self.coef = tracker, coef
+        self.updates += 1
+        self.trigger.reset()
 
     def _moments(self) -> tuple[Tensor, Tensor | None]:
         """Σ cᵀc of the tokens that new rows are weighed against, and of all rows stored, None where there are none."""
