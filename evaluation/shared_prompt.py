@@ -91,10 +91,10 @@ class _SharedLayer(CompressedLayer):
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    # The cache of these layers lives for one call, so that nobody asks for what follows.
-
     def truncate(self, length: int) -> None:
-        raise NotImplementedError
+        """Nothing: nothing is held."""
+
+    # The cache of these layers lives for one call, so that nobody asks for what follows.
 
     def select(self, rows: list[int]) -> None:
         raise NotImplementedError

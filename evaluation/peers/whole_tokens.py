@@ -61,11 +61,12 @@ class WholeTokens:
         position_Q = torch.arange(self.length, self.length + queries, dtype=torch.int32, device=key_GQD.device)
         if present_Q is not None:
             key_GQD, value_GQD, position_Q = key_GQD[:, present_Q], value_GQD[:, present_Q], position_Q[present_Q]
-        self.key_GND = torch.cat([self.key_GND, key_GQD.detach()], dim=1)
-        self.value_GND = torch.cat([self.value_GND, value_GQD.detach()], dim=1)
-        self.position_PN = torch.cat([self.position_PN, position_Q.expand(len(self.position_PN), -1)], dim=1)
+        key_GND = torch.cat([self.key_GND, key_GQD.detach()], dim=1)
+        value_GND = torch.cat([self.value_GND, value_GQD.detach()], dim=1)
+        position_PN = torch.cat([self.position_PN, position_Q.expand(len(self.position_PN), -1)], dim=1)
         if self.score_GN is not None:
             self.score_GN = torch.nn.functional.pad(self.score_GN, (0, len(position_Q)))
+        self.key_GND, self.value_GND, self.position_PN = key_GND, value_GND, position_PN
         self.length += queries
         self.num_seen += len(position_Q)
 
@@ -79,9 +80,13 @@ class WholeTokens:
             self.score_GN = torch.zeros_like(self.key_GND[..., 0], dtype=torch.float32)
 
     def crop(self, length: int) -> None:
-        raise UserError(
-            f"the cache cannot be cropped to {length} tokens: it forgets tokens as it goes; generate without drafts"
-        )
+        """Drop the tokens from `length` on, before which none was forgotten since they came: a call was cut short."""
+        count = int((self.position_PN[0] < length).sum())
+        self.num_seen -= self.num_held - count
+        self.key_GND, self.value_GND = self.key_GND[:, :count], self.value_GND[:, :count]
+        self.position_PN, self.length = self.position_PN[:, :count], length
+        if self.score_GN is not None:
+            self.score_GN = self.score_GN[:, :count]
 
     def clone(self) -> "WholeTokens":
         """An independent copy: nothing is ever written in place."""
@@ -160,6 +165,12 @@ class WholeTokensLayer(SequenceLayer):
 
     def new_sequence(self) -> WholeTokens:
         return WholeTokens(self.rule, self._none_G0D)
+
+    def check_crop(self, length: int) -> None:
+        if length != self.get_seq_length():
+            raise UserError(
+                f"the cache cannot be cropped to {length} tokens: it forgets tokens as it goes; generate without drafts"
+            )
 
     def activate_past_recording(self) -> None:
         raise UserError("a call with drafts must be able to take tokens back, and this cache forgets; generate without")

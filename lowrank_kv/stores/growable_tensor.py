@@ -37,10 +37,10 @@ class GrowingRows:
 
     @buffers.setter
     def buffers(self, buffers: tuple[Tensor, ...]) -> None:
-        self._buffers = buffers
         # Worked out here, where it is seldom needed, and not at every append.
-        self._is_inference = any(buffer.is_inference() for buffer in buffers)
-        self.native_view: Any = None
+        is_inference = any(buffer.is_inference() for buffer in buffers)
+        self.native_view: Any = None  # before the buffers that it points to
+        self._buffers, self._is_inference = buffers, is_inference
 
     @property
     def length(self) -> int:
@@ -99,6 +99,12 @@ class GrowingRows:
                 each.take_along_dim(index_N.view(*index_N.shape, *[1] * (each.dim() - 2)), dim=1) for each in rows
             )
         self.row_count.value = index_N.shape[-1]
+
+    def sharing_buffers(self) -> Self:
+        """The same rows, of which others can be cropped or appended to: only one of both may be appended to."""
+        twin = copy.copy(self)
+        twin.row_count, twin.native_view = ctypes.c_int64(self.length), None
+        return twin
 
     def clone(self, rows: int | None = None) -> Self:
         """An independent copy of the first `rows` rows, or all, without room to grow."""

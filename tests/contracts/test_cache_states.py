@@ -112,9 +112,9 @@ class CacheLife(RuleBasedStateMachine):
         type(self).steps += 1
         length = self.tokens.shape[1] - count
         fixed = max(sequence.min_crop_length for sequence in self.cache.layers[0].sequences)
-        if length < max(fixed, 1):
-            if count and length < fixed:
-                with pytest.raises(UserError, match="evicted" if length >= 0 else "must be between"):
+        if length <= 0 or length < fixed:
+            if count and length:
+                with pytest.raises(UserError, match="evicted" if length > 0 else "must be between"):
                     self.cache.crop(-count)
             return
         self.cache.crop(-count)

@@ -92,7 +92,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     @abc.abstractmethod
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
-        """Store a call's new tokens: rotated keys and values. Where this raises, the layer is as it was."""
+        """Store a call's new tokens: rotated keys and values. Where this raises, :meth:`update` truncates the layer."""
 
     @abc.abstractmethod
     def attend_cached(
@@ -113,7 +113,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     @abc.abstractmethod
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of every sequence."""
+        """Keep the first `length` tokens of every sequence, and nothing of tokens that a call which was cut short has stored
+        in part."""
 
     @abc.abstractmethod
     def select(self, rows: list[int]) -> None:
@@ -176,13 +177,14 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 "the model rotates keys by a module that was not found, so that a compressed cache could not rotate them "
                 "again; use a model of another family"
             )
-        if self.history is not None and self.rotates and context.rope is not None:
-            context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
         try:
+            if self.history is not None and self.rotates and context.rope is not None:
+                context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
             self.append(key_states, value_states, context)
         except BaseException:  # an interrupt, too
             if self.history is not None:
                 self.history.crop(past)  # else the next call's tokens would get the rotations of these
+            self.truncate(past)  # else keys would be paired with values of other tokens
             raise
         self.stored.put(key_states, value_states)
         return key_states, value_states

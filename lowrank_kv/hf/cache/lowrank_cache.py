@@ -103,7 +103,9 @@ class LowRankCache(Cache):
         for layer in begun:  # all are asked before any forgets
             _check_crop(layer, length)
         for layer in begun:
-            if layer.get_seq_length() != length or getattr(layer, "record_past", False):
+            if isinstance(layer, CompressedLayer):
+                layer.truncate(length)  # one that has the right length may hold a part of a token more
+            elif layer.get_seq_length() != length or getattr(layer, "record_past", False):
                 layer.crop(length - layer.get_seq_length())
         if self.history is not None:
             self.history.crop(length)

@@ -83,11 +83,13 @@ class SequenceLayer(CompressedLayer):
 
     def check_crop(self, length: int) -> None:
         super().check_crop(length)
-        for sequence in self.sequences:
+        for sequence in self.sequences if length else []:  # an empty sequence lacks nothing
             check_croppable(length, sequence.min_crop_length)
 
     def truncate(self, length: int) -> None:
         old_length = self.get_seq_length()
+        if not length:  # nor does a basis stay that has followed the text
+            self.sequences = [self.new_sequence() for _ in self.sequences]
         for sequence in self.sequences:
             sequence.crop(length)
         self.prompts.crop(length, old_length)

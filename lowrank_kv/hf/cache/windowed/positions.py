@@ -36,6 +36,13 @@ class TokenPositions:
         """Tokens seen, without padding."""
         return self.length - self.padding.shape[0]
 
+    @property
+    def num_low_rank(self) -> int:
+        """N, of each part."""
+        if self._low_rank is not None:
+            return self._low_rank.length
+        return self.num_present - self.full_rank.length
+
     def low_rank(self) -> Tensor:
         """Positions of the low-rank tokens, rising, (N,) int64, or (P, N) where each part has tokens of its own."""
         if self._low_rank is not None:
@@ -71,29 +78,37 @@ class TokenPositions:
         self.full_rank.append(position_Q, exact=exact)
         self.length += count
 
-    def keep_full_rank(self, is_kept_F: Tensor, capacity: int) -> None:
-        """The other full-rank tokens are no longer at full rank: they are low-rank tokens, or will be cropped."""
-        self.full_rank = GrowingTensor(self.full_rank.rows[is_kept_F])
-        self.full_rank.reserve(max(capacity, self.full_rank.length))
-
-    def append_low_rank(self, position_N: Tensor) -> None:
-        """These tokens have become low rank."""
+    def with_low_rank(self, position_N: Tensor, full_rank: GrowingTensor) -> "TokenPositions":
+        """The positions once these tokens have become low rank, and only `full_rank` are at full rank. They share what does
+        not change, and these positions stay as they are."""
+        twin = copy.copy(self)
+        twin.full_rank = full_rank
         if self._low_rank is not None:
-            self._low_rank.append(position_N.to(torch.int32).expand(self._low_rank.buffer.shape[0], -1))
-        self._find_run()
+            position_PN = position_N.to(torch.int32).expand(self._low_rank.buffer.shape[0], -1)
+            twin._low_rank = self._low_rank.sharing_buffers()
+            twin._low_rank.append(position_PN)
+        twin._find_run()
+        return twin
 
     def set_low_rank(self, position_PN: Tensor) -> None:
         """Only these low-rank tokens are left, (1 or P, N)."""
         self._low_rank = GrowingTensor(position_PN.to(torch.int32), dim=1)
         self._find_run()
 
-    def crop(self, length: int, num_low_rank: int) -> None:
-        """Keep the first `length` tokens, `num_low_rank` of them low rank; full-rank ones are cropped already."""
+    def forget_uncounted(self) -> None:
+        """Forget the tokens of an :meth:`append` that was cut short before it counted them."""
+        self.full_rank.crop(int((self.full_rank.rows < self.length).sum()))
+
+    def cropped(self, length: int, num_low_rank: int, full_rank: GrowingTensor) -> "TokenPositions":
+        """The positions of the first `length` tokens, `num_low_rank` of them low rank and `full_rank` at full rank. They
+        share what does not change, and these positions stay as they are."""
+        twin = copy.copy(self)
+        twin.full_rank, twin.padding, twin.length = full_rank, self.padding[self.padding < length], length
         if self._low_rank is not None:
-            self._low_rank.crop(num_low_rank)
-        self.padding = self.padding[self.padding < length]
-        self.length = length
-        self._find_run()
+            twin._low_rank = self._low_rank.sharing_buffers()
+            twin._low_rank.crop(num_low_rank)
+        twin._find_run()
+        return twin
 
     def _find_run(self) -> None:
         low_N = self.low_rank()

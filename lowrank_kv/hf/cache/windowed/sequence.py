@@ -127,7 +127,34 @@ class WindowedSequence:
         rotation: Rotation | None,
         unrotate: Rotate | None,
     ) -> None:
-        """Let the bases follow the tokens that are due. Those that the step keeps stay, the others become coefficients."""
+        """Let the bases follow the tokens that are due. Those that the step keeps stay, the others become coefficients.
+
+        Where this is cut short, all of them wait as before. A basis that has followed them by then stays, in which the
+        stored coefficients are.
+        """
+        num_low_rank, num_pinned = self.positions.num_low_rank, step.num_pinned + step.num_kept
+        try:
+            is_full_rank_F, position_N = self._store_due(step, prompt, scaling, rotation, unrotate)
+            key_full, value_full, position_full = self._full_rank_rows(is_full_rank_F, num_pinned)
+            positions = self.positions.with_low_rank(position_N, position_full)
+        except BaseException:  # an interrupt, too
+            for store in (self.key, self.value):
+                store.crop(num_low_rank)
+            raise
+        # No call is between these: an interrupt finds all of them done, or none.
+        self.key.full, self.value.full, self.positions = key_full, value_full, positions
+        self.num_pinned, self.has_started = num_pinned, True
+
+    def _store_due(
+        self,
+        step: CompressionStep,
+        prompt: Prompt | None,
+        scaling: float,
+        rotation: Rotation | None,
+        unrotate: Rotate | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Append the coefficients of the tokens that are due, but for those that the step keeps. Returns which full-rank
+        tokens stay, (F,), and the positions of those that do not."""
         due = slice(step.num_pinned, step.num_pinned + step.num_due)
         position_N = self.positions.full_rank.rows[due].long()
         key_GND, value_GND = self.key.full.rows[:, due], self.value.full.rows[:, due]
@@ -152,19 +179,17 @@ class WindowedSequence:
             self.value.append(value_PNR)
         is_full_rank_F = torch.ones(self.key.full.length, dtype=torch.bool, device=position_N.device)
         is_full_rank_F[due] = is_kept_N
-        self.num_pinned = step.num_pinned + step.num_kept
-        self.has_started = True
-        self._keep_full_rank(is_full_rank_F)
-        self.positions.append_low_rank(position_N[~is_kept_N])
+        return is_full_rank_F, position_N[~is_kept_N]
 
-    def _keep_full_rank(self, is_kept_F: Tensor) -> None:
-        """Drop the other full-rank tokens and leave room for those that will wait until the next step."""
-        capacity = self.schedule.full_rank_capacity(self.num_pinned)
+    def _full_rank_rows(self, is_kept_F: Tensor, num_pinned: int) -> list[GrowingTensor]:
+        """Keys, values and positions of these full-rank tokens, with room for those that will wait until the next step."""
+        rows = [store.full.rows[:, is_kept_F] for store in (self.key, self.value)]
+        kept = [*(GrowingTensor(each, dim=1) for each in rows), GrowingTensor(self.positions.full_rank.rows[is_kept_F])]
+        for each in kept:
+            each.reserve(max(self.schedule.full_rank_capacity(num_pinned), each.length))
         for store in (self.key, self.value):
             store.forget_operands()
-            store.full = GrowingTensor(store.full.rows[:, is_kept_F], dim=1)
-            store.full.reserve(max(capacity, store.full.length))
-        self.positions.keep_full_rank(is_kept_F, capacity)
+        return kept
 
     def evict(self, score_PT: Tensor, prompt: slice, eviction: Eviction) -> None:
         """Forget the low-rank tokens of a prompt that have the least scores; its full-rank tokens are all kept.
@@ -238,21 +263,30 @@ class WindowedSequence:
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. Uncommitted tokens leave no trace; a basis that has followed others stays."""
+        """Keep the first `length` tokens. Uncommitted tokens leave no trace; a basis that has followed others stays.
+
+        Positions say which tokens there are. An :meth:`append` that was cut short may have left rows without one, which go.
+        """
+        self.positions.forget_uncounted()
+        for store in (self.key, self.value):
+            store.full.crop(self.positions.full_rank.length)
         low_rank_N = torch.atleast_2d(self.positions.low_rank())[0]
-        num_low_rank = self.key.coef.length - int((low_rank_N >= length).sum())
+        num_low_rank = int((low_rank_N < length).sum())
         is_kept_F = self.positions.full_rank.rows < length
-        self.num_pinned = int(is_kept_F[: self.num_pinned].sum())
+        num_pinned = int(is_kept_F[: self.num_pinned].sum())
+        full = self.key.full, self.value.full, self.positions.full_rank
+        if not bool(is_kept_F.all()):
+            full = self._full_rank_rows(is_kept_F, num_pinned)
+        key_full, value_full, position_full = full
+        positions = self.positions.cropped(length, num_low_rank, position_full)
+        # Where sink tokens are gone, the tokens that come next take their place.
+        has_started = self.has_started and positions.num_present >= max(1, self.config.num_sink_tokens)
+        self.key.full, self.value.full, self.positions = key_full, value_full, positions
+        self.num_pinned, self.has_started = num_pinned, has_started
         for store in (self.key, self.value):
             store.crop(num_low_rank)
-            if not num_low_rank and self.num_pinned <= self.config.num_sink_tokens:
+            if not num_low_rank and num_pinned <= self.config.num_sink_tokens:
                 store.forget_text()
-        if not bool(is_kept_F.all()):
-            self._keep_full_rank(is_kept_F)
-        self.positions.crop(length, num_low_rank)
-        # Where sink tokens are gone, the tokens that come next take their place.
-        has_sinks = self.positions.num_present >= max(1, self.config.num_sink_tokens)
-        self.has_started = self.has_started and has_sinks
 
     def clone(self) -> "WindowedSequence":
         """An independent copy."""
