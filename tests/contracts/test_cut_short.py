@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from families import BY_NAME
-from methods import METHODS, calibration_of, tiny_model
+from methods import METHODS, calibration_of, dynakv_model, tiny_model
 
 import lowrank_kv
 from lowrank_kv.utils.errors import UserError
@@ -79,6 +79,25 @@ def test_a_first_call_that_was_cut_short_leaves_an_empty_cache(method, ids):
     assert lengths(cache) == [0, 0, 0]
     stock = tiny_model()(ids).logits
     assert torch.allclose(model(ids, past_key_values=cache).logits, stock, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_cropped", [True, False])
+@torch.no_grad()
+def test_a_prompt_that_was_not_attended_answers_for_no_other_text(is_cropped, ids, monkeypatch):
+    """A layer keeps a prompt's states until its attention has run."""
+    model = tiny_model()
+    cache = dynakv_model(model, 1.0, prefill="reconstructed")()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.layers[2], "is_decoding", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :20], past_key_values=cache)
+    if is_cropped:
+        cache.crop(0)
+        cache.crop(-20)
+    start = cache.get_seq_length()
+    new = ids[:, 20:40]
+    stock = tiny_model()(torch.cat([ids[:, :start], new], dim=1)).logits[:, start:]
+    assert torch.allclose(model(new, past_key_values=cache).logits, stock, atol=1e-4)
 
 
 @every_method

@@ -44,6 +44,10 @@ class CodecLayer(CompressedLayer):
     def dense(self) -> tuple[Tensor, Tensor]:
         """Coefficients of the keys and of the values of all tokens, (B, T, C) each, zero beyond their ranks."""
 
+    def begin_call(self, context: CallContext) -> None:
+        super().begin_call(context)
+        self._prompt = None  # of a call that was cut short before its attention
+
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         is_prompt = not self.get_seq_length()
         if is_prompt and self.codec.exact_prefill:
@@ -66,6 +70,9 @@ class CodecLayer(CompressedLayer):
         """Whether the running call attends to the very states that its module computed. Only these keep their graph: rebuilt
         ones come from a store, or from compiled code."""
         return self._prompt is not None and self.codec.exact_prefill
+
+    def truncate(self, length: int) -> None:
+        self._prompt = None
 
     def clear(self) -> None:
         self._prompt = None

@@ -137,6 +137,10 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             torch.stack([sequence.value.dense() for sequence in self.sequences]),
         )
 
+    def truncate(self, length: int) -> None:
+        SequenceLayer.truncate(self, length)
+        CodecLayer.truncate(self, length)
+
     def clear(self) -> None:
         SequenceLayer.clear(self)
         CodecLayer.clear(self)
