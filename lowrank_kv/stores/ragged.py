@@ -218,6 +218,6 @@ class RaggedStore:
         """Drop the view and make positions wide enough for `count` more rows."""
         self.native_view = None
         if self.index_dtype == torch.int16 and self.length + count > _INT16_MAX:
-            self.index_dtype = torch.int32
             for bucket in self._buckets.values():
                 bucket.replace_positions(bucket.position_buffer.to(torch.int32))
+            self.index_dtype = torch.int32  # last: all buckets have it, or none is said to

@@ -102,11 +102,7 @@ class PagedLayer(CodecLayer):
 
     def store(self, key: Encoded, value: Encoded) -> None:
         self.key.append(*key)
-        try:
-            self.value.append(*value)
-        except UserError:
-            self.key.crop(self.length)  # otherwise all later keys would be paired with the wrong values
-            raise
+        self.value.append(*value)
         self.length += key[0].shape[1]
 
     # -- attention ------------------------------------------------------------------------------------------------
@@ -145,6 +141,7 @@ class PagedLayer(CodecLayer):
         return self.length
 
     def truncate(self, length: int) -> None:
+        super().truncate(length)
         self.key.crop(length)
         self.value.crop(length)
         self.length = length

@@ -280,3 +280,30 @@ def test_beams_that_are_cut_short_leave_an_empty_cache(model):
         cache.batch_repeat_interleave(2)
     assert cache.get_seq_length() == 0
     assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.layers(2)
+@pytest.mark.parametrize("end", [21, 25])
+@torch.no_grad()
+def test_a_call_that_is_cut_short_leaves_no_key_without_its_value(model, end):
+    cache = PagedDynaKVCache.from_model(model, max_length=96, rate=1.0)
+    ids = token_ids(model, 2, 26)
+    model(ids[:, :20], past_key_values=cache)
+    expected = model(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
+    layer, append = cache.layers[1], paged_layer.gated_append
+
+    def appended(*args, store, **settings):
+        if store is layer.value:
+            raise KeyboardInterrupt
+        append(*args, store=store, **settings)
+
+    with (
+        mock.patch.object(paged_layer, "gated_append", appended),  # a token's way
+        mock.patch.object(layer.value, "append", side_effect=KeyboardInterrupt),  # that of several
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(ids[:, 20:end], past_key_values=cache)
+    assert torch.equal(layer.key.length_B, layer.value.length_B)
+    cache.crop(0)
+    assert {each.get_seq_length() for each in cache.layers} == {20}
+    torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, expected, atol=2e-4, rtol=1e-4)
