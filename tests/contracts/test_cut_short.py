@@ -142,6 +142,37 @@ def test_sequences_may_be_counted_from_the_end(method):
 
 
 @every_method
+@pytest.mark.parametrize("indices", [[False, True], [True, False, True, True], [[True], [False], [True]]])
+@torch.no_grad()
+def test_a_boolean_index_says_of_every_sequence_whether_it_stays(method, indices):
+    model = tiny_model()
+    cache = method.build(model, 1.0)()
+    ids = torch.randint(1, 97, (3, 41), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :15] = 0  # so that each sequence has rotations of its own
+    model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+    with pytest.raises(UserError, match="but the cache holds 3 sequences: .* give one of length 3"):
+        cache.batch_select_indices(torch.tensor(indices))
+    cache.batch_select_indices(torch.tensor([False, True, True]))
+    stock = tiny_model()(ids[1:]).logits[:, 40:]
+    found = model(ids[1:, 40:], attention_mask=mask[1:], past_key_values=cache).logits
+    assert torch.allclose(found, stock, atol=1e-4)
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([False, True]), torch.tensor([0, 3])])
+@torch.no_grad()
+def test_a_wrong_index_moves_no_native_layer(indices):
+    model = BY_NAME["gemma3"].model(layer_types=["sliding_attention", "full_attention", "full_attention"])
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=1.0)
+    cache = model(torch.randint(1, 97, (3, 40))).past_key_values
+    for move in (cache.batch_select_indices, cache.reorder_cache):
+        with pytest.raises(UserError, match="but the cache holds 3 sequences"):
+            move(indices)
+    assert lengths(cache) == [40, 40, 40]
+    assert cache.layers[0].keys.shape[0] == 3
+
+
+@every_method
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @torch.no_grad()
 def test_beams_that_were_cut_short_leave_an_empty_cache(method, error, ids, monkeypatch):

@@ -238,12 +238,25 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             self._select([b for b in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        # As with tensors, a boolean index keeps its True places, and a negative one counts from the end.
-        rows = torch.nonzero(indices).flatten() if indices.dtype == torch.bool else indices
-        batch = self.batch_size if self.is_initialized else 0
+        self._select(self.rows_of(indices))
+
+    def rows_of(self, indices: Tensor) -> list[int]:
+        """The sequences that an index names: as with tensors, a boolean one keeps its True places, and a negative number
+        counts from the end.
+
+        Raises:
+            UserError: the cache has no such sequences.
+        """
+        is_boolean, batch = indices.dtype == torch.bool, self.batch_size if self.is_initialized else 0
+        if batch and is_boolean and indices.shape != (batch,):
+            raise UserError(
+                f"`indices` is {indices.tolist()}, but the cache holds {batch} sequences: a boolean index says of each "
+                f"whether it stays, so give one of length {batch}, or the numbers of those that stay"
+            )
+        rows = torch.nonzero(indices).flatten() if is_boolean else indices
         if batch and not bool(((-batch <= rows) & (rows < batch)).all()):
             raise UserError(f"`indices` is {rows.tolist()}, but the cache holds {batch} sequences: they count from 0")
-        self._select([row + batch if row < 0 else row for row in rows.tolist()])
+        return [row + batch if row < 0 else row for row in rows.tolist()]
 
     def reset(self) -> None:
         self.clear()

@@ -111,6 +111,7 @@ class LowRankCache(Cache):
             self.history.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.compressed_layers()[0].rows_of(beam_idx)  # refused before a native layer moves
         with self._moving_sequences():
             super().reorder_cache(beam_idx)
             self._select_history(beam_idx)
@@ -122,6 +123,7 @@ class LowRankCache(Cache):
             self._select_history(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.compressed_layers()[0].rows_of(indices)  # refused before a native layer moves
         with self._moving_sequences():
             super().batch_select_indices(indices)
             self._select_history(indices)
@@ -132,7 +134,7 @@ class LowRankCache(Cache):
         memory leaves some layers behind, the cache is emptied: it would pair keys of one sequence with those of another."""
         try:
             yield
-        except (UserError, IndexError):
+        except UserError:
             raise
         except BaseException:
             self.reset()
