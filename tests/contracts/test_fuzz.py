@@ -11,8 +11,10 @@ from families import BY_NAME
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from methods import calibration_of
+from tensors_held import found_tensors, reachable_tensors
 
 import dynakv
+from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig
 
@@ -129,19 +131,27 @@ def test_random_cases(case):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_of(case).to(case["dtype"])
+        stock, shown = read(model, case)
         try:
-            stock, shown = read(model, case)
             cache = cache_of(case, model)
-            found, _ = read(model, case, cache)
-        except UserError:
+        except UserError:  # settings are refused here; no text is, once there is a cache
             event("refused")
             return
+        found, _ = read(model, case, cache)
     event("exact" if is_exact(case) else "compressed")
     assert bool(found[shown].isfinite().all()), "finite where the model is"
     assert cache.get_seq_length() == sum(case["calls"])
     if is_exact(case):
         scale = stock[shown].square().mean().sqrt()
         assert float((found - stock)[shown].abs().max() / scale) < ALLOWED[case["dtype"]]
-    assert cache.nbytes >= 0
+    storages = [tensor.untyped_storage() for _, tensor in cache.tensors_by_kind()]
+    others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    others += [
+        getattr(layer, "_encoder", None) for layer in cache.layers
+    ]  # a compressor's weights, in the model's dtype
+    assert found_tensors(cache) - reachable_tensors(others) <= {storage.data_ptr() for storage in storages}, (
+        "every tensor is counted"
+    )
+    assert cache.nbytes == sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     cache.reset()
     assert cache.get_seq_length() == 0
