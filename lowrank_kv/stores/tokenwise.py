@@ -109,6 +109,7 @@ class TokenwiseCoefficients(Coefficients):
         first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
         is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
         num_marks, num_bytes, num_class_bytes = self.marks.length, self.stored.length, self.classes.length
+        stored, classes, marks = self.stored.buffer, self.classes.buffer, self.marks.buffer
         try:
             self.marks.append(start_N[is_marked_N] + num_bytes, exact=exact)
             self.stored.append(byte_Y, exact=exact)
@@ -125,6 +126,8 @@ class TokenwiseCoefficients(Coefficients):
             self.stored.crop(num_bytes)
             self.classes.crop(num_class_bytes)
             raise
+        if not (self.stored.buffer is stored and self.classes.buffer is classes and self.marks.buffer is marks):
+            self.native_view = None  # it would keep the earlier buffers until the next token is decoded
 
     def empty_like(self, capacity: int) -> Self:
         return self._empty()  # how many bytes so many rows will have is not known

@@ -1,5 +1,7 @@
 """Rows of several sizes: what is stored, found again, cropped and kept, and what compiled code reads of it."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from even_levels import LEVELS
@@ -177,3 +179,25 @@ def test_more_bytes_than_a_mark_can_say_are_refused_before_anything_is_written(m
     with pytest.raises(UserError, match="take a lower rate"):
         coef.append(row_NC[None, 60:])
     check(coef, row_NC[:60])
+
+
+def test_a_view_does_not_keep_buffers_that_were_left():
+    coef = filled(plans_of([(4, 4), (2,)]), rows_of(5), [5])
+    coef.native_view = object()
+    coef.append(rows_of(40)[None])
+    assert coef.native_view is None
+
+
+@pytest.mark.parametrize("which", ["stored", "classes", "marks"])
+def test_rows_that_are_cut_short_leave_none(which, monkeypatch):
+    plans, row_NC = plans_of([(4, 4), (2,)]), rows_of(50)
+    coef, expected = filled(plans, row_NC, [5, 45]), filled(plans, row_NC, [5, 45])
+    coef.crop(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(coef, which), "_make_room", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            coef.append(row_NC[None, 5:])
+    coef.append(row_NC[None, 5:])
+    assert torch.equal(coef.rows(), expected.rows())
+    for name in ("stored", "classes", "marks"):
+        assert torch.equal(getattr(coef, name).rows, getattr(expected, name).rows)
