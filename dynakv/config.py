@@ -9,6 +9,7 @@ from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
     CACHE_DTYPES,
     GROUP_SIZE_HELP,
+    REBUILD_COST_HELP,
     IntegerQuantization,
     quantization_of,
 )
@@ -26,7 +27,7 @@ STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
 STARTS_FROM_PCA = {"decoder": "orthogonal", "rank_policy": "nested"}
 # What a compressor cannot be made to do after its training.
-WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes")
+WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes", "rebuild_cost")
 
 
 @configuration
@@ -60,6 +61,7 @@ class DynaKVConfig:
         help="with `rank_policy: plan`: tokens are told apart by how finely the loss asks to code them, and each class has "
         "bits of its own; 1 codes all alike, 4 is most",
     )
+    rebuild_cost: float = option(0.0, help=f"with `rank_policy: plan`: {REBUILD_COST_HELP}", unit="bits")
     learned_classes: bool | None = option(
         None,
         help="with `rank_policy: plan`: training also learns which class each token is in, at a price that holds "
@@ -111,6 +113,13 @@ class DynaKVConfig:
             "learned_classes",
             self.learned_classes,
             "false, or with `rank_policy: plan` and two or more `token_classes`",
+        )
+        require(self.rebuild_cost >= 0, "rebuild_cost", self.rebuild_cost, "zero or positive")
+        require(
+            self.has_plan or not self.rebuild_cost,
+            "rebuild_cost",
+            self.rebuild_cost,
+            "0 where `rank_policy` is not plan; `rate.key_cost` makes keys of ranks dearer",
         )
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():

@@ -44,7 +44,9 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """
     geometry = calibration.geometry
     if config.cache_dtype == MIXED:
-        coded = coded_bases(calibration, config.rate, token_classes=config.token_classes)
+        coded = coded_bases(
+            calibration, config.rate, token_classes=config.token_classes, rebuild_cost=config.rebuild_cost
+        )
         layers = {
             index: tuple(
                 InitialBasis.coded(

@@ -10,6 +10,7 @@ from lowrank_kv.stores.quantization import (
     CACHE_DTYPES,
     GROUP_SIZE_HELP,
     MIXED,
+    REBUILD_COST_HELP,
     IntegerQuantization,
     quantization_of,
 )
@@ -110,6 +111,7 @@ class OjaKVConfig(WindowedConfig):
         help=f"with `{MIXED}`: tokens are told apart by how finely the loss asks to code them, and each class has bits of "
         "its own; 1 codes all alike, 4 is most",
     )
+    rebuild_cost: float = option(0.0, help=f"with `{MIXED}`: {REBUILD_COST_HELP}", unit="bits")
 
     def __post_init__(self):
         super().__post_init__()
@@ -152,6 +154,13 @@ class OjaKVConfig(WindowedConfig):
             self.cache_dtype,
             f"{MIXED} with `token_classes: {self.token_classes}`: classes differ in their bits; leave it out, or take a "
             f"preset without classes, such as `static-joint-pf`",
+        )
+        require(self.rebuild_cost >= 0, "rebuild_cost", self.rebuild_cost, "zero or positive")
+        require(
+            not self.rebuild_cost or self.cache_dtype == MIXED,
+            "rebuild_cost",
+            self.rebuild_cost,
+            f"0 with `cache_dtype: {self.cache_dtype}`: only `{MIXED}` chooses between coefficients and bits",
         )
         require(
             not self.own_directions or self.cache_dtype == MIXED,

@@ -75,6 +75,7 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
             _calibration_of_reads(engine, stream),
             config.rate.target_retain_rate,
             token_classes=config.compressor.token_classes,
+            rebuild_cost=config.compressor.rebuild_cost,
         )
         start = functools.partial(dynakv.initialize_from_coders, model, coders)
     elif config.starts_from_gradients:

@@ -3,6 +3,7 @@
 Shapes: C coefficients of a row.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,7 @@ def allocate_bits(
     *,
     overhead: int,
     shares: Sequence[float] | None = None,
+    rebuild_costs: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """The widths of every row's coefficients that cost least for their bytes.
 
@@ -38,6 +40,8 @@ def allocate_bits(
         budget: bytes of one row of each kind together, times their shares.
         overhead: bits of a row besides its coefficients'.
         shares: how often each kind of row occurs; None where each does once.
+        rebuild_costs: in bits, what keeping a coefficient of each row counts for beyond those it takes, because its work
+            costs time; None where it counts for nothing. Rows then keep fewer coefficients of more bits.
 
     Returns:
         the widths of each row's coefficients, falling; every row keeps at least one coefficient.
@@ -49,15 +53,19 @@ def allocate_bits(
     importance_N = torch.cat([importance_C.double() for importance_C in importances])
     row_N = torch.cat([torch.full((len(each),), i) for i, each in enumerate(importances)])
     place_N = torch.cat([torch.arange(len(each)) for each in importances])
+    rebuild_costs = rebuild_costs or [0.0] * len(importances)
+    rebuild_cost_N = torch.tensor(rebuild_costs, dtype=torch.float64)[row_N]
     gain, cost, owner, target = [], [], [], []
-    for before, after in _worthwhile_steps(distortions):
-        saved = (distortions[before] - distortions[after]) / (after - before)
-        # The first coefficient of a row is given its first bits whatever they save.
-        is_least_N = (place_N == 0) & (before == 0)
-        gain.append(torch.where(is_least_N, torch.inf, importance_N * saved))
-        cost.append(torch.full_like(row_N, after - before))
-        owner.append(torch.arange(len(row_N)))
-        target.append(torch.full_like(row_N, after))
+    for rebuild_cost in dict.fromkeys(rebuild_costs):
+        owner_M = (rebuild_cost_N == rebuild_cost).nonzero().squeeze(1)
+        for before, after in _worthwhile_steps(distortions, rebuild_cost):
+            # The first coefficient of a row is given its first bits whatever they save.
+            is_least_M = (place_N[owner_M] == 0) & (before == 0)
+            saved = -_slope(distortions, before, after, rebuild_cost)
+            gain.append(torch.where(is_least_M, torch.inf, importance_N[owner_M] * saved))
+            cost.append(torch.full_like(owner_M, after - before))
+            owner.append(owner_M)
+            target.append(torch.full_like(owner_M, after))
     order = torch.argsort(torch.cat(gain), descending=True, stable=True)
     owner_S, cost_S, target_S = (torch.cat(each)[order] for each in (owner, cost, target))
 
@@ -83,17 +91,19 @@ def allocate_bits(
     return [each.tolist() for each in width_N.split([len(each) for each in importances])]
 
 
-def _worthwhile_steps(distortions: Mapping[int, float]) -> list[tuple[int, int]]:
-    """(from, to) of the widths on the lower convex hull of distortion over bits."""
+def _worthwhile_steps(distortions: Mapping[int, float], rebuild_cost: float) -> list[tuple[int, int]]:
+    """(from, to) of the widths on the lower convex hull of distortion over what they cost."""
+    slope = functools.partial(_slope, distortions, rebuild_cost=rebuild_cost)
     hull: list[int] = []
     for bits in sorted(distortions):
         if hull and distortions[bits] >= distortions[hull[-1]]:
             continue
-        while len(hull) > 1 and _slope(distortions, hull[-1], bits) <= _slope(distortions, hull[-2], hull[-1]):
+        while len(hull) > 1 and slope(hull[-1], bits) <= slope(hull[-2], hull[-1]):
             hull.pop()
         hull.append(bits)
     return list(zip(hull, hull[1:], strict=False))
 
 
-def _slope(distortions: Mapping[int, float], before: int, after: int) -> float:
-    return (distortions[after] - distortions[before]) / (after - before)
+def _slope(distortions: Mapping[int, float], before: int, after: int, rebuild_cost: float) -> float:
+    cost = after - before + (rebuild_cost if before == 0 else 0)
+    return (distortions[after] - distortions[before]) / cost

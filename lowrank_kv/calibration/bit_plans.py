@@ -52,7 +52,9 @@ class CodedBasis:
     importance_C: Tensor
 
 
-def coded_bases(calibration: Calibration, rate: float, *, token_classes: int = 1) -> dict[int, dict[str, CodedBasis]]:
+def coded_bases(
+    calibration: Calibration, rate: float, *, token_classes: int = 1, rebuild_cost: float = 0.0
+) -> dict[int, dict[str, CodedBasis]]:
     """Layer index → ``key``, ``value`` → its coder, the budget spread over all of them by what the loss asks.
 
     Args:
@@ -60,6 +62,7 @@ def coded_bases(calibration: Calibration, rate: float, *, token_classes: int = 1
         rate: bytes of a compressed token over those of one in 16 bits, in (0, 1]; their mean over the calibration's tokens
             where there are classes of them.
         token_classes: K, how many plans each layer's keys, and its values, have; 1 codes all tokens alike.
+        rebuild_cost: bits that keeping a coefficient of keys counts for beyond those it takes.
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
@@ -69,6 +72,9 @@ def coded_bases(calibration: Calibration, rate: float, *, token_classes: int = 1
     sides = [_Side.of(read[index][side], token_classes) for index, side in names]
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
     shares = [share for side in sides for share in side.shares]
+    rebuild_costs = [
+        rebuild_cost if name == KEY else 0.0 for (_, name), side in zip(names, sides, strict=True) for _ in side.shares
+    ]
     units = [unit_NC for side in sides for unit_NC in side.units]
     uncompressed = 2 * sum(len(side.spectrum.importance_C) for side in sides)
     places = PLACE_BYTES * len(sides) if token_classes > 1 else 0
@@ -77,7 +83,12 @@ def coded_bases(calibration: Calibration, rate: float, *, token_classes: int = 1
         budget = rate * uncompressed - places
         try:
             return allocate_bits(
-                importances, {**distortions, UNCODED: _BFLOAT16}, budget, overhead=SCALE_BITS, shares=shares
+                importances,
+                {**distortions, UNCODED: _BFLOAT16},
+                budget,
+                overhead=SCALE_BITS,
+                shares=shares,
+                rebuild_costs=rebuild_costs,
             )
         except BudgetTooSmallError as error:
             least = (error.needed + places) / uncompressed

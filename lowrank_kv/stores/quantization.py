@@ -16,6 +16,10 @@ CACHE_DTYPES = {"model": None, "int8": 8, "int4": 4}
 MIXED = "mixed"  # or by a plan of bits (lowrank_kv/stores/bit_plan.py)
 CACHE_DTYPE_HELP = "how coefficients are stored: in the model's dtype, or as integers with a scale for each token"
 GROUP_SIZE_HELP = "coefficients that share a scale; all of a token where none is given"
+REBUILD_COST_HELP = (
+    "what keeping a coefficient of keys counts for beyond its own bits: decoding rebuilds all keys for each token, so that "
+    "fewer coefficients of more bits are faster"
+)
 
 # Scales and offsets are bf16, which has the range of fp32; they are rounded before codes are chosen.
 SCALE_DTYPE = torch.bfloat16

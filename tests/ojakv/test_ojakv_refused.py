@@ -27,6 +27,8 @@ from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_byte
         ({"max_loss": 1.5}, r"`max_loss` must be in \[0, 1\]; .*; got 1.5"),
         ({"max_loss": -0.1}, r"`max_loss` must be in \[0, 1\]"),
         ({"token_classes": 4}, "`cache_dtype` must be mixed with `token_classes: 4`.* leave it out.*; got 'model'"),
+        ({"rebuild_cost": 2}, "`rebuild_cost` must be 0 with `cache_dtype: model`.*; got 2"),
+        ({"rebuild_cost": -1}, "`rebuild_cost` must be zero or positive; got -1"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from training_runs import EXACT, PLANNED, STILL, losses, merged, summary, train_here
 
 import dynakv
+from dynakv.checkpoint import load_compressors
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.utils.config import build
@@ -88,6 +89,21 @@ def test_training_lowers_the_divergence_and_serves_what_it_wrote(training_values
     assert config["exact_tokens"] == PLANNED["compressor"]["exact_tokens"]
 
 
+def test_a_run_starts_from_the_keys_that_it_asks_for(training_values, tmp_path):
+    def coefficients(rebuild_cost):
+        changes = {"compressor": {"rebuild_cost": rebuild_cost}, "optimizer": {"steps": 1}}
+        checkpoint = train_here(merged(training_values, PLANNED), tmp_path / f"{rebuild_cost}", **changes)
+        layers = load_compressors(checkpoint).values()
+        return [
+            sum(getattr(layer, side).initial_basis().quantization.num_coefficients for layer in layers)
+            for side in ("key", "value")
+        ]
+
+    (keys, values), (fewer, as_many) = coefficients(0), coefficients(8)
+    assert fewer < 0.9 * keys
+    assert as_many >= values
+
+
 def test_the_mean_of_states_keeps_their_bits(training_values, tmp_path):
     """Sevenths of whole numbers do not add up to them."""
     averaged = {"checkpoint_every": 1, "keep_checkpoints": 7, "average_checkpoints": 7, "optimizer": {"steps": 7}}
@@ -142,6 +158,7 @@ def test_predicted_bytes_are_those_of_a_cache(tmp_path):
         ({"compressor.decoder": "orthogonal"}, "`compressor.decoder` must be exact where `rank_policy` is plan"),
         ({"compressor.cache_dtype": "int4"}, "`compressor.cache_dtype` must be model where `rank_policy` is plan"),
         ({"compressor.rank_policy": "gate"}, "`compressor.exact_tokens` must be left out"),
+        ({"compressor.rebuild_cost": -0.5}, "`compressor.rebuild_cost` must be zero or positive"),
         ({"rate.key_cost": 3}, "`rate.key_cost` must be 1"),
         ({"rate.alpha": 0.5}, "`rate.alpha` must be left out"),
     ],

@@ -70,6 +70,36 @@ def test_no_other_widths_of_as_many_bytes_cost_less(seed, budget):
     assert cost(importances, widths) <= min(cost(importances, [each]) for each in others) + 1e-9
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), budget=st.integers(4, 14), rebuild_cost=st.sampled_from([0.5, 2.0, 6.0]))
+def test_no_other_widths_cost_less_with_what_rebuilding_counts_for(seed, budget, rebuild_cost):
+    """Against all allocations of two rows, of which one counts; both counts are of bits."""
+    generator = torch.Generator().manual_seed(seed)
+    importances = [torch.rand(2, generator=generator).pow(4).sort(descending=True).values for _ in range(2)]
+    chosen = allocate_bits(importances, DISTORTIONS, budget, overhead=8, rebuild_costs=[rebuild_cost, 0.0])
+
+    def work(widths):
+        return sum(map(sum, widths)) + rebuild_cost * sum(bits > 0 for bits in widths[0])
+
+    assert num_bytes(chosen, 8) <= budget
+    rows = list(itertools.product((0, *DISTORTIONS), repeat=2))
+    others = [each for each in itertools.product(rows, rows) if work(each) <= work(chosen) and all(map(max, each))]
+    assert cost(importances, chosen) <= min(cost(importances, each) for each in others) + 1e-9
+
+
+def test_dear_rebuilding_makes_fewer_coefficients_of_more_bits():
+    importances = [torch.linspace(1, 0.01, 64).pow(3)] * 2
+    rows = [
+        allocate_bits(importances, DISTORTIONS, 40, overhead=8, rebuild_costs=[rebuild_cost, 0.0])
+        for rebuild_cost in (0.0, 2.0, 8.0)
+    ]
+    kept = [sum(bits > 0 for bits in keys) for keys, _ in rows]
+    assert kept[0] > kept[1] > kept[2]
+    assert max(rows[2][0]) >= max(rows[0][0])
+    assert all(38 <= num_bytes(each, 8) <= 40 for each in rows)
+    assert rows[0] == allocate_bits(importances, DISTORTIONS, 40, overhead=8)
+
+
 def test_a_budget_is_spent_to_the_byte_and_shared_by_importance():
     importances = [torch.linspace(scale, 0, 64) for scale in (1.0, 10.0)]
     widths = allocate_bits(importances, DISTORTIONS, 40, overhead=8)

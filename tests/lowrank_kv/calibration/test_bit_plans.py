@@ -114,6 +114,22 @@ def test_a_coder_takes_the_bytes_it_was_given(calibration, rate):
 
 
 @pytest.mark.parametrize("classes", [1, 2])
+def test_where_rebuilding_counts_keys_have_fewer_coefficients_and_rows_as_many_bytes(calibration, classes):
+    def means(rebuild_cost):
+        coded = coded_bases(calibration, 0.2, token_classes=classes, rebuild_cost=rebuild_cost).values()
+        sides = [[layer[name].plan for layer in coded] for name in ("key", "value")]
+        return [sum(plan.num_coefficients for plan in plans) for plans in sides], sum(
+            plan.nbytes(plan.num_coefficients) for plans in sides for plan in plans
+        )
+
+    (keys, values), taken = means(0.0)
+    (fewer, more), as_many = means(6.0)
+    assert fewer < 0.9 * keys
+    assert more >= values
+    assert as_many == pytest.approx(taken, rel=0.03)
+
+
+@pytest.mark.parametrize("classes", [1, 2])
 def test_a_rate_without_a_bit_for_every_layer_names_the_least(calibration, classes):
     with pytest.raises(UserError, match=r"the rate 0.001 leaves no bit .*; give at least 0\.\d+") as error:
         coded_bases(calibration, 0.001, token_classes=classes)
