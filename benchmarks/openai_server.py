@@ -37,12 +37,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--checkpoint", metavar="DIR", help="a DynaKV compressor")
     parser.add_argument("--preset", help="with --bases [default: the server's]")
     parser.add_argument("--rate", type=float, help="with --bases: bytes over those in 16 bits [default: the preset's]")
+    parser.add_argument("--rebuild-cost", type=float, help="with --bases, in bits [default: the preset's]")
     parser.add_argument("--prefill", help="what a prompt's tokens see of each other [default: the server's]")
 
 
 def settings_words(arguments: argparse.Namespace) -> list[str]:
     """The words of `lowrank-kv serve` for the arguments of :func:`add_settings`."""
-    given = {key: getattr(arguments, key) for key in ("bases", "checkpoint", "preset", "rate", "prefill")}
+    keys = "bases", "checkpoint", "preset", "rate", "rebuild-cost", "prefill"
+    given = {key: getattr(arguments, key.replace("-", "_")) for key in keys}
     return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
 
 

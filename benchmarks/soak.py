@@ -34,9 +34,9 @@ from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.text_data import load_documents
-from lowrank_kv_vllm.plans import retention
-from lowrank_kv_vllm.settings import PRESETS, ServingConfig
-from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+from lowrank_kv_vllm.plans import preset_of, retention
+from lowrank_kv_vllm.settings import ServingConfig
+from ojakv import Calibration, OjaKVCache, make_plan
 
 PREFILL = "reconstructed"
 PAGE_MARGIN = 1.0  # no page fills then: a full one codes later tokens more coarsely, which no reference knows of
@@ -222,16 +222,14 @@ def _reference(arguments: argparse.Namespace) -> tuple[Reference, list[list[int]
 
 def _compressed(model: PreTrainedModel, arguments: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
     """The model, and a maker of caches that do what the server does."""
-    settings = {key: getattr(arguments, key) for key in ("bases", "checkpoint", "preset", "rate", "prefill")}
-    kept = retention(ServingConfig(**settings))
+    keys = ("bases", "checkpoint", "preset", "rate", "rebuild_cost")
+    settings = ServingConfig(**{key: getattr(arguments, key) for key in keys}, prefill=PREFILL)
     if arguments.checkpoint:
         has_plan = read_config(arguments.checkpoint).compressor.has_plan
-        overrides = {"prefill": PREFILL, **({"exact_tokens": kept} if has_plan else {})}
+        overrides = {"prefill": PREFILL, **({"exact_tokens": retention(settings)} if has_plan else {})}
         model = dynakv.attach(model, arguments.checkpoint, **overrides)
         return model, lambda: dynakv.DynaKVCache.from_model(model)
-    rate = {} if arguments.rate is None else {"rate": arguments.rate}
-    config = OjaKVConfig.preset(arguments.preset or PRESETS[-1], **rate, **kept, prefill=PREFILL)
-    plan = make_plan(Calibration.load(arguments.bases).for_model(model), config)
+    plan = make_plan(Calibration.load(arguments.bases).for_model(model), preset_of(settings))
     return model, lambda: OjaKVCache(model, plan)
 
 

@@ -40,6 +40,12 @@ def main(argv: list[str]) -> None:
         "--cache-dtype", choices=tuple(CACHE_DTYPES), help="of gated compressors, and of static-joint-pf"
     )
     parser.add_argument("--group-size", type=int, metavar="N", help="with integers: coefficients that share a scale")
+    parser.add_argument(
+        "--rebuild-cost",
+        type=float,
+        metavar="BITS",
+        help="with --bases: what keeping a coefficient of keys counts for beyond its bits; 2 decodes faster",
+    )
     parser.add_argument("--prefill", choices=PREFILLS, help="what a prompt's tokens see of each other")
     defaults = {field.name: field.default for field in dataclasses.fields(ServingConfig)}
     parser.add_argument(

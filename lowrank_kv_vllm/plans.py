@@ -53,7 +53,7 @@ def served_geometry(settings: ServingConfig) -> tuple[KVGeometry, str]:
         UserError: they are missing or damaged, or hold what cannot be served.
     """
     if settings.checkpoint is None:
-        calibration, config = Calibration.load(settings.bases), _preset_of(settings)
+        calibration, config = Calibration.load(settings.bases), preset_of(settings)
         if config.cache_dtype == MIXED and calibration.read is None:
             raise UserError(
                 f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
@@ -95,13 +95,14 @@ def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
         return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
 
 
-def _preset_of(settings: ServingConfig) -> OjaKVConfig:
+def preset_of(settings: ServingConfig) -> OjaKVConfig:
+    """The settings with which `generate()` does what a server of bases does."""
     rate = {} if settings.rate is None else {"rate": settings.rate}
     return OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings), **settings.overrides())
 
 
 def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
-    config = _preset_of(settings)
+    config = preset_of(settings)
     exact = config.prefill == "exact"
     plan = make_plan(Calibration.load(settings.bases), config)
     return Served(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv.hf.cache.windowed.config import PREFILLS
-from lowrank_kv.stores.quantization import CACHE_DTYPES, GROUP_SIZE_HELP
+from lowrank_kv.stores.quantization import CACHE_DTYPES, GROUP_SIZE_HELP, REBUILD_COST_HELP
 from lowrank_kv.utils.config import build, configuration, option, require
 
 KEY = "lowrank_kv"  # in `--additional-config`
@@ -33,6 +33,9 @@ class ServingConfig:
         choices=tuple(CACHE_DTYPES),
     )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
+    rebuild_cost: float | None = option(
+        None, help=f"with `bases` and a mixed preset: {REBUILD_COST_HELP} [default: the preset's]", unit="bits"
+    )
     prefill: str | None = option(
         None,
         help="what a prompt's tokens see of each other: exact states where one step reads them, or always rebuilt ones, "
@@ -53,7 +56,7 @@ class ServingConfig:
     def __post_init__(self):
         given = [name for name in ("checkpoint", "bases") if getattr(self, name) is not None]
         require(len(given) == 1, "checkpoint", self.checkpoint, "given, or else `bases`, and not both")
-        for key in ("preset", "rate"):
+        for key in ("preset", "rate", "rebuild_cost"):
             value = getattr(self, key)
             require(self.bases is not None or value is None, key, value, "left out with `checkpoint`, which says it")
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
@@ -64,8 +67,8 @@ class ServingConfig:
 
     def overrides(self) -> dict[str, Any]:
         """What replaces settings of the checkpoint or the preset."""
-        given = {"cache_dtype": self.cache_dtype, "group_size": self.group_size, "prefill": self.prefill}
-        return {key: value for key, value in given.items() if value is not None}
+        keys = ("cache_dtype", "group_size", "prefill", "rebuild_cost")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 
 
 def settings_in(additional_config: Any) -> ServingConfig | None:

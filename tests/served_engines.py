@@ -13,7 +13,7 @@ from methods import calibration_of, tiny_model
 from transformers import PreTrainedModel
 
 import dynakv
-from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
+from ojakv import Calibration, OjaKVCache, make_plan
 
 BLOCK, BATCHED, NEW = 32, 128, 24
 MEMORY = 64 << 20
@@ -36,14 +36,11 @@ class Files:
 
     def cache(self, model: PreTrainedModel | None = None, **settings: Any) -> OjaKVCache:
         """What keeps tokens as a server with these settings does, for the model or a twin in another dtype."""
-        from lowrank_kv_vllm.plans import retention
+        from lowrank_kv_vllm.plans import preset_of
         from lowrank_kv_vllm.settings import ServingConfig
 
-        model, settings = model or self.model, {**self.settings, **settings}
-        kept = retention(ServingConfig(**settings))
-        stored = {key: settings[key] for key in ("cache_dtype", "group_size", "prefill") if key in settings}
-        config = OjaKVConfig.preset(settings["preset"], rate=settings["rate"], **kept, **stored)
-        return OjaKVCache(model, make_plan(Calibration.load(settings["bases"]).for_model(model), config))
+        model, settings = model or self.model, ServingConfig(**{**self.settings, **settings})
+        return OjaKVCache(model, make_plan(Calibration.load(settings.bases).for_model(model), preset_of(settings)))
 
     def generated(
         self, prompt: list[int], new: int = NEW, *, chunk: int | list[int] = BATCHED, **settings: Any

@@ -94,6 +94,13 @@ def test_directions_of_a_sequences_own_are_refused(files, tmp_path):
         served_geometry(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
 
 
+def test_what_rebuilding_counts_for_is_a_calibrations_to_say(files, tmp_path):
+    with pytest.raises(UserError, match="`rebuild_cost` must be left out with `checkpoint`, which says it; got 2"):
+        configured(files, {"checkpoint": str(tmp_path / "checkpoint"), "rebuild_cost": 2})
+    with pytest.raises(UserError, match="`rebuild_cost` must be 0 with `cache_dtype: model`"):
+        configured(files, {**files.settings, "preset": "static-joint-pf", "rebuild_cost": 2})
+
+
 def test_bases_that_follow_the_text_are_no_choice(files):
     with pytest.raises(UserError, match="static-joint-pf, static-mixed, tokenwise-mixed"):
         configured(files, {**files.settings, "preset": "ojakv-joint"})

@@ -35,9 +35,16 @@ def test_learned_ranks_say_what_generate_says(files, gated, stored):
     assert found == [greedy(model, DynaKVCache.from_model(model), prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("stored", [{}, {"cache_dtype": "int8"}])
-def test_shared_bases_without_plans_say_what_generate_says(files, stored):
-    settings = {**files.settings, "preset": "static-joint-pf", "rate": 0.5, **stored}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preset": "static-joint-pf", "rate": 0.5},
+        {"preset": "static-joint-pf", "rate": 0.5, "cache_dtype": "int8"},
+        {"rebuild_cost": 6.0},
+    ],
+)
+def test_shared_bases_say_what_generate_says(files, changes):
+    settings = {**files.settings, **changes}
     with serving(files, settings) as engine:
         found = texts(served(engine, PROMPTS))
     assert found == [files.generated(prompt, **settings) for prompt in PROMPTS]
