@@ -141,6 +141,13 @@ class Coefficients:
         """Keep the rows at `index_N` (or, for each part its own, (P, N)), in that order; no room to grow is left."""
         self.stored.keep(index_N)
 
+    def kept(self, index_N: Tensor) -> Self:
+        """What :meth:`keep` would leave; these rows stay as they are."""
+        twin = copy.copy(self)
+        twin.stored = self.stored.sharing_buffers()
+        twin.keep(index_N)
+        return twin
+
     def crop(self, length: int) -> None:
         """Keep the first `length` rows; buffers stay."""
         self.stored.crop(length)

@@ -173,17 +173,19 @@ class RaggedStore:
             bucket.crop(int((bucket.positions < length).sum()))
         self.row_count.value = length
 
-    def keep(self, row_N: Tensor) -> None:
-        """Keep the rows at `row_N`, which rise; they are then numbered anew from 0. No room to grow is left."""
-        self.native_view = None
+    def kept(self, row_N: Tensor) -> Self:
+        """A store of the rows at `row_N`, which rise; they are numbered anew from 0. No room to grow is left. This store
+        stays as it is."""
         new_T = torch.full((self.length,), -1, dtype=torch.long, device=self.device)
         new_T[row_N] = torch.arange(len(row_N), device=self.device)
-        for bucket in self._buckets.values():
+        twin = copy.copy(self)
+        twin.row_count, twin.native_view, twin._buckets = ctypes.c_int64(len(row_N)), None, {}
+        for rank, bucket in self._buckets.items():
             new_N = new_T[bucket.positions.long()]
             kept_N = torch.nonzero(new_N >= 0).flatten()
-            bucket.keep(kept_N)
-            bucket.replace_positions(new_N[kept_N].to(self.index_dtype))
-        self.row_count.value = len(row_N)
+            twin._buckets[rank] = bucket.kept(kept_N)
+            twin._buckets[rank].replace_positions(new_N[kept_N].to(self.index_dtype))
+        return twin
 
     def clone(self) -> Self:
         """An independent copy without room to grow."""

@@ -151,6 +151,11 @@ class TokenwiseCoefficients(Coefficients):
         self.stored, self.classes, self.marks = kept.stored, kept.classes, kept.marks
         self.row_count, self.native_view = kept.row_count, None
 
+    def kept(self, index_N: Tensor) -> Self:
+        twin = copy.copy(self)
+        twin.keep(index_N)
+        return twin
+
     def crop(self, length: int) -> None:
         if length >= self.length:
             return

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods import METHODS, tiny_model
+from methods import METHODS, calibration_of, dynakv_model, tiny_model
 
 import lowrank_kv
+from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.ragged_layer import RaggedSequence
 from lowrank_kv.stores import tokenwise
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingRows, GrowingTensor
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 BY_NAME = {method.name: method for method in METHODS}
 PACKAGES = tuple(f"{Path(lowrank_kv.__file__).parents[1] / name}{os.sep}" for name in ("lowrank_kv", "ojakv", "dynakv"))
@@ -221,6 +223,48 @@ def test_the_last_layer_is_whole_without_a_crop(name, ids, monkeypatch):
             assert name != "dynakv"
     found = read(model, ids, cache, 52, 53, 70)
     torch.testing.assert_close(found, stock[:, 52:], atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint", "static-pca-h"])
+@torch.no_grad()
+def test_an_eviction_is_done_or_not(name, ids, monkeypatch):
+    """Where it is not, the tokens stay: the last layer has them, and nothing refuses the next."""
+    model, eviction = tiny_model(), {"keep_ratio": 0.5, "window_size": 4, "kernel_size": 1}
+    if name == "dynakv":
+        make_cache = dynakv_model(model, 1.0, eviction=Eviction(**eviction))
+    else:
+        config = OjaKVConfig.preset(name, rate=1.0, num_sink_tokens=2, eviction=eviction)
+        plan = make_plan(calibration_of(model), config)
+
+        def make_cache():
+            return OjaKVCache(model, plan)
+
+    expected = make_cache()
+    read(model, ids, expected, 0, 40)
+    cuts, keep = [], GrowingRows.keep
+    for at in (1, 2):
+        cache, seen = make_cache(), []
+
+        def cut(rows, index_N, at=at, cache=cache, seen=seen):
+            seen.extend([rows] * bool(cache.layers[2].is_initialized))
+            if len(seen) == at:
+                raise Cut
+            keep(rows, index_N)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GrowingRows, "keep", cut)
+            with pytest.raises(Cut):
+                model(ids[:, :40], past_key_values=cache)
+        cuts.append([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(40, 44)][-1])
+        assert cuts[-1].isfinite().all()
+        assert {layer.get_seq_length() for layer in cache.layers} == {44}
+        cache.crop(-4)  # none of the last layer is evicted, and of the others only those before
+        for sequence in cache.layers[2].sequences:
+            assert not sequence.min_crop_length
+        cache.crop(-40)
+        found, fresh = read(model, ids, cache, 0, 40), read(model, ids, make_cache(), 0, 40)
+        assert torch.equal(found, fresh)
+    assert torch.equal(*cuts)
 
 
 def cut_at_line(number, call):

@@ -58,11 +58,13 @@ class RaggedSequence:
         after_N = torch.arange(rows.stop, self.key.length, device=device)
         row_N = torch.cat([torch.arange(rows.start, device=device), rows.start + kept_N, after_N])
         place_N = torch.arange(self.length, device=device) if self._place is None else self._place.rows
-        self._place = GrowingTensor(place_N[row_N].to(torch.int32))
-        self.num_evicted += self.key.length - len(row_N)
-        self.key.keep(row_N)
-        self.value.keep(row_N)
-        self.min_crop_length = min_crop_length_after(places.start, kept_N[None], rows.stop - rows.start)
+        place = GrowingTensor(place_N[row_N].to(torch.int32))
+        num_evicted = self.num_evicted + self.key.length - len(row_N)
+        min_crop_length = min_crop_length_after(places.start, kept_N[None], rows.stop - rows.start)
+        key, value = self.key.kept(row_N), self.value.kept(row_N)
+        # No call is between these: an interrupt finds all of them done, or none.
+        self.key, self.value, self._place = key, value, place
+        self.num_evicted, self.min_crop_length = num_evicted, min_crop_length
 
     def crop(self, length: int) -> None:
         rows = length - self.num_evicted

@@ -61,7 +61,7 @@ def test_any_sequence_of_operations_matches_a_list(steps):
             store.crop(length)
             rows = rows[:length]
         elif name == "keep every":
-            store.keep(torch.arange(0, len(rows), argument))
+            store = store.kept(torch.arange(0, len(rows), argument))
             rows = rows[::argument]
         elif name == "clone":
             store = store.clone()

@@ -90,10 +90,13 @@ class TokenPositions:
         twin._find_run()
         return twin
 
-    def set_low_rank(self, position_PN: Tensor) -> None:
-        """Only these low-rank tokens are left, (1 or P, N)."""
-        self._low_rank = GrowingTensor(position_PN.to(torch.int32), dim=1)
-        self._find_run()
+    def with_only(self, position_PN: Tensor) -> "TokenPositions":
+        """The positions once only these low-rank tokens are left, (1 or P, N). They share what does not change, and these
+        positions stay as they are."""
+        twin = copy.copy(self)
+        twin._low_rank = GrowingTensor(position_PN.to(torch.int32), dim=1)
+        twin._find_run()
+        return twin
 
     def forget_uncounted(self) -> None:
         """Forget the tokens of an :meth:`append` that was cut short before it counted them."""

@@ -208,10 +208,12 @@ class WindowedSequence:
         kept_PN = top_scores(score_PT.gather(1, position_PN[:, first:end] - prompt.start), num_kept)
         row_PN = torch.arange(position_PN.shape[1], device=kept_PN.device).expand(len(kept_PN), -1)
         index_PN = torch.cat([row_PN[:, :first], kept_PN + first, row_PN[:, end:]], dim=1)
-        self.min_crop_length = int(position_PN[0, first + min_crop_length_after(0, kept_PN, end - first) - 1]) + 1
-        for store in (self.key, self.value):
-            store.coef.keep(index_PN)
-        self.positions.set_low_rank(position_PN.gather(1, index_PN))
+        min_crop_length = int(position_PN[0, first + min_crop_length_after(0, kept_PN, end - first) - 1]) + 1
+        key, value = (store.coef.kept(index_PN) for store in (self.key, self.value))
+        positions = self.positions.with_only(position_PN.gather(1, index_PN))
+        # No call is between these: an interrupt finds all of them done, or none.
+        self.key.coef, self.value.coef, self.positions = key, value, positions
+        self.min_crop_length = min_crop_length
 
     # -- reading --------------------------------------------------------------------------------------------------
 
