@@ -70,4 +70,4 @@ def test_a_signal_ends_it_too(number):
         if not Path(f"/proc/{pid}").exists():
             return
         time.sleep(0.1)
-    pytest.fail("it goes on without the program that started it")
+    pytest.fail("the process still runs after its program has ended")

@@ -5,6 +5,7 @@ package are cut besides.
 """
 
 import copy
+import functools
 import os
 import random
 import sys
@@ -109,6 +110,15 @@ def cache_before(model, make_cache, ids, start):
     return cache
 
 
+def whole_after_cuts(cuts, method, before, call):
+    """Copies of `before`, made whole by `crop(0)`, after each write of `call(cache)` in turn was cut."""
+    for at in cuts.moments(functools.partial(call, copy.deepcopy(before)), method):
+        cache = copy.deepcopy(before)
+        cuts.run(functools.partial(call, cache), at)
+        cache.crop(0)
+        yield cache
+
+
 @every_method
 @torch.no_grad()
 def test_every_write_may_be_cut(method, ids, monkeypatch):
@@ -120,12 +130,9 @@ def test_every_write_may_be_cut(method, ids, monkeypatch):
         before = cache_before(model, make_cache, ids, start)
 
         def call(cache, start=start, end=end):
-            return lambda: model(ids[:, start:end], past_key_values=cache)
+            model(ids[:, start:end], past_key_values=cache)
 
-        for at in cuts.moments(call(copy.deepcopy(before)), method):
-            cache = copy.deepcopy(before)
-            cuts.run(call(cache), at)
-            cache.crop(0)
+        for cache in whole_after_cuts(cuts, method, before, call):
             assert {layer.get_seq_length() for layer in cache.layers} == {start}
             found = read(model, ids, cache, start, end, end + 1, 70)
             torch.testing.assert_close(found, stock[:, start:], atol=5e-4, rtol=0)
@@ -165,18 +172,15 @@ def test_packed_rows_are_as_they_were(name, ids, monkeypatch):
         expected = rows(copy.deepcopy(before))
 
         def call(cache, start=start, end=end):
-            return lambda: model(ids[:, start:end], past_key_values=cache)
+            model(ids[:, start:end], past_key_values=cache)
 
-        for at in cuts.moments(call(copy.deepcopy(before)), method):
-            cache = copy.deepcopy(before)
-            cuts.run(call(cache), at)
-            cache.crop(0)
+        for cache in whole_after_cuts(cuts, method, before, call):
             for found_1NR, expected_1NR in zip(rows(cache), expected, strict=True):
                 # The last of them may wait longer, and a product of fewer rows may be rounded otherwise, and a row with it.
                 count = min(found_1NR.shape[1], expected_1NR.shape[1])
                 assert count >= expected_1NR.shape[1] - 4
                 assert (found_1NR[:, :count] != expected_1NR[:, :count]).any(dim=2).sum() <= 1
-        call(before)()
+        call(before)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from evaluation.cells import CELLS
 from evaluation.reading import full_cache
 from evaluation.tasks.building import tasks_of
 from evaluation.tasks.item import ItemScore, prompt_pieces
-from evaluation.tasks.long_decoding import TEXTS, long_items
+from evaluation.tasks.long_decoding import TEXTS
 from evaluation.tasks.prompts import Prompts
 from evaluation.tasks.registry import TaskConfig
 from evaluation.tasks.rows import markdown, pooled, row_of
@@ -289,24 +289,6 @@ def test_long_decoding_is_compared_by_position(values, files, tmp_path, monkeypa
     monkeypatch.setattr(torch, "multinomial", None)
     again = by_method(last(values | {"tasks": tasks, "methods": methods}, output), "long_decoding 600")
     assert again == rows
-
-
-def test_another_model_of_the_same_configuration_writes_texts_of_its_own(tmp_path):
-    tokenizer, texts = byte_tokenizer(), []
-    for seed in (0, 1, 0):
-        [item] = long_items(
-            tiny_model(seed, vocab_size=len(tokenizer)),
-            tokenizer,
-            ["Tell me."],
-            tmp_path,
-            length=20,
-            temperature=1.0,
-            seed=0,
-            chat=False,
-        )
-        texts.append(item.text)
-    assert texts[0] == texts[2] != texts[1]
-    assert len(list((tmp_path / TEXTS).iterdir())) == 2
 
 
 def test_a_chat_template_goes_around_context_and_question():

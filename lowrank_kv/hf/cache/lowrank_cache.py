@@ -136,7 +136,7 @@ class LowRankCache(Cache):
             yield
         except UserError:
             raise
-        except BaseException:
+        except BaseException:  # an interrupt, too
             self.reset()
             raise
 
