@@ -53,12 +53,13 @@ class _SharedLayer(CompressedLayer):
         super().__init__()
         self._members = [cache.layers[index] for cache in caches]
         self._new: tuple[Tensor, Tensor] | None = None  # states of the running call, until they are attended
+        self._num_read = 0
 
     def start(self) -> None:
         """Nothing: the members start themselves."""
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
-        self._new = key_BGQD, value_BGQD
+        self._new, self._num_read = (key_BGQD, value_BGQD), key_BGQD.shape[2]
         for member in self._members:
             if isinstance(member, CompressedLayer):
                 member.begin_call(context)
@@ -86,7 +87,7 @@ class _SharedLayer(CompressedLayer):
             raise RuntimeError("a cache that does not attend to a prompt's exact states cannot share its reading")
 
     def get_seq_length(self) -> int:
-        return 0
+        return self._num_read
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

@@ -131,11 +131,7 @@ class RopeHistory:
         """
         if self.length == length:
             return self._newest or rope
-        if self.length + rope.cos_BTE.shape[1] != length:
-            raise UserError(
-                f"the cache's layers hold different numbers of tokens, as after a call that was cut short: `cache.crop(0)` "
-                f"makes them equal (a layer was to hold {length}, and {self.length} have rotations)"
-            )
+        check_same_length(self.length + rope.cos_BTE.shape[1], length)
         if rope.position_BT is None:
             self.keeps_rows = True
         new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]
@@ -238,6 +234,15 @@ class RopeHistory:
         twin.release()
         memo[id(self)] = twin
         return twin
+
+
+def check_same_length(expected: int, length: int) -> None:
+    """Raise :class:`UserError` where a layer is to hold another number of tokens than the cache does."""
+    if length != expected:
+        raise UserError(
+            f"the cache's layers hold different numbers of tokens, as after a call that was cut short: `cache.crop(0)` "
+            f"makes them equal (a layer was to hold {length}, and the cache {expected})"
+        )
 
 
 def _does_not_rotate_halves() -> UserError:

@@ -58,9 +58,10 @@ def test_crop_makes_a_cache_whole(method, ids):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 @torch.no_grad()
-def test_tokens_behind_a_cut_are_refused_until_it_is_mended(ids):
-    model, cache = begun(METHODS[0], ids)
+def test_tokens_behind_a_cut_are_refused_until_it_is_mended(method, ids):
+    model, cache = begun(method, ids)
     interrupted(model, ids[:, 40:41], cache)
     with pytest.raises(UserError, match=r"`cache.crop\(0\)` makes them equal"):
         model(ids[:, 40:], past_key_values=cache)

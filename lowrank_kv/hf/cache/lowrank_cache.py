@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
-from lowrank_kv.hf.rope import RopeHistory
+from lowrank_kv.hf.rope import RopeHistory, check_same_length
 from lowrank_kv.hf.rotary import Rotary, rotary_function
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
 from lowrank_kv.utils.errors import UserError
@@ -46,6 +47,7 @@ class LowRankCache(Cache):
             history, owner = self.history if index in rotating else None, getattr(modules[index], PREPARED).identity
             layer.bind(owner, self.geometry, history, is_last=index == max(rotating, default=None))
             layers[index] = layer
+        self._first = min(compressed)  # layer, which stores a call's tokens before the others do
         super().__init__(layers=layers)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
@@ -93,6 +95,20 @@ class LowRankCache(Cache):
         return self.memory().rate
 
     # -- state shared by the layers -------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`CompressedLayer.update`.
+
+        Raises:
+            UserError: the layers hold different numbers of tokens. Rotations tell it, too, where they are remembered.
+        """
+        first, layer = self.layers[self._first], self.layers[layer_idx]
+        if layer is not first and isinstance(layer, CompressedLayer) and first.is_initialized:
+            past = layer.get_seq_length() if layer.is_initialized else 0
+            check_same_length(first.get_seq_length(), past + key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of those that all layers hold. ``crop(0)`` makes a cache whole again
