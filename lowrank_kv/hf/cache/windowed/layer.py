@@ -16,7 +16,7 @@ from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
-from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of, mask_at
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
@@ -115,10 +115,7 @@ class WindowedLayer(SequenceLayer):
         outputs = []
         for b, sequence in enumerate(self.sequences):
             key, value, position = sequence.in_order(self._rotation(b))
-            mask_1HQT = None
-            if mask is not None:
-                columns = columns_of(mask_of_row(mask, b), position, query.shape[1])
-                mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
+            mask_1HQT = mask_at(mask, b, position, query.shape[1])
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return without_gradients(torch.cat(outputs), query)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.per_sequence_layer import mask_of_row
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
@@ -299,3 +300,11 @@ def columns_of(mask_QT: Tensor, position: Tensor, heads: int) -> Tensor:
     if position.dim() == 1:
         return mask_QT[:, position]
     return mask_QT[:, position].transpose(0, 1).repeat_interleave(heads // len(position), dim=0)
+
+
+def mask_at(mask: Tensor | None, b: int, position: Tensor, heads: int) -> Tensor | None:
+    """The same of one sequence of a mask (B or 1, 1, Q, T), as a model's own attention takes it, (1, 1 or H, Q, N)."""
+    if mask is None:
+        return None
+    columns = columns_of(mask_of_row(mask, b), position, heads)
+    return columns[(None,) * (4 - columns.dim())]
