@@ -25,8 +25,7 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     The caller fills them: from moments, from a checkpoint, or by weight loading.
     """
     geometry = geometry_of(model)
-    if not config.has_plan:
-        check_rank(config.granularity, geometry.width, "compressor.granularity")
+    _check_granularity(config, geometry.width, "compressor.granularity")
     modules = attention_modules(model)
     for index in geometry.layers:
         if TRANSFORM in modules[index]._modules:
@@ -84,8 +83,7 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
             :meth:`DynaKVConfig.overridden`); the settings stay as they were.
     """
     settings = settings_of(model).overridden(**overrides)
-    if not settings.has_plan:
-        check_rank(settings.granularity, geometry_of(model).width, "granularity")
+    _check_granularity(settings, geometry_of(model).width, "granularity")
     for compressor in token_compressors(model):
         compressor.config = settings
     full_checkpoint.declare(model, METHOD, to_dict(settings))
@@ -99,6 +97,12 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if full_checkpoint.is_declared(model, METHOD):
         del model.config.quantization_config
     return model
+
+
+def _check_granularity(config: DynaKVConfig, width: int, key: str) -> None:
+    """Raise :class:`UserError`, which names `key`, where ranks would be multiples of more coefficients than there are."""
+    if not config.has_plan:
+        check_rank(config.granularity, width, key)
 
 
 def _remove_compressors(model: PreTrainedModel) -> None:

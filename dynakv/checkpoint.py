@@ -333,14 +333,20 @@ def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: 
         if tensor.dtype != state[name].dtype:
             found, needed = (str(each.dtype).removeprefix("torch.") for each in (state[name], tensor))
             raise UserError(f"`{origin}` does not fit this model: {name} is of {found}, needed is {needed}")
-        if not bool(state[name].isfinite().all()):
+    _check_numbers(layers, state, origin)
+    for name, tensor in targets.items():
+        tensor.copy_(state[name])
+
+
+def _check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tensor], origin: str) -> None:
+    """Raise :class:`UserError` unless all numbers are finite and the gates are ones that can serve."""
+    for name, tensor in state.items():
+        if not bool(tensor.isfinite().all()):
             raise UserError(f"{name} of `{origin}` has numbers that are not finite; go back to an earlier checkpoint")
     for index, layer in layers.items():
         for side in SIDES:
             gate, place = getattr(layer, side).gate, f"layers.{index}.{side}.gate."
             check_gate(gate, {name: state[place + name] for name in gate.state_dict()}, place, origin)
-    for name, tensor in targets.items():
-        tensor.copy_(state[name])
 
 
 def check_gate(
@@ -369,4 +375,14 @@ def _before_loading(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), TRANSFORM}
 
 
-full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=use_ragged_cache)
+def _after_loading(model: PreTrainedModel) -> None:
+    layers = {
+        index: layer
+        for index, layer in compressors(model).items()
+        if not any(tensor.is_meta for tensor in layer.state_dict().values())  # an offloaded one is not there yet
+    }
+    _check_numbers(layers, _tensors_of(layers), str(model.config._name_or_path))
+    use_ragged_cache(model)
+
+
+full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=_after_loading)

@@ -37,6 +37,8 @@ class TokenCompressor(nn.Module):
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
+        # dtype → U, versions of the gate's tensors, and (U, s, W, b) for compiled code; one mapping for all codecs.
+        self._rounded: dict[torch.dtype, tuple[Tensor, list, tuple[Tensor, ...]]] = {}
 
     def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -125,18 +127,34 @@ class TokenCompressor(nn.Module):
         """About the second moment of each coefficient, (C,) fp32."""
         return self.gate.energies()
 
-    def token_gate(self) -> TokenGate | None:
+    def token_gate(self, dtype: torch.dtype) -> TokenGate | None:
         if self.config.mask == "soft_prefix" or not isinstance(self.gate, Gate):
             return None
-        weight = self.gate.weight
+        basis_CC, scale_C, weight_CC, bias_C = self._gate_weights(dtype)
         return TokenGate(
-            basis_CC=self.projection.fixed_matrices(torch.float32, weight.device)[0],
-            scale_C=self.gate.input_scale,
-            weight_CC=weight,
-            bias_C=self.gate.bias,
+            basis_CC=basis_CC,
+            scale_C=scale_C,
+            weight_CC=weight_CC,
+            bias_C=bias_C,
             threshold=self.config.threshold,
             granularity=self.config.granularity,
         )
+
+    def _gate_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(U, s, W, b) of a :class:`TokenGate`; the same tensors until a parameter changes."""
+        gate = self.gate
+        basis_CC, _ = self.projection.fixed_matrices(dtype, gate.weight.device)
+        if dtype == torch.float32:
+            return basis_CC, gate.input_scale, gate.weight, gate.bias
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in (gate.input_scale, gate.weight, gate.bias)]
+        found = self._rounded.get(dtype)
+        if found is None or found[0] is not basis_CC or found[1] != versions:
+            # As in Projection.fixed_matrices: what is kept outlives the mode of this pass.
+            with torch.inference_mode(False), torch.no_grad():
+                weight_CC, bias_C = (tensor.float() for tensor in gate.affine(dtype))
+                found = basis_CC, versions, (basis_CC.float(), torch.ones_like(bias_C), weight_CC, bias_C)
+            self._rounded[dtype] = found
+        return found[2]
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]

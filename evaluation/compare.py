@@ -90,7 +90,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
     cells, reading = cells_in(output), Reading(prefix=config.prefix, step=config.step)
-    setting = setting_of(config, model, inputs) | reading._asdict()
+    setting = setting_of(record, config.dtype) | reading._asdict()
     for found in measured(model, methods, texts, cells, reading, setting=setting, record=record):
         yield functools.partial(_record_so_far, record, found, config.length)
     if config.anatomy:

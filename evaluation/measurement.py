@@ -89,10 +89,16 @@ def calibrated(
     return Calibration.from_text(model, ids_NT, read=read), [token_input("calibration", name, ids_NT)]
 
 
-def setting_of(config: MeasurementConfig, model: PreTrainedModel, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all cells of a measurement have in common, as JSON: another model, dtype or other bases make other cells."""
-    bases = [each["sha256"] for each in inputs if each["role"] in ("bases", "calibration")]
-    return {**identity_of(model), "dtype": config.dtype, "bases": bases}
+def setting_of(record: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What all cells of a measurement have in common, as JSON: another model, dtype or other bases make other cells.
+
+    Args:
+        record: of the measurement; its inputs name the model, its weights and the bases.
+        dtype: of the model.
+    """
+    hashes = {each["role"]: each["sha256"] for each in record["inputs"]}
+    bases = [each["sha256"] for each in record["inputs"] if each["role"] in ("bases", "calibration")]
+    return {"model": hashes["model"], "weights": hashes["weights"], "dtype": dtype, "bases": bases}
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, str]:

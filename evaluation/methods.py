@@ -190,13 +190,10 @@ def methods_of(
             not fit.
     """
     check_bytes_of(configs)
-    full = Method(
-        label=FULL, of={"method": FULL}, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model)
-    )
-    found = [full]
+    found = [uncompressed(model)]
     for config in configs:
         if config.checkpoint is not None:
-            found.append(_learned(config, model))
+            found.append(learned(config, model))
         elif config.preset is not None:
             found += _preset(config, model, calibration, prompt, tokens)
         else:
@@ -223,7 +220,15 @@ def _method(
     return Method(label=label, of=of, bytes_of=bytes_of, reads_exactly=config.reads_exactly, make=make)
 
 
-def _learned(config: MethodConfig, model: PreTrainedModel) -> Method:
+def uncompressed(model: PreTrainedModel) -> Method:
+    """The stock cache, beside which all others are measured."""
+    return Method(
+        label=FULL, of={"method": FULL}, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model)
+    )
+
+
+def learned(config: MethodConfig, model: PreTrainedModel) -> Method:
+    """The caches of a checkpoint. Raises :class:`UserError` where it does not fit."""
     dynakv.attach(model, config.checkpoint, **config.settings)
     maker = dynakv.DynaKVCache.maker(model)
     dynakv.detach(model)

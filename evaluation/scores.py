@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.geometry import geometry_of
-from lowrank_kv.utils.progress import progress_bar
 
-from .reading import cache_bytes, read_through, read_uncompressed
+from .reading import cache_bytes, read_through
 
 _RESAMPLES = 4000
 _NORMAL_QUANTILE = 1.959964  # of 0.975
@@ -74,26 +72,6 @@ def score_window(
         cache_bytes=cache_bytes(cache, geometry.layers),
         full_bytes=geometry.full_nbytes(len(ids_T), model.dtype.itemsize),
     )
-
-
-def score_windows(
-    model: PreTrainedModel,
-    windows_NT: Tensor,
-    make_cache: Callable[[], Cache],
-    *,
-    prefix: int,
-    description: str = "scoring",
-) -> list[WindowScore]:
-    """Each window's score, beside the uncompressed model.
-
-    Args:
-        windows_NT: token ids, int64.
-    """
-    scores = []
-    for window_T in progress_bar(windows_NT.to(model.device), unit="window", desc=description, leave=False):
-        full_SV = read_uncompressed(model, window_T, prefix=prefix)
-        scores.append(score_window(model, window_T, full_SV, make_cache, prefix=prefix, step=MAX_DECODE_QUERIES))
-    return scores
 
 
 def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:

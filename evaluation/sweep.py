@@ -1,7 +1,7 @@
 """The rate–quality curve of a training recipe: several prices or target rates, from one calibration.
 
 Every point is a training run of its own in `points/`, started by the training command, so that it may be launched on many
-processes; its rows are written beside it when it is measured. A sweep that is started again goes on with what is missing.
+processes. A sweep that is started again goes on with what is missing.
 In a staged sweep each point trains on from the one before it.
 """
 
@@ -11,36 +11,37 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import dynakv
 from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, STARTS_FROM_PCA
+from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import configuration, option, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand, name_of
-from lowrank_kv.utils.provenance import path_input, token_input, weights_input
+from lowrank_kv.utils.provenance import path_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
+from .cells import measured_by
 from .compare import new_comparison, row_of
-from .reading import full_cache
-from .scores import score_windows
+from .measure import Reading, measured
+from .measurement import cells_in, setting_of
+from .methods import FULL, Method, MethodConfig, learned, uncompressed
 from .texts import TextConfig, check_texts, read_texts
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
 TRAIN = ("-m", "lowrank_kv_cli", "train")
 START, COMPRESSOR = "--calibration.start", "compressor"
-CALIBRATION, POINT, ROWS, CHECKPOINT = "calibration.json", "point.json", "rows.json", "checkpoint"
+CALIBRATION, POINT, CHECKPOINT = "calibration.json", "point.json", "checkpoint"
 
 
 @configuration
@@ -127,12 +128,12 @@ def points(config: SweepConfig) -> list[Point]:
 def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     """The record of this run, with rows of the full cache and of every point; it is written after every point.
 
-    A sweep that is started again takes the rows of finished points over: `summary.measured_by` names the run that measured
-    each point, whose record stays in the same place.
+    A sweep that is started again trains and measures what is missing: `summary.measured_by` names the runs that measured the
+    windows of each point.
 
     Args:
         config: of the sweep.
-        output: the record is written into `quality/` here; bases and training runs lie beside that.
+        output: the record is written into `quality/` here; bases, training runs and cells lie beside that.
 
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
@@ -152,34 +153,27 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     check_length(model, config.block_length, "block_length")
     with _moved(model, device):
         bases = _calibrate_once(config, source, needs, model, tokenizer, output)
-        full = _measured(config, model, texts, lambda: full_cache(model), method="full", description="full")
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
-    record |= {"rows": full, "summary": {"measured_by": {}}}
-    measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
-    measured |= {"tokens": {label: token_input("text", label, ids_NT)["sha256"] for label, ids_NT in texts.items()}}
-    measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
+    record |= {"summary": {"measured_by": {}}}
+    cells, reading = cells_in(output), Reading(prefix=config.prefix, step=MAX_DECODE_QUERIES)
+    setting = setting_of(record, config.dtype) | reading._asdict()
+
+    def measure(name: str, method: Method) -> None:
+        *_, found = measured(model, [method], texts, cells, reading, setting=setting, record=record)
+        record["rows"] += [row_of(label, text, [cell.score for cell in each]) for (text, label), each in found.items()]
+        record["summary"]["measured_by"][name] = measured_by(cell for each in found.values() for cell in each)
+
+    with _moved(model, device):
+        measure(FULL, uncompressed(model))
     for point in points(config):
         directory = output / POINTS / point.name
         arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
-        _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments, "measured": measured})
-        if not (directory / ROWS).exists():
-            checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
-            with _moved(model, device):
-                dynakv.attach(model, checkpoint)
-                make_cache = dynakv.DynaKVCache.maker(model)
-                dynakv.detach(model)
-                found = _measured(config, model, texts, make_cache, method=point.variant, description=point.name)
-            measurement = {
-                "run_id": record["run_id"],
-                "checkpoint": path_input("checkpoint", checkpoint) | {"name": point.name},
-                "rows": found,
-            }
-            write_text(directory / ROWS, json.dumps(measurement, indent=2) + "\n")
-        measurement = json.loads((directory / ROWS).read_text(encoding="utf-8"))
-        record["summary"]["measured_by"][point.name] = measurement["run_id"]
-        record["inputs"].append(measurement["checkpoint"])
-        record["rows"] += measurement["rows"]
+        _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments})
+        checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
+        with _moved(model, device):
+            measure(point.name, learned(MethodConfig(checkpoint=str(checkpoint), label=point.variant), model))
+        record["inputs"].append(path_input("checkpoint", checkpoint) | {"name": point.name})
         run_record.write(record, output)
     return record
 
@@ -231,26 +225,6 @@ def _calibrate_once(
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)
         calibration.save(bases, model=name_of(source), **config.calibration.record())
     return bases
-
-
-def _measured(
-    config: SweepConfig,
-    model: PreTrainedModel,
-    texts: dict[str, Tensor],
-    make_cache: Callable[[], Cache],
-    *,
-    method: str,
-    description: str,
-) -> list[dict[str, Any]]:
-    """A row for each text."""
-    return [
-        row_of(
-            method,
-            label,
-            score_windows(model, windows_NT, make_cache, prefix=config.prefix, description=description),
-        )
-        for label, windows_NT in texts.items()
-    ]
 
 
 @contextlib.contextmanager

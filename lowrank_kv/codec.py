@@ -29,8 +29,9 @@ class Codec(Protocol):
     def energies(self) -> Tensor:
         """About the second moment of each coefficient, (C,) fp32; used only if coefficients are quantized."""
 
-    def token_gate(self) -> "TokenGate | None":
-        """The weights by which :meth:`encode` works, for kernels that do the same; None if it does something else."""
+    def token_gate(self, dtype: torch.dtype) -> "TokenGate | None":
+        """The weights by which :meth:`encode` works on states of `dtype`, for kernels that do the same; None if it does
+        something else. They are the codec's own: caches that hold them share them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class TokenGate:
     """The weights of a codec that projects a state and gates its coefficients (DynaKV, equations 1, 5, 6 and 8).
 
     The coefficients are x̃ = x U. A token keeps as many as there are cumulative sums of softmax(x̃ diag(s) W + b) above the
-    threshold, rounded to the granularity.
+    threshold, rounded to the granularity. Tensors are fp32; for states of another dtype their numbers are those that torch
+    rounds to it, which are U, diag(s) W, in place of W with s = 1, and b.
 
     Attributes:
         basis_CC: U.
@@ -91,6 +93,7 @@ class ScaledCodec:
         self.codec, self.width = codec, codec.width
         self.coef_scale_C = coef_scale_of(codec.energies())
         self._decoders: tuple[Tensor, Tensor] | None = None  # the other codec's, and the same times the scale
+        self._rounded: dict[torch.dtype, Tensor] = {}  # the scale as it is in that dtype, fp32
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         coef_BTC, rank_BT = self.codec.encode(states_BTC)
@@ -105,9 +108,13 @@ class ScaledCodec:
     def energies(self) -> Tensor:
         return self.codec.energies() / self.coef_scale_C.square()
 
-    def token_gate(self) -> TokenGate | None:
-        gate = self.codec.token_gate()
-        return None if gate is None else dataclasses.replace(gate, coef_scale_C=self.coef_scale_C)
+    def token_gate(self, dtype: torch.dtype) -> TokenGate | None:
+        gate = self.codec.token_gate(dtype)
+        if gate is None:
+            return None
+        if dtype not in self._rounded:
+            self._rounded[dtype] = self.coef_scale_C.to(dtype).float()
+        return dataclasses.replace(gate, coef_scale_C=self._rounded[dtype])
 
 
 def prefix_mask(rank_BT: Tensor, width: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Which tokens of a prompt are kept: SnapKV's choice, which can be combined with any compression of the kept tokens.
 
 Shapes: H query heads, G KV heads, J = H/G, Q queries, W of the window, T tokens of the prompt, D head dim, P parts (1 where
-all heads of a layer share their coefficients, G where each has its own).
+all heads of a layer share their coefficients, G where each has its own), N rows of a store, M of the prompt.
 """
 
 import torch
@@ -82,6 +82,35 @@ class Eviction:
         wanted = max(self.window_size, round(self.keep_ratio * (tokens + beside)))
         return min(tokens, max(0, wanted - beside))
 
+    def rows_kept(
+        self, score_PT: Tensor, position_PN: Tensor, prompt: slice, *, beside: int = 0
+    ) -> tuple[Tensor, int] | None:
+        """Which rows of a store stay once a prompt's tokens with the least scores are forgotten.
+
+        Args:
+            score_PT: of the prompt's tokens, as :meth:`scores` gives them; −inf for padding.
+            position_PN: each row's position in the text, rising, (1 or P, N) int64.
+            prompt: positions of its tokens; none of these, and none after them, is evicted yet.
+            beside: tokens of the prompt that are not in the store, all of which are kept.
+
+        Returns:
+            The rows that stay, rising, (P, ≤ N) int64, and the fewest tokens the sequence can then be cropped to: all up to
+            the last one that any part forgets. None where all stay.
+        """
+        position_PN = position_PN.expand(len(score_PT), -1)
+        first, end = (int((position_PN[0] < position).sum()) for position in (prompt.start, prompt.stop))
+        score_PM = score_PT.gather(1, position_PN[:, first:end] - prompt.start)
+        tokens = int((score_PM[0] > -torch.inf).sum())
+        num_kept = self.num_kept(tokens, beside=beside)
+        if num_kept == tokens:
+            return None
+        row_PN = torch.arange(position_PN.shape[1], device=score_PT.device).expand(len(score_PT), -1)
+        kept_PN = top_scores(score_PM, num_kept) + first
+        kept_PN = torch.cat([row_PN[:, :first], kept_PN, row_PN[:, end:]], dim=1)
+        is_kept_PN = torch.zeros_like(position_PN, dtype=torch.bool).scatter_(1, kept_PN, True)
+        last_forgotten = int(torch.nonzero(~is_kept_PN.all(dim=0)).max())
+        return kept_PN, int(position_PN[0, last_forgotten]) + 1
+
 
 def check_not_padded_right(mask_QT: Tensor) -> None:
     """Raise :class:`UserError` where padding stands behind text whose last queries are to choose tokens.
@@ -103,19 +132,6 @@ def top_scores(score_PT: Tensor, count: int) -> Tensor:
     Pooling makes equal scores, of which the first are chosen, whatever padding there is.
     """
     return score_PT.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
-
-
-def min_crop_length_after(start: int, kept_PN: Tensor, tokens: int) -> int:
-    """The fewest tokens a sequence can be cropped to after an eviction: all up to the last one that any part forgets.
-
-    Args:
-        start: position of the first of the tokens that could be evicted.
-        kept_PN: which of these are kept, counted from `start`.
-        tokens: how many they are.
-    """
-    is_kept_PT = torch.zeros(len(kept_PN), tokens, dtype=torch.bool, device=kept_PN.device).scatter_(1, kept_PN, True)
-    forgotten = torch.nonzero(~is_kept_PT.all(dim=0))
-    return start + int(forgotten.max()) + 1 if len(forgotten) else 0
 
 
 def check_croppable(length: int, min_crop_length: int) -> None:

@@ -15,7 +15,7 @@ def found_tensors(cache) -> set[int]:
         shared.add(layer.number.untyped_storage().data_ptr())
         for codec in (layer.codec.key, layer.codec.value) if hasattr(layer, "codec") else ():
             given = [codec.decoder(layer.dtype, layer.device)]
-            if (gate := codec.token_gate()) is not None:
+            if (gate := codec.token_gate(layer.dtype)) is not None:
                 given += [tensor for tensor in vars(gate).values() if isinstance(tensor, torch.Tensor)]
             shared |= {tensor.untyped_storage().data_ptr() for tensor in given}
     return reachable_tensors(cache) - shared

@@ -43,7 +43,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     calibration, inputs = calibrated(model, tokenizer, config, read=False)
     spectra, settings = Spectra.of(calibration), settings_of(config)
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, texts, model.device)
-    cells, common = cells_in(output), setting_of(config, model, inputs)
+    cells, common = cells_in(output), setting_of(record, config.dtype)
 
     alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
     alone_found: Found = {}

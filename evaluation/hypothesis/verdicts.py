@@ -201,14 +201,8 @@ def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
 def _modest_rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     threshold = _middle(config.thresholds)
     pre, post = (_mean([row.ranks[threshold] for row in evidence.heads_of(KEYS, rope)]) for rope in ("pre", "post"))
-    [before], [after] = (
-        [
-            e
-            for e in evidence.find(group=ABLATION, sides=KEYS, ranks="uniform", rope=rope)
-            if e.setting.level == config.modest
-        ]
-        for rope in ("pre", "post")
-    )
+    uniform = {"group": ABLATION, "sides": KEYS, "ranks": "uniform", "level": config.modest}
+    [before], [after] = (evidence.find(**uniform, rope=rope) for rope in ("pre", "post"))
     return Verdict(
         claim="RoPE spreads energy over paired dims, which modest increases in r accommodate",
         rule=f"holds if heads need at most {MODEST_FACTOR:g} times the rank for {threshold:.0%} of rotated keys' energy",
@@ -256,21 +250,15 @@ def _adaptive(config: HypothesisConfig, evidence: Evidence) -> Verdict:
 
 
 def _sides(config: HypothesisConfig, evidence: Evidence) -> Verdict:
-    keys, values = (
-        [
-            e
-            for e in evidence.find(group=ABLATION, sides=side, ranks="uniform", rope="post")
-            if e.setting.level == config.modest
-        ]
-        for side in SIDES
-    )
-    against = keys[0].against(values[0])
+    uniform = {"group": ABLATION, "ranks": "uniform", "rope": "post", "level": config.modest}
+    [keys], [values] = (evidence.find(**uniform, sides=side) for side in SIDES)
+    against = keys.against(values)
     which = "keys" if against.low > 0 else "values" if against.high < 0 else "neither"
     return Verdict(
         claim="keys-only and values-only ablations tell what costs more",
         rule="the side whose compression costs more, the whole interval of the difference on one side of zero",
         verdict=f"{which} cost more" if which != "neither" else UNDECIDED,
-        because=f"at r = {config.modest:g} d: keys {keys[0].increase().words}, values {values[0].increase().words}",
+        because=f"at r = {config.modest:g} d: keys {keys.increase().words}, values {values.increase().words}",
     )
 
 

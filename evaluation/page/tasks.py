@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..methods import FULL
+from ..tasks.rows import by_method
 from .points import shown
+
+_FIELDS = {"method", "dataset", "rate", "score", "items", "of_full"}
 
 
 def task_table(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -12,34 +15,25 @@ def task_table(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     Returns:
         ``tasks`` (label, metric, whether the query is known while the prompt is compressed, items) and ``rows`` (method,
-        mean share of bytes, mean per cent of the full cache, and for each task score, per cent of the full cache, and the
-        interval of the difference from it, or None).
+        the means of :class:`MethodScores`, and for each task score, per cent of the full cache, and the interval of the
+        difference from it, or None).
     """
-    found = {
-        (row["method"], row["dataset"]): row
-        for record in records
-        for row in record["rows"]
-        if {"method", "dataset", "rate", "score", "items"} <= row.keys()
-    }
+    found = [row for record in records for row in record["rows"] if row.keys() >= _FIELDS]
     if not found:
         return None
-    labels = list(dict.fromkeys(task for _, task in found))
-    first = {label: next(row for (_, task), row in found.items() if task == label) for label in labels}
-    rows = []
-    for method in dict.fromkeys(method for method, _ in found):
-        own = [found.get((method, label)) for label in labels]
-        there = [row for row in own if row is not None]
-        shares = [row["of_full"] for row in there if row.get("of_full") is not None]
-        rows.append(
-            {
-                "label": shown(method),
-                "rate": sum(row["rate"] for row in there) / len(there),
-                "of_full": sum(shares) / len(shares) if shares else None,
-                "cells": [None if row is None else _cell(row) for row in own],
-            }
-        )
+    methods, labels = by_method(found), list(dict.fromkeys(row["dataset"] for row in found))
+    first = {label: next(each.rows[label] for each in methods if label in each.rows) for label in labels}
+    rows = [
+        {
+            "label": shown(each.method),
+            "rate": each.rate,
+            "of_full": each.of_full,
+            "cells": [_cell(each.rows[label]) if label in each.rows else None for label in labels],
+        }
+        for each in methods
+    ]
     tasks = [
-        {"label": label, **{key: row.get(key) for key in ("metric", "query", "items")}} for label, row in first.items()
+        {"label": label, **{key: first[label].get(key) for key in ("metric", "query", "items")}} for label in labels
     ]
     return {"tasks": tasks, "rows": sorted(rows, key=lambda row: (-round(row["rate"], 2), -(row["of_full"] or 0.0)))}
 

@@ -17,8 +17,8 @@ from lowrank_kv.eviction import top_scores
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import CallContext
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
-from lowrank_kv.hf.cache.windowed.sequence import columns_of
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, present
+from lowrank_kv.hf.cache.windowed.sequence import mask_at
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.memory_report import FULL_RANK, POSITIONS, SCALES
 from lowrank_kv.utils.errors import UserError
@@ -156,7 +156,7 @@ class WholeTokensLayer(SequenceLayer):
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
         for b, sequence in enumerate(self.sequences):
-            present_Q = None if context.mask is None else mask_of_row(context.mask, b)[:, places].any(dim=0)
+            present_Q = None if context.mask is None else present(context.mask, b, places)
             sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -181,16 +181,12 @@ class WholeTokensLayer(SequenceLayer):
         """The model's own attention over the tokens held, after which some are forgotten."""
         outputs, first = [], self.get_seq_length() - query.shape[2]
         for b, sequence in enumerate(self.sequences):
-            mask_1HQN, query_HQD = None, query[b]
-            place_Q = torch.arange(first, self.get_seq_length(), device=query.device)
+            query_HQD, place_Q = query[b], torch.arange(first, self.get_seq_length(), device=query.device)
             if mask is not None:
-                is_present_Q = mask_of_row(mask, b)[:, first:].any(dim=0)
+                is_present_Q = present(mask, b, slice(first, None))
                 query_HQD, place_Q = query_HQD[:, is_present_Q], place_Q[is_present_Q]
-                position = sequence.position_PN.long()
-                columns = columns_of(
-                    mask_of_row(mask, b), position[0] if len(position) == 1 else position, query.shape[1]
-                )
-                mask_1HQN = columns[None] if columns.dim() == 3 else columns[None, None]
+            position = sequence.position_PN.long()
+            mask_1HQN = mask_at(mask, b, position[0] if len(position) == 1 else position, query.shape[1])
             states = sequence.key_GND[None], sequence.value_GND[None]
             outputs.append(inner(module, query[b : b + 1], *states, mask_1HQN, **kwargs)[0])
             self.rule.watch(sequence, query_HQD, place_Q, kwargs["scaling"])

@@ -4,7 +4,8 @@ A table has `columns` and `rows`; what a cell shows is the table's own selection
 over it (`published.py`). A column has a `title`, `label: true` where it shows the rows' labels, and `left: true` where it
 shows words. A row has a `label` for each column of labels (a list where there are several), `cells` for what differs in one
 column (by the column's `key`, or its title), and `bold` for the columns (`true` for all cells) that stand out. `–` as a cell
-is a measurement that was not made.
+is a measurement that was not made. `list: true` shows each row as an item, for cells of many words: the first two cells, and
+below them the parts of the last, which `; ` divides.
 
 In titles and labels `{id}` is a published number; no other decimal number may stand there.
 """
@@ -19,7 +20,7 @@ from .documents import stray_decimals
 from .published import NOT_MEASURED, PUBLISHED, SELECTION, Published, ReportError, merged
 
 _NUMBER = re.compile(r"\{([\w.-]+)\}")
-_TABLE, _COLUMN = {"columns", "rows", *SELECTION}, {"title", "key", "label", "left", *SELECTION}
+_TABLE, _COLUMN = {"columns", "rows", "list", *SELECTION}, {"title", "key", "label", "left", *SELECTION}
 _ROW = {"label", "cells", "bold", *SELECTION}
 
 RUNS_A_LINE = 3  # links below a table
@@ -38,10 +39,9 @@ def table(published: Published, identifier: str, use: Callable[[str], None]) -> 
     def literal(text: Any, where: str) -> str:
         return words(published, str(text), where, use)
 
-    lines = [
-        _line(literal(column["title"], f"{place}, a title") for column in columns),
-        "|" + "|".join("---" if column.get("label") or column.get("left") else "--:" for column in columns) + "|",
-    ]
+    is_list, titles = spec.get("list", False), [literal(each["title"], f"{place}, a title") for each in columns]
+    rule = "|".join("---" if each.get("label") or each.get("left") else "--:" for each in columns)
+    lines = [] if is_list else [_line(titles), f"|{rule}|"]
     for row in spec.get("rows", []):
         here = f"{place}, row {row.get('label')!r}"
         _check_keys(row, _ROW, here)
@@ -60,7 +60,7 @@ def table(published: Published, identifier: str, use: Callable[[str], None]) -> 
             text = literal(next(labels, ""), where) if label else _cell(published, common, column, row, where)
             bold = not label if row.get("bold") is True else _key(column) in row.get("bold", ())
             cells.append(f"**{text}**" if bold and text != NOT_MEASURED else text)
-        lines.append(_line(cells))
+        lines += _item(*cells) if is_list else [_line(cells)]
     return lines
 
 
@@ -113,6 +113,10 @@ def _key(column: Mapping[str, Any]) -> str:
 
 def _line(cells) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def _item(first: str, second: str, reasons: str) -> list[str]:
+    return [f"- **{first}**: {second}", *(f"    - {reason}" for reason in reasons.split("; "))]
 
 
 def _check_keys(value: Any, known: set[str], where: str) -> None:

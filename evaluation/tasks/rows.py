@@ -1,7 +1,7 @@
 """Rows of a record and tables of tasks."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,46 @@ def pooled(label: str, tasks: Sequence[Task]) -> Task:
     return dataclasses.replace(tasks[0], label=label, items=items, inputs=inputs, together=None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodScores:
+    """One method on several tasks, as a row of a table.
+
+    Attributes:
+        rows: label of a task, or of a group of tasks → its row.
+        rate, score: means over the tasks; groups, whose items are those of their tasks, do not count.
+        of_full: mean over the tasks of the per cent of the full cache; None where that scores nothing.
+    """
+
+    method: str
+    rows: Mapping[str, Mapping[str, Any]]
+    rate: float
+    score: float
+    of_full: float | None
+
+
+def by_method(rows: Iterable[Mapping[str, Any]]) -> list[MethodScores]:
+    """The rows of each method, methods in the order of their first row. Of equal rows the last counts."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["method"], {})[row["dataset"]] = row
+    return [_scores_of(method, own) for method, own in found.items()]
+
+
+def _scores_of(method: str, rows: Mapping[str, Mapping[str, Any]]) -> MethodScores:
+    single = [row for row in rows.values() if _is_single(row)]
+    shares = [row["of_full"] for row in single if row["of_full"] is not None]
+    rate, score = (_mean([row[key] for row in single]) for key in ("rate", "score"))
+    return MethodScores(method=method, rows=rows, rate=rate, score=score, of_full=_mean(shares) if shares else None)
+
+
+def _is_single(row: Mapping[str, Any]) -> bool:
+    return "tasks" not in row
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """The rows of a run as tables: one of all tasks, then one for each with intervals."""
     rows = record["rows"]
-    tasks, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("dataset", "method"))
-    by = {(row["method"], row["dataset"]): row for row in rows}
-    single = [task for task in tasks if "tasks" not in by[methods[0], task]]
+    single = list(dict.fromkeys(row["dataset"] for row in rows if _is_single(row)))
     lines = [
         f"# Tasks on {record['config']['model']}",
         "",
@@ -73,11 +107,13 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
     ]
     lines += [f"| method | bytes | {' | '.join(single)} | mean |", f"|---|{'--:|' * (len(single) + 2)}"]
-    for method in methods:
-        found = [by.get((method, task)) for task in single]
-        lines.append(f"| {method} | {_mean([row['rate'] for row in found if row]):.3f} | {_overview(found)} |")
-    for task in tasks:
-        of_task = [by[method, task] for method in methods if (method, task) in by]
+    methods = by_method(rows)
+    for each in methods:
+        cells = [_scored(row["score"], row["of_full"]) if (row := each.rows.get(task)) else "–" for task in single]
+        mean = _scored(each.score, each.of_full)
+        lines.append(f"| {each.method} | {each.rate:.3f} | {' | '.join([*cells, mean])} |")
+    for task in dict.fromkeys(row["dataset"] for row in rows):
+        of_task = [each.rows[task] for each in methods if task in each.rows]
         lines += ["", f"## {task} ({of_task[0]['metric']}, query-{of_task[0]['query']})", ""]
         lines += ["| method | bytes | score | difference from the full cache | items |", "|---|--:|--:|--:|--:|"]
         for row in of_task:
@@ -85,14 +121,6 @@ def markdown(record: Mapping[str, Any]) -> str:
             shown = "–" if row["method"] == FULL else difference
             lines.append(f"| {row['method']} | {row['rate']:.3f} | {score} | {shown} | {row['items']} |")
     return "\n".join(lines) + "\n"
-
-
-def _overview(rows: Sequence[Mapping[str, Any] | None]) -> str:
-    cells = ["–" if row is None else _scored(row["score"], row["of_full"]) for row in rows]
-    there = [row for row in rows if row is not None]
-    shares = [row["of_full"] for row in there if row["of_full"] is not None]
-    mean = _scored(_mean([row["score"] for row in there]), _mean(shares) if shares else None)
-    return " | ".join([*cells, mean])
 
 
 def _scored(score: float, of_full: float | None) -> str:

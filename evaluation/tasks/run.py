@@ -147,7 +147,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
         n={"tasks": len(tasks), "items": sum(counts.values())},
         device=str(model.device),
     )
-    setting = setting_of(config, model, inputs) | {"step": config.step}
+    setting = setting_of(record, config.dtype) | {"step": config.step}
     methods = _Methods(config.methods, model, calibration)
     parts = list(_parts(tasks, counts, methods))
     cells, progress = cells_in(output, ItemScore), _Progress(record, tasks)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.read_moments import ReadMoments, read_moments
 from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.calibration.token_gates import GateFit, fit_gates
+from lowrank_kv.calibration.weight_marks import are_others, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
@@ -92,6 +94,8 @@ class Calibration:
         read: layer index → ``key``, ``value`` → what is read of it compressed; None where that was not taken.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
+        weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
+            have none.
         tokens: how many tokens were read, if known.
         tokens_sha256: of their ids, if known.
         record: what a saved calibration says of the text that was read (:data:`RECORD`); older ones say less.
@@ -103,6 +107,7 @@ class Calibration:
     read: dict[int, dict[str, ReadStates]] | None = None
     origin: str = "the calibration"
     model: str | None = None
+    weights: dict[str, str] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
     tokens_sha256: str | None = None
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -145,6 +150,7 @@ class Calibration:
             geometry=geometry_of(model),
             moments=moments,
             read=read_states,
+            weights=weight_marks(model),
             tokens=blocks_NT.numel(),
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
             rotation_bytes=RopeHistory.token_nbytes(model),
@@ -187,6 +193,7 @@ class Calibration:
         config = {
             "format": FORMAT,
             "model": model,
+            "weights": self.weights,
             "geometry": dataclasses.asdict(self.geometry),
             "text": text,
             **record,
@@ -227,7 +234,7 @@ class Calibration:
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
-        check_entries(config, {"model": str, "geometry": dict, "sha256": str, **RECORD}, path)
+        check_entries(config, {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, **RECORD}, path)
         geometry = KVGeometry.from_json(config["geometry"], path)
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
             raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
@@ -241,6 +248,7 @@ class Calibration:
             read=_unflattened_read(flat, geometry, moments_path),
             origin=f"the calibration `{directory}`",
             model=config["model"],
+            weights=config.get("weights") or {},
             tokens=config.get("tokens"),
             tokens_sha256=config.get("tokens_sha256"),
             record={key: config[key] for key in RECORD if key in config},
@@ -281,13 +289,22 @@ class Calibration:
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration as it serves `model`, after a check that it fits.
 
-        Warns where it was made on a model of the same shape but another name, whose states may be quite different.
+        Warns where it was made on a model of the same shape but other weights, or another name, whose states may be quite
+        different.
 
         Raises:
             UserError: the shapes differ.
         """
         geometry_of(model).check_equal(self.geometry, self.origin)
-        warn_of_another(model, self.model, self.origin, "make one on this model with `lowrank-kv calibrate`")
+        remedy = "make one on this model with `lowrank-kv calibrate`"
+        if are_others(self.weights, model):
+            made_on = f"`{Path(self.model).name}`, whose weights are others" if self.model else "other weights"
+            warnings.warn(
+                f"{self.origin} was made on {made_on} than this model's; unless one was fine-tuned from the other, {remedy}",
+                stacklevel=2,
+            )
+        else:
+            warn_of_another(model, self.model, self.origin, remedy)
         return dataclasses.replace(self, rotation_bytes=RopeHistory.token_nbytes(model))
 
 

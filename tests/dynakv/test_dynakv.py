@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from methods import dynakv_model, spread_gates, tiny_model
+from tensors_held import found_tensors
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -238,7 +239,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
         apply = apply_rotary_pos_emb if rotary == 16 else apply_partial_rotary_pos_emb
         rope = Rope(apply, 1.3 * angle.cos(), 1.3 * angle.sin())
     codec = copy.deepcopy(layer).codec()
-    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
+    encoder = native.encoder_of(codec.key.token_gate(dtype), codec.value.token_gate(dtype), dtype)
     rotary = None if rope is None else rope.packed
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     assert encoder.encode(key, value.to(other), rotary) is None, "it would read beyond the values or half of them"
@@ -268,7 +269,7 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
     for side in (layer.key, layer.value):
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
     codec = layer.codec()
-    encoder = native.encoder_of(codec.key.token_gate(), codec.value.token_gate(), dtype)
+    encoder = native.encoder_of(codec.key.token_gate(dtype), codec.value.token_gate(dtype), dtype)
     for _ in range(20):
         stores = [RaggedStore(64, dtype=dtype, device=torch.device("cpu")) for _ in range(2)]
         for store in stores:  # with room for one more at every rank
@@ -283,6 +284,29 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
             expected_C[rank:] = 0
             assert store.ranks()[-1] == rank
             assert torch.equal(store.dense()[-1], expected_C)
+
+
+@pytest.mark.parametrize("cache_dtype", ["model", "int8"])
+@torch.no_grad()
+def test_caches_in_bf16_share_the_gates_weights_of_the_model(cache_dtype):
+    """Compiled code reads them in fp32: copies, which are not the caches' to hold."""
+    ids = torch.randint(1, 97, (1, 24), generator=torch.Generator().manual_seed(0))
+    model = tiny_model()
+    dynakv_model(model, 0.4, cache_dtype=cache_dtype)
+    model.to(torch.bfloat16)
+    for _ in range(2):
+        cache = dynakv.DynaKVCache.from_model(model)
+        for part in ids.split([20, 1, 1, 1, 1], dim=1):
+            model(part, past_key_values=cache)
+        reported = {tensor.untyped_storage().data_ptr() for _, tensor in cache.tensors_by_kind()}
+        assert found_tensors(cache) <= reported
+    gates = [layer.codec.key.token_gate(torch.bfloat16) for layer in cache.compressed_layers()]
+    again = [layer.codec().key.token_gate(torch.bfloat16) for layer in dynakv.compressors(model).values()]
+    assert all(one.weight_CC is other.weight_CC for one, other in zip(gates, again, strict=True))
+    side = dynakv.compressors(model)[1].key
+    side.gate.weight.mul_(2)
+    expected = (side.gate.input_scale[:, None] * side.gate.weight).bfloat16().float()
+    assert torch.equal(side.token_gate(torch.bfloat16).weight_CC, expected)
 
 
 @torch.no_grad()

@@ -155,12 +155,15 @@ def test_scores_of_tasks_stand_in_a_table_of_their_own(record):
         },
         {"method": "full", "dataset": "vt", "rate": 1.0, "score": 0.0, "items": 20, "of_full": None, "metric": "match"},
     ]
+    # A group's items are those of its tasks, and do not count twice.
+    rows.append(rows[1] | {"dataset": "all", "rate": 0.5, "of_full": 10.0, "tasks": 2})
     text = page([record, record | {"rows": rows}])
     read(text)
     table = text[text.index('id="tasks"') :]
     assert "81.0" in table
     assert "−17.5 to −2.5" in table
-    assert table.count('<td data-value="-1">–</td>') == 1  # not measured
+    assert '<td data-value="0.08">0.080</td>\n<td data-value="90.0">90</td>' in table
+    assert table.count('<td data-value="-1">–</td>') == 2  # not measured
     assert "niah: match, 20 items" in table
     assert 'id="fronts"' not in page([record | {"rows": rows}])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import BY_NAME
 from methods import calibration_of
+from window_scores import score_windows
 
 from evaluation.peers import PEERS
 from evaluation.peers.expected_attention import Expected, Queries, mean_rotation, unrotated
@@ -19,7 +20,7 @@ from evaluation.peers.rotated import rotated_maker
 from evaluation.peers.streaming_llm import SINK_TOKENS, SinksAndLatest
 from evaluation.peers.think import ChannelStore, ThinKLayer, think_maker
 from evaluation.peers.whole_tokens import Rule, WholeTokens, whole_tokens_maker
-from evaluation.scores import score_windows, summary
+from evaluation.scores import summary
 from evaluation.texts import windows_of
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, observe

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tensors_held import found_tensors
+from window_scores import score_windows
 
 from evaluation.anatomy.shares import states_of, token_shares
 from evaluation.peers import PEERS, TextLength
@@ -12,7 +13,7 @@ from evaluation.peers.peer import CALIBRATION, NEEDS, READ
 from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
 from evaluation.peers.quantized_cache import quantized_tensors
 from evaluation.reading import cache_bytes
-from evaluation.scores import score_windows, summary
+from evaluation.scores import summary
 from evaluation.texts import windows_of
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.utils.errors import UserError

@@ -10,12 +10,26 @@ import torch
 import yaml
 from ready_python import program
 from safetensors.torch import load_file
+from window_scores import score_windows
 
+import dynakv
+from evaluation.compare import row_of
 from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
-from evaluation.texts import TextConfig
+from evaluation.texts import TextConfig, read_texts
+from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText
+
+
+def by_hand(settings, recipe, checkpoint) -> dict:
+    """The row of a checkpoint, read window by window."""
+    model, tokenizer = load_model(recipe["model"]), load_tokenizer(recipe["model"])
+    texts = [TextConfig(**each) for each in settings["texts"]]
+    [(label, windows_NT)] = read_texts(texts, tokenizer, settings["block_length"], settings["blocks"]).items()
+    maker = dynakv.DynaKVCache.maker(dynakv.attach(model, checkpoint))
+    dynakv.detach(model)
+    return row_of("dynakv", label, score_windows(model, windows_NT, maker, prefix=0))
 
 
 def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake, four_steps, text_file, tmp_path):
@@ -35,6 +49,9 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     [path_of_first] = (output / "quality").iterdir()
     first = run_record.load(path_of_first)
     rows = first["rows"]
+    assert rows[2] == by_hand(
+        settings, yaml.safe_load(four_steps.read_text()), output / "points/dynakv-alpha-4/checkpoint"
+    )
     assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
     keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio", "kl", "top1"}
     assert all(keys < set(row) for row in rows)
@@ -49,18 +66,28 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     for point in points.values():
         assert yaml.safe_load((point / "config.yaml").read_text())["calibration"]["bases"] == str(output / "bases")
     # As if the sweep had been stopped before the second point was measured: it alone is measured again, not trained.
-    (points["dynakv-alpha-4"] / "rows.json").unlink()
+    cells = output / "cells.jsonl"
+    *others, last = cells.read_text().splitlines(keepends=True)
+    assert len(others) == 5
+    cells.write_text("".join(others))
     trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
     here("scripts/sweep.py", "--config", path, "--output", output)
     [path_of_second] = {*(output / "quality").iterdir()} - {path_of_first}
     second = run_record.load(path_of_second)
     assert run_record.load(path_of_first) == first
     assert second["rows"] == rows
-    assert second["summary"]["measured_by"] == {names[0]: first["run_id"], names[1]: second["run_id"]}
+    by = {
+        name: {each["run_id"]: each["cells"] for each in runs}
+        for name, runs in second["summary"]["measured_by"].items()
+    }
+    ids = first["run_id"], second["run_id"]
+    assert by == {"full": {ids[0]: 2}, names[0]: {ids[0]: 2}, names[1]: dict.fromkeys(ids, 1)}
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
-    error = mistake("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
-    assert "begun with other settings" in error
-    # So is a training run that says something else than when the sweep was begun.
+    # Other windows are measured without a training.
+    here("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
+    assert len(cells.read_text().splitlines()) == 6
+    assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
+    # A training run that says something else than when the sweep was begun.
     four_steps.write_text(yaml.safe_dump({**yaml.safe_load(four_steps.read_text()), "seed": 5}))
     assert "begun with other settings" in mistake("scripts/sweep.py", "--config", path, "--output", output)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from methods import tiny_model
 
+import dynakv
 from lowrank_kv.utils.errors import UserError
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
 
@@ -117,6 +118,31 @@ def test_bases_of_another_model_of_the_same_shape_are_noticed(calibration, tmp_p
     model.config._name_or_path = "some/other-llama"
     with pytest.warns(UserWarning, match="was made on `tiny-llama`, and this model is `other-llama`"):
         OjaKVCache.from_model(model, OjaKVConfig(), bases=tmp_path / "bases")
+
+
+def test_bases_of_other_weights_are_noticed_whatever_their_models_name(calibration, tmp_path, recwarn):
+    calibration.save(tmp_path / "bases", model="some/tiny-llama", text=["random"])
+    loaded = Calibration.load(tmp_path / "bases")
+    halves = tiny_model().bfloat16()
+    assert loaded.for_model(halves).weights == Calibration.load(tmp_path / "bases").weights == calibration.weights
+    loaded.for_model(dynakv.add_compressors(tiny_model(), dynakv.DynaKVConfig()))
+    loaded.for_model(tiny_model(seed=1).half())  # rounded otherwise: nothing can be said
+    path = tmp_path / "bases/config.json"
+    older = {key: value for key, value in json.loads(path.read_text()).items() if key != "weights"}
+    assert not recwarn.list
+    tuned = tiny_model()
+    tuned.config._name_or_path = "tiny-llama"
+    tuned.model.layers[2].self_attn.v_proj.weight.data[3, 5] += 1
+    with pytest.warns(
+        UserWarning, match="was made on `tiny-llama`, whose weights are others than this model's; unless"
+    ):
+        loaded.for_model(tuned)
+    with pytest.warns(UserWarning, match="the calibration was made on other weights than this model's"):
+        calibration.for_model(tuned)
+    path.write_text(json.dumps(older))
+    recwarn.clear()
+    Calibration.load(tmp_path / "bases").for_model(tuned)
+    assert not recwarn.list
 
 
 @torch.no_grad()

@@ -32,9 +32,9 @@ class CodecLayer(CompressedLayer):
         codecs = self.codec.key, self.codec.value
         self._decoders = Decoders(*(codec.decoder(self.dtype, self.device) for codec in codecs))
         self._encoder = None
-        # Asked first: a gate takes its basis in fp32, which nothing else needs.
+        # Asked first: the gates' weights in fp32 are for compiled code only.
         if native.encodes(self.dtype, self.device):
-            self._encoder = native.encoder_of(*(codec.token_gate() for codec in codecs), self.dtype)
+            self._encoder = native.encoder_of(*(codec.token_gate(self.dtype) for codec in codecs), self.dtype)
 
     @abc.abstractmethod
     def store(self, key: Encoded, value: Encoded) -> None:

@@ -66,7 +66,7 @@ class PagedLayer(CodecLayer):
 
     def _append_of(self, codec: Codec) -> dict[str, Any] | None:
         """Arguments of the kernel that appends one token of each sequence; None if the codec has no gate for it."""
-        gate = codec.token_gate()
+        gate = codec.token_gate(torch.float32)
         if gate is None:
             return None
         weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.coef_scale_C, self.dtype)

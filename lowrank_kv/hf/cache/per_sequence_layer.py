@@ -5,12 +5,12 @@ Shapes: B batch, Q queries of a call, T tokens seen.
 
 import abc
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from lowrank_kv.eviction import check_croppable, check_not_padded_right
+from lowrank_kv.eviction import Eviction, check_croppable, check_not_padded_right
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.prompt_tracker import PromptTracker
 from lowrank_kv.stores.memory_report import BUFFERS
@@ -24,6 +24,10 @@ class SequenceState(Protocol):
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, at least :attr:`min_crop_length`."""
+
+    def evict(self, score_PT: Tensor, prompt: slice, eviction: Eviction) -> None:
+        """Forget the compressed tokens of a prompt that have the least scores, of keys and values alike, or none of them;
+        see :meth:`Eviction.rows_kept` for the arguments."""
 
     def clone(self) -> "SequenceState":
         """An independent copy."""
@@ -66,6 +70,35 @@ class SequenceLayer(CompressedLayer):
         if mask is not None and mask.shape[2] > 1:
             for b in range(mask.shape[0]):
                 check_not_padded_right(mask_of_row(mask, b))
+
+    def evict(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        eviction: Eviction,
+        keys: Callable[[int, slice], Tensor],
+        *,
+        parts: int = 1,
+    ) -> None:
+        """Forget the tokens of a prompt, once it is complete, that its last queries do not look at. To be asked once in
+        every call.
+
+        Args:
+            query, mask: of the call, (B, H, Q, D) and (B or 1, 1, Q, T) bool.
+            scaling: the model's score scale.
+            eviction: how many tokens are kept, and by which queries.
+            keys: number of a sequence, positions of its prompt → rotated keys of these, (G, T, D).
+            parts: how many groups of heads choose for themselves: heads that share their coefficients choose together.
+        """
+        completed = self.prompts.completed(query, self.get_seq_length(), eviction.window_size)
+        if completed is None:
+            return
+        prompt, query_BHWD = completed
+        for b, sequence in enumerate(self.sequences):
+            present_T = None if mask is None else present(mask, b, prompt)
+            score_PT = eviction.scores(query_BHWD[b], keys(b, prompt), scaling, present_T, parts=parts)
+            sequence.evict(score_PT, prompt, eviction)
 
     def get_seq_length(self) -> int:
         return 0 if self._first is None else self._first.length
@@ -121,6 +154,11 @@ class SequenceLayer(CompressedLayer):
             yield from sequence.tensors_by_kind()
         for tensor in self.prompts.tensors():
             yield BUFFERS, tensor
+
+
+def present(mask: Tensor, b: int, positions: slice) -> Tensor:
+    """False for padding: tokens of a sequence that no query of the call may see. A later call cannot bring them back."""
+    return mask_of_row(mask, b)[:, positions].any(dim=0)
 
 
 def mask_of_row(mask: Tensor, b: int) -> Tensor:

@@ -4,6 +4,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, C = G·D, Q new tokens, 
 """
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_kv.codec import Codec, Encoded
-from lowrank_kv.eviction import min_crop_length_after, top_scores
+from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
@@ -52,15 +53,15 @@ class RaggedSequence:
         """The rows of the tokens at `places`, if neither these nor any after them have been evicted."""
         return slice(places.start - self.num_evicted, places.stop - self.num_evicted)
 
-    def evict(self, places: slice, kept_N: Tensor) -> None:
-        """Keep only the tokens ``places.start + kept_N``, rising, of those at `places`."""
-        rows, device = self.rows_of(places), kept_N.device
-        after_N = torch.arange(rows.stop, self.key.length, device=device)
-        row_N = torch.cat([torch.arange(rows.start, device=device), rows.start + kept_N, after_N])
-        place_N = torch.arange(self.length, device=device) if self._place is None else self._place.rows
+    def evict(self, score_PT: Tensor, prompt: slice, eviction: Eviction) -> None:
+        """See :meth:`SequenceState.evict`; all heads share their coefficients (P = 1)."""
+        place_N = torch.arange(self.length, device=score_PT.device) if self._place is None else self.places()
+        kept = eviction.rows_kept(score_PT, place_N[None], prompt)
+        if kept is None:
+            return
+        [row_N], min_crop_length = kept
         place = GrowingTensor(place_N[row_N].to(torch.int32))
         num_evicted = self.num_evicted + self.key.length - len(row_N)
-        min_crop_length = min_crop_length_after(places.start, kept_N[None], rows.stop - rows.start)
         key, value = self.key.kept(row_N), self.value.kept(row_N)
         # No call is between these: an interrupt finds all of them done, or none.
         self.key, self.value, self._place = key, value, place
@@ -164,7 +165,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             prompt = queries
         rows = None if mask is None else mask[:, :, :prompt]
         output, key = self._attend(module, query[:, :, :prompt], rows, inner, end - queries + prompt, **kwargs)
-        self._evict(query, key, mask, kwargs["scaling"])
+        self.evict(query, mask, kwargs["scaling"], self.codec.eviction, functools.partial(self._prompt_keys, key))
         if prompt < queries:
             later, _ = self._attend(module, query[:, :, prompt:], mask[:, :, prompt:], inner, end, **kwargs)
             output = torch.cat([output, later], dim=1)
@@ -184,29 +185,13 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         output = inner(module, query, key, value, None if mask is None else mask[..., :length], **kwargs)[0]
         return output if is_exact else without_gradients(output, query), key
 
-    def _evict(self, query: Tensor, key: Tensor | None, mask: Tensor | None, scaling: float) -> None:
-        """Evict the tokens of a prompt just completed that its last queries do not look at. Heads share their coefficients,
-        so all heads choose together, by the keys that this call's attention saw if it saw all."""
-        eviction = self.codec.eviction
-        completed = self.prompts.completed(query, self.get_seq_length(), eviction.window_size)
-        if completed is None:
-            return
-        places, query_BHWD = completed
-        for b, sequence in enumerate(self.sequences):
-            rows = sequence.rows_of(places)
-            if key is not None:
-                key_GTD = key[b, :, places]
-            else:
-                rope = None if self.history is None else self.history.rope_at(b, places)
-                [key_GTD] = self._keys(sequence.key.dense()[None, rows], rope)
-            tokens, present_T = key_GTD.shape[1], None
-            if mask is not None:
-                present_T = _mask_of(mask, b, sequence)[:, rows].any(dim=0)
-                tokens = int(present_T.sum())
-            score_1T = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=1)
-            count = eviction.num_kept(tokens)
-            if count < tokens:
-                sequence.evict(places, top_scores(score_1T, count)[0])
+    def _prompt_keys(self, key: Tensor | None, b: int, prompt: slice) -> Tensor:
+        """Rotated keys of a sequence's prompt, (G, T, D): as this call's attention saw them if it saw all, else rebuilt."""
+        if key is not None:
+            return key[b, :, prompt]
+        sequence = self.sequences[b]
+        rope = None if self.history is None else self.history.rope_at(b, prompt)
+        return self._keys(sequence.key.dense()[None, sequence.rows_of(prompt)], rope)[0]
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any

@@ -61,13 +61,13 @@ class Encoder:
     """What a layer's new tokens become, by the weights as they are when this is made.
 
     Args:
-        key, value: the gates of keys and of values, of one width.
+        key, value: the gates of keys and of values, of one width, for states of that dtype.
         dtype: of states, fp32 or bf16; in bf16 every step is rounded to it, as it is where torch computes.
     """
 
     def __init__(self, key: TokenGate, value: TokenGate, dtype: torch.dtype):
         self._gates, self._dtype = (key, value), dtype
-        self._sides = [_weights(gate, dtype) for gate in self._gates]  # kept alive: addresses in them follow
+        self._sides = [_weights(gate) for gate in self._gates]  # kept alive: addresses in them follow
         self._width = self._sides[0][0].shape[0]
         self._packed = b"".join(
             _GATE.pack(
@@ -149,7 +149,7 @@ def encodes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def encoder_of(key: TokenGate | None, value: TokenGate | None, dtype: torch.dtype) -> Encoder | None:
-    """An encoder by these gates of states in `dtype`, where :func:`encodes`; None where there are no gates, or they do not
+    """An encoder by these gates for states in `dtype`, where :func:`encodes`; None where there are no gates, or they do not
     fill whole vector registers."""
     because = None
     if key is None or value is None:
@@ -165,12 +165,7 @@ def _made_again(key: TokenGate, value: TokenGate, dtype: torch.dtype) -> Encoder
     return encoder_of(key, value, dtype) if encodes(dtype, CPU) else None
 
 
-def _weights(gate: TokenGate, dtype: torch.dtype) -> list[Tensor | None]:
-    """U, s, W and b of a gate softmax(x·U·diag(s)·W + b), and what coefficients are divided by, as they are in `dtype`; fp32
-    ones uncopied."""
-    basis_CC, scale_C, weight_CC, bias_C = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C
-    if dtype != torch.float32:  # what torch rounds is the product of s and W
-        weight_CC = (scale_C[:, None] * weight_CC).to(dtype)
-        scale_C = torch.ones_like(scale_C)
-    tensors = basis_CC, scale_C, weight_CC, bias_C, gate.coef_scale_C
-    return [None if tensor is None else contiguous_fp32(tensor.detach().to(dtype)) for tensor in tensors]
+def _weights(gate: TokenGate) -> list[Tensor | None]:
+    """U, s, W, b and what coefficients are divided by, as compiled code reads them: the gate's own tensors where it can."""
+    tensors = gate.basis_CC, gate.scale_C, gate.weight_CC, gate.bias_C, gate.coef_scale_C
+    return [None if tensor is None else contiguous_fp32(tensor.detach()) for tensor in tensors]

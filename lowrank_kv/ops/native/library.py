@@ -1,8 +1,7 @@
 """The compiled kernels: built from the C files here for the processor at hand when they are first needed, and kept.
 
-Only a C compiler with OpenMP is needed (``$CC``, or ``cc`` where that is unset or blank); it takes about two seconds. The
-shared object lies in the user cache directory under a name that says of what source, by what command and for what processor
-it was made.
+Only a C compiler with OpenMP is needed (``$CC``, or ``cc`` where that is unset or blank). The shared object lies in the user
+cache directory under a name that says of what source, by what command and for what processor it was made.
 """
 
 import ctypes

@@ -115,6 +115,7 @@ GEOMETRY = {"layers": [0, 1, 2], "num_kv_heads": 2, "head_dim": 16}
         ({"geometry": {**GEOMETRY, "layers": [0, 1, 2, 3]}}, "moments.safetensors .* it has no layers.3.key"),
         ({"geometry": {**GEOMETRY, "head_dim": 8}}, "layers.0.key is \\(32, 32\\), not \\(16, 16\\)"),
         ({"model": 7}, "config.json is damaged: its `model` is 7"),
+        ({"weights": [7]}, "config.json is damaged: its `weights` is \\[7\\]"),
         ({"tokens": "many"}, "config.json is damaged: its `tokens` is 'many'"),
     ],
 )

@@ -15,8 +15,10 @@ import pytest
 import torch
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import dynakv
+from dynakv.cache import compressors
 from dynakv.checkpoint import CONFIG, WEIGHTS, compressor_state, read_config, write_compressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
@@ -176,14 +178,19 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_gates_that_cannot_serve_are_refused_and_named(fault, tmp_path):
-    policy, name, change, message = FAULTS[fault]
-    model = tiny_model()
+def compressed(model, policy) -> None:
+    """Give a model compressors of that kind."""
     if policy == "plan":
         planned_model(model, 0.3, token_classes=3)
     else:
         dynakv_model(model, 1.0, rank_policy=policy)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gates_that_cannot_serve_are_refused_and_named(fault, tmp_path):
+    policy, name, change, message = FAULTS[fault]
+    model = tiny_model()
+    compressed(model, policy)
     state = compressor_state(model)
     change(state[GATE + name])
     write_compressor(model, tmp_path, state)
@@ -194,6 +201,20 @@ def test_gates_that_cannot_serve_are_refused_and_named(fault, tmp_path):
     if policy != "gate":  # their rates are read from the weights
         with pytest.raises(UserError, match=GATE + message):
             measured_rates(tmp_path, read_config(tmp_path))
+
+
+@pytest.mark.parametrize("fault", ["not finite", *FAULTS])
+def test_full_checkpoints_are_refused_as_compressors_are(fault, tmp_path):
+    policy, name, change, message = FAULTS.get(
+        fault, ("gate", "bias", lambda tensor: tensor[3].fill_(torch.nan), ".*has numbers that are not finite")
+    )
+    model = tiny_model()
+    compressed(model, policy)
+    with torch.no_grad():
+        change(dict(compressors(model)[1].value.gate.state_dict())[name])
+    dynakv.save_full(model, tmp_path / "full")
+    with pytest.raises(UserError, match=rf"{GATE}({name} of `{tmp_path}/full` )?{message}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "full")
 
 
 @pytest.fixture

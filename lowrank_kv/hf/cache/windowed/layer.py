@@ -3,6 +3,7 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached tokens.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
-from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row, present
 from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
-from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of, mask_at
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
@@ -70,7 +71,7 @@ class WindowedLayer(SequenceLayer):
             self.check_not_padded_right(context.mask)
         places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
         for b, sequence in enumerate(self.sequences):
-            present_Q = None if context.mask is None else _present(context.mask, b, places)
+            present_Q = None if context.mask is None else present(context.mask, b, places)
             sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
         self._new = (key_BGQD, value_BGQD)
 
@@ -96,26 +97,16 @@ class WindowedLayer(SequenceLayer):
         if is_exact:
             self._compress_due(query, scaling)
         if self.config.eviction.is_on:
-            self._evict(query, new_key, mask, scaling)
+            parts = eviction_parts(self.plan.layers[self.index])
+            keys = functools.partial(self._prompt_keys, new_key)
+            self.evict(query, mask, scaling, self.config.eviction, keys, parts=parts)
         return output
 
-    def _evict(self, query: Tensor, new_key: Tensor, mask: Tensor | None, scaling: float) -> None:
-        """Forget the tokens of a prompt, once it is complete, that its last tokens do not look at. Heads that share their
-        coefficients choose together. They choose by the exact keys of a prompt that this call brought alone, by rebuilt keys
-        where it took several calls."""
-        eviction = self.config.eviction
+    def _prompt_keys(self, new_key: Tensor, b: int, prompt: slice) -> Tensor:
+        """Rotated keys of a sequence's prompt, (G, T, D): exact ones if this call brought it alone, else rebuilt."""
         end = self.get_seq_length()
-        completed = self.prompts.completed(query, end, eviction.window_size)
-        if completed is None:
-            return
-        prompt, query_BHWD = completed
         is_of_this_call = prompt == slice(end - new_key.shape[2], end)
-        parts = eviction_parts(self.plan.layers[self.index])
-        for b, sequence in enumerate(self.sequences):
-            key_GTD = new_key[b] if is_of_this_call else sequence.keys_at(prompt, self._rotation(b))
-            present_T = None if mask is None else _present(mask, b, prompt)
-            score_PT = eviction.scores(query_BHWD[b], key_GTD, scaling, present_T, parts=parts)
-            sequence.evict(score_PT, prompt, eviction)
+        return new_key[b] if is_of_this_call else self.sequences[b].keys_at(prompt, self._rotation(b))
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any
@@ -124,10 +115,7 @@ class WindowedLayer(SequenceLayer):
         outputs = []
         for b, sequence in enumerate(self.sequences):
             key, value, position = sequence.in_order(self._rotation(b))
-            mask_1HQT = None
-            if mask is not None:
-                columns = columns_of(mask_of_row(mask, b), position, query.shape[1])
-                mask_1HQT = columns[None] if columns.dim() == 3 else columns[None, None]
+            mask_1HQT = mask_at(mask, b, position, query.shape[1])
             outputs.append(inner(module, query[b : b + 1], key[None], value[None], mask_1HQT, **kwargs)[0])
         return without_gradients(torch.cat(outputs), query)
 
@@ -181,8 +169,3 @@ def fixed_store(
         least = config.own_directions_from
         return AdaptiveStore(initial, count=config.own_directions, least_tokens=least, **settings)
     return TokenStore(initial, **settings)
-
-
-def _present(mask: Tensor, b: int, positions: slice) -> Tensor:
-    """False for padding: tokens that no query of the call may see. A later call cannot bring them back."""
-    return mask_of_row(mask, b)[:, positions].any(dim=0)

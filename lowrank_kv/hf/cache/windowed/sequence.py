@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowrank_kv.eviction import Eviction, min_crop_length_after, top_scores
+from lowrank_kv.eviction import Eviction
+from lowrank_kv.hf.cache.per_sequence_layer import mask_of_row
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
@@ -192,25 +193,15 @@ class WindowedSequence:
         return kept
 
     def evict(self, score_PT: Tensor, prompt: slice, eviction: Eviction) -> None:
-        """Forget the low-rank tokens of a prompt that have the least scores; its full-rank tokens are all kept.
-
-        Args:
-            score_PT: of the prompt's tokens, for all heads (P = 1) or for each part; −inf for padding.
-            prompt: positions of its tokens; none of these, and none after them, is evicted yet.
-        """
-        position_PN = torch.atleast_2d(self.positions.low_rank()).expand(score_PT.shape[0], -1)
-        first, end = (int((position_PN[0] < position).sum()) for position in (prompt.start, prompt.stop))
-        full_rank_F = self.positions.full_rank.rows
+        """See :meth:`SequenceState.evict`. The prompt's full-rank tokens are all kept."""
+        position_PN, full_rank_F = torch.atleast_2d(self.positions.low_rank()), self.positions.full_rank.rows
         num_full_rank = int(((full_rank_F >= prompt.start) & (full_rank_F < prompt.stop)).sum())
-        num_kept = eviction.num_kept(end - first, beside=num_full_rank)
-        if num_kept == end - first:
+        kept = eviction.rows_kept(score_PT, position_PN, prompt, beside=num_full_rank)
+        if kept is None:
             return
-        kept_PN = top_scores(score_PT.gather(1, position_PN[:, first:end] - prompt.start), num_kept)
-        row_PN = torch.arange(position_PN.shape[1], device=kept_PN.device).expand(len(kept_PN), -1)
-        index_PN = torch.cat([row_PN[:, :first], kept_PN + first, row_PN[:, end:]], dim=1)
-        min_crop_length = int(position_PN[0, first + min_crop_length_after(0, kept_PN, end - first) - 1]) + 1
-        key, value = (store.coef.kept(index_PN) for store in (self.key, self.value))
-        positions = self.positions.with_only(position_PN.gather(1, index_PN))
+        row_PN, min_crop_length = kept
+        key, value = (store.coef.kept(row_PN) for store in (self.key, self.value))
+        positions = self.positions.with_only(position_PN.expand(len(row_PN), -1).gather(1, row_PN))
         # No call is between these: an interrupt finds all of them done, or none.
         self.key.coef, self.value.coef, self.positions = key, value, positions
         self.min_crop_length = min_crop_length
@@ -309,3 +300,11 @@ def columns_of(mask_QT: Tensor, position: Tensor, heads: int) -> Tensor:
     if position.dim() == 1:
         return mask_QT[:, position]
     return mask_QT[:, position].transpose(0, 1).repeat_interleave(heads // len(position), dim=0)
+
+
+def mask_at(mask: Tensor | None, b: int, position: Tensor, heads: int) -> Tensor | None:
+    """The same of one sequence of a mask (B or 1, 1, Q, T), as a model's own attention takes it, (1, 1 or H, Q, N)."""
+    if mask is None:
+        return None
+    columns = columns_of(mask_of_row(mask, b), position, heads)
+    return columns[(None,) * (4 - columns.dim())]
