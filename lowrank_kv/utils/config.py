@@ -199,7 +199,7 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
         # `--streaming` alone is `--streaming true`.
         alone = {"nargs": "?", "const": "true"} if _plain(hint)[0] is bool else {}
         group.add_argument(
-            f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field), **alone
+            f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field, hint), **alone
         )
     namespace = parser.parse_args(list(argv))
     values = read_yaml(namespace.config) if namespace.config else {}
@@ -231,9 +231,12 @@ def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _describe(field: dataclasses.Field) -> str:
+def _describe(field: dataclasses.Field, hint: Any) -> str:
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     parts = [field.metadata["help"]]
+    item = _item(hint)
+    if dataclasses.is_dataclass(item):
+        parts.append(f"keys of each: {', '.join(each.name for each in dataclasses.fields(item))}")
     if field.metadata["choices"]:
         parts.append("one of " + ", ".join(field.metadata["choices"]))
     if field.metadata["unit"]:
@@ -242,9 +245,15 @@ def _describe(field: dataclasses.Field) -> str:
     return f"{'; '.join(parts)} [{shown}]".replace("%", "%%")
 
 
-def _type_name(hint: Any) -> str:
+def _item(hint: Any) -> Any:
+    """The type of a list's items, or of what is no list."""
     hint, _ = _plain(hint)
-    return (typing.get_args(hint) or [hint])[0].__name__.upper()
+    return (typing.get_args(hint) or [hint])[0]
+
+
+def _type_name(hint: Any) -> str:
+    item = _item(hint)
+    return "LIST" if dataclasses.is_dataclass(item) else item.__name__.upper()
 
 
 def _parse_scalar(text: str, hint: Any) -> Any:
