@@ -13,7 +13,7 @@ from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model,
 from lowrank_kv.utils.atomic_write import check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.text_data import CalibrationText
+from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
 
 @configuration
@@ -21,6 +21,7 @@ class CalibrateConfig(CalibrationText):
     """One calibration."""
 
     model: str = option(help="hub id or directory")
+    name: list[str] = option(help=NAME_HELP)
     output: str = option(help="directory for the calibration; an earlier one there is replaced")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     device: str | None = option(None, help=DEVICE_HELP)

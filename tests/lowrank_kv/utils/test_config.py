@@ -268,3 +268,6 @@ def test_help_names_the_keys_of_the_items_of_a_list(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--texts LIST texts to measure on; keys of each: label, name, subset," in text
     assert "keys of each: preset, checkpoint, peer," in text
+    assert "--calibration SECTION text to calibrate on where there are no `bases`; keys: name, subset," in text
+    assert text.startswith("usage: ")
+    assert len(text.partition("options:")[0]) < 120
