@@ -165,7 +165,10 @@ def read_config(directory: str | Path) -> CheckpointConfig:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
     if not isinstance(values, dict) or values.get("method") != METHOD:
-        raise UserError(f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`")
+        raise UserError(
+            f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`; `lowrank-kv "
+            f"train` writes one, and a calibration is given to `lowrank_kv.compress`, or as `--bases`"
+        )
     check_entries(values, {"base_model": str, "geometry": dict, "compressor": dict, "summary": dict}, path)
     unknown = values.keys() - {field.name for field in dataclasses.fields(CheckpointConfig)} - {SHA256}
     if unknown:

@@ -1,6 +1,17 @@
 """Compare methods at equal bytes: divergence from the uncompressed model, agreement and perplexity, with intervals.
 
-    lowrank-kv compare --config configs/compare-demo.yaml --output runs/comparison
+    lowrank-kv compare --config compare.yaml --output runs/comparison
+
+with, for example, in compare.yaml:
+
+    model: MODEL
+    bases: bases/mine                                 # of `lowrank-kv calibrate`
+    texts:
+      - {label: mine, name: TEXT.jsonl}               # that calibration and training have not read
+    methods:
+      - {preset: adaptive-mixed, rates: [0.25, 0.1]}
+      - {checkpoint: runs/mine/checkpoint}            # of `lowrank-kv train`
+      - {peer: rotated-int4}
 
 Every method reads the same windows of the same texts: a prompt, as serving reads it, then the text that is scored. A
 second start with the same output measures only the missing cells. Writes the run's record into `quality/` of the output

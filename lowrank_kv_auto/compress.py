@@ -119,4 +119,8 @@ def _remedy(source: str, directory: Path) -> str:
         return f"did you mean `{directory / 'checkpoint'}`?"
     if directory.is_dir():
         return "such a directory was written by `lowrank-kv calibrate` or `lowrank-kv train`"
+    if directory.name != source:  # a path
+        return (
+            f"there is no `{directory.resolve()}`; `lowrank-kv calibrate` and `lowrank-kv train` write such directories"
+        )
     return f"there is no such directory, and no preset of this name: {nearest(source, PRESETS, 'presets')}"

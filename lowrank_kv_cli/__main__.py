@@ -13,7 +13,7 @@ PROGRAM = "lowrank-kv"
 COMMANDS = {
     "calibrate": (
         "lowrank_kv_cli.calibrate",
-        "calibrate the bases of an OjaKV cache, or of a training run, on any text",
+        "read a text once, for presets that need no training and for training to start from",
     ),
     "train": ("lowrank_kv_cli.training.command", "train a DynaKV compressor for a causal language model"),
     "launch": ("lowrank_kv_cli.launch", "start a command in several processes, as `accelerate launch` does"),
@@ -42,6 +42,11 @@ first steps, without training (TEXT.jsonl has a document a line, under the key `
 
     lowrank-kv calibrate --model MODEL --name TEXT.jsonl --read_gradients true --output bases/mine
     lowrank-kv generate --model MODEL --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+
+and with it:
+
+    lowrank-kv train --model MODEL --dataset.name TEXT.jsonl --calibration.bases bases/mine --output runs/mine
+    lowrank-kv compare --config compare.yaml --output runs/comparison  # `lowrank-kv compare --help` shows a compare.yaml
 
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
 

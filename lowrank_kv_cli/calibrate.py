@@ -4,8 +4,8 @@
         --name Salesforce/wikitext --subset wikitext-2-raw-v1 --read_gradients true
 
 Writes the second moments of keys, values and queries, from which the bases of every layout, rank and preset are computed.
-With `--gradients true` it writes those of the loss's gradients, too, from which training can start, and with
-`--read_gradients true` what plans of bits are made from.
+With `--read_gradients true` it also writes what plans of bits are made from, by `adaptive-mixed` and by training; with
+`--gradients true`, what training of gates can start from.
 """
 
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
@@ -13,7 +13,7 @@ from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model,
 from lowrank_kv.utils.atomic_write import check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.text_data import CalibrationText
+from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
 
 @configuration
@@ -21,14 +21,17 @@ class CalibrateConfig(CalibrationText):
     """One calibration."""
 
     model: str = option(help="hub id or directory")
+    name: list[str] = option(help=NAME_HELP)
     output: str = option(help="directory for the calibration; an earlier one there is replaced")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     device: str | None = option(None, help=DEVICE_HELP)
     gradients: bool = option(
-        False, help="also take the loss's gradients, for training with `calibration.start: gradient`"
+        False, help="also take the loss's gradients, for training gates with `calibration.start: gradient`"
     )
     read_gradients: bool = option(
-        False, help="also take the gradients of what later tokens read of a compressed cache, for `cache_dtype: mixed`"
+        False,
+        help="also take the gradients of what later tokens read of a compressed cache, for the `mixed` presets and for "
+        "training plans of bits",
     )
     self_check: bool = option(
         True, help="first compare the model with a full-rank compressed cache to the model by itself"

@@ -89,7 +89,7 @@ class OjaKVCache(LowRankCache):
         if budget is None:
             plan = make_plan(calibration, config)
         else:
-            budget = Budget.parse(budget) if isinstance(budget, str) else budget
+            budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
             plan = plan_for_budget(calibration, config, budget, itemsize=model.dtype.itemsize)
         if config.follows_text:
             _warn_of_bases(plan, model.dtype.itemsize, expected_tokens)

@@ -116,7 +116,7 @@ class OjaKVConfig(WindowedConfig):
     def __post_init__(self):
         super().__post_init__()
         share = "in (0, 1]"
-        require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.6 keeps 60 % of the coefficients")
+        require(0 < self.rate <= 1, "rate", self.rate, f"{share}; 0.1 keeps a tenth")
         require(0 < self.energy <= 1, "energy", self.energy, f"{share}; 0.95 keeps 95 % of the energy")
         require(self.key_weight > 0, "key_weight", self.key_weight, "positive")
         for key in ("learning_rate", "decode_learning_rate", "prior_tokens", "trigger"):

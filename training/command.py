@@ -40,4 +40,5 @@ def main(argv: list[str]) -> None:
     checkpoint = train(config, resume=arguments.resume)
     if is_first_process():
         print(f"checkpoint: {checkpoint}")
+        print(f"next: lowrank-kv generate --checkpoint {checkpoint} --dtype {config.dtype} --prompt @LONG_PROMPT.txt")
     end_process()

@@ -25,8 +25,8 @@ class CalibrationConfig:
     tokens: int = option(16384, help="leading training text that is calibrated on", unit="tokens")
     bases: str | None = option(
         None,
-        help="directory written by `lowrank-kv calibrate` (with `--gradients true` where the start asks for them), whose "
-        "moments are used instead; runs of a sweep share one",
+        help="directory written by `lowrank-kv calibrate`, with `--read_gradients true` for a plan of bits and `--gradients "
+        "true` for gates that start from gradients, whose moments are used instead; runs of a sweep share one",
     )
 
     def __post_init__(self):

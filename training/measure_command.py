@@ -20,7 +20,7 @@ from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.progress import progress_bar
-from lowrank_kv.utils.text_data import CalibrationText
+from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
 from .class_shares import has_classes, measure_class_shares
 from .data import Batch
@@ -32,7 +32,8 @@ class MeasureConfig(CalibrationText):
     """One measurement."""
 
     checkpoint: str = option(help="directory of a DynaKV compressor; its measurements are replaced")
-    model: str | None = option(None, help="hub id or directory [default: the one it was trained on]")
+    name: list[str] = option(help=NAME_HELP)
+    model: str | None = option(None, help="hub id or directory; by default the one it was trained on")
     dtype: str = option("float32", help="of the model", choices=DTYPES)
     device: str | None = option(None, help=DEVICE_HELP)
 

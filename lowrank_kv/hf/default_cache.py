@@ -108,8 +108,8 @@ def _argument_names(base_class: type[nn.Module]) -> tuple[str, ...]:
 def _check_cache(cache: Cache | None, cache_class: type[Cache]) -> None:
     if cache is not None and not isinstance(cache, cache_class):
         raise UserError(
-            f"`{CACHE}` is a {type(cache).__name__}, which would bypass the compressor of this model; pass a "
-            f"{cache_class.__name__} or nothing, or take the compression off first: lowrank_kv.uncompress(model)"
+            f"`{CACHE}` is a {type(cache).__name__}, which would bypass the compressor of this model; leave it "
+            f"out or pass one of {cache_class.__name__}, or take the compression off first: lowrank_kv.uncompress(model)"
         )
 
 

@@ -82,7 +82,12 @@ def warning_of_another(model: str, made_on: str | None, what: str, remedy: str) 
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise :class:`UserError` where the model wraps another."""
+    """Raise :class:`UserError` where the model wraps another, or is none."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"`model` must be a transformers model, got a {type(model).__name__}; load one with "
+            f"`AutoModelForCausalLM.from_pretrained(…)`"
+        )
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"`model` must be a transformers model, got a {type(model).__name__}; pass the model it wraps: of peft "

@@ -38,13 +38,13 @@ class Budget:
         Raises:
             UserError: the text says something else, or no byte, or no token.
         """
-        found = re.fullmatch(f"{_SIZE}/{_TOKENS}", text, re.IGNORECASE)
+        found = re.fullmatch(f"{_SIZE}/{_TOKENS}", str(text), re.IGNORECASE)
         nbytes = _bytes_of(found) if found else 0.0
         tokens = int(re.sub("[_,]", "", found["tokens"])) if found and found["tokens"] else None
         if not nbytes or tokens == 0:
             raise UserError(
                 f"`budget` must be bytes of a token or of some tokens together, such as `4096 B/token` or "
-                f"`2 GiB/131072 tokens`, got {text!r}"
+                f"`2 GiB/131072 tokens`, got {text!r}; give a share as `rate` instead"
             )
         return cls(nbytes=nbytes, tokens=tokens)
 

@@ -186,8 +186,13 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
     Returns:
         (configuration, namespace of the extra arguments)
     """
+    # Written out, the usage of some commands is longer than a screen.
+    needed = "".join(f" {argument['flag']} {argument['metavar']}" for argument in extra if argument.get("required"))
     parser = ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        usage=f"%(prog)s [--config FILE]{needed} [--KEY VALUE ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; every key below may stand in it")
     for argument in extra:
@@ -199,7 +204,7 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
         # `--streaming` alone is `--streaming true`.
         alone = {"nargs": "?", "const": "true"} if _plain(hint)[0] is bool else {}
         group.add_argument(
-            f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field), **alone
+            f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field, hint), **alone
         )
     namespace = parser.parse_args(list(argv))
     values = read_yaml(namespace.config) if namespace.config else {}
@@ -231,20 +236,35 @@ def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _describe(field: dataclasses.Field) -> str:
+def _describe(field: dataclasses.Field, hint: Any) -> str:
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     parts = [field.metadata["help"]]
+    item, is_list = _item(hint)
+    if dataclasses.is_dataclass(item):
+        parts.append(f"keys{' of each' * is_list}: {', '.join(each.name for each in dataclasses.fields(item))}")
     if field.metadata["choices"]:
         parts.append("one of " + ", ".join(field.metadata["choices"]))
     if field.metadata["unit"]:
         parts.append(f"in {field.metadata['unit']}")
-    shown = "required" if _is_required(field) else f"default {default}"
-    return f"{'; '.join(parts)} [{shown}]".replace("%", "%%")
+    if _is_required(field):
+        parts[-1] += " [required]"
+    elif default is not None:
+        parts[-1] += f" [default {default}]"
+    return "; ".join(parts).replace("%", "%%")
+
+
+def _item(hint: Any) -> tuple[Any, bool]:
+    """The type of a list's items, or of what is no list, and whether it is one."""
+    hint, _ = _plain(hint)
+    items = typing.get_args(hint)
+    return (items[0], True) if items else (hint, False)
 
 
 def _type_name(hint: Any) -> str:
-    hint, _ = _plain(hint)
-    return (typing.get_args(hint) or [hint])[0].__name__.upper()
+    item, is_list = _item(hint)
+    if dataclasses.is_dataclass(item):
+        return "LIST" if is_list else "SECTION"
+    return item.__name__.upper()
 
 
 def _parse_scalar(text: str, hint: Any) -> Any:

@@ -26,6 +26,7 @@ _PACKED = (".gz", ".zst", ".xz")
 # A text of so many characters, and so many times what is wanted of it, is not tokenized whole to pick a few blocks.
 _TOKENIZED_WHOLE, _TIMES_NEEDED = 30_000_000, 50
 
+NAME_HELP = "hub ids or local files, equal shares of each"
 STREAMING_HELP = (
     "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
 )
@@ -75,7 +76,8 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
             raise
         # What went wrong is said by what datasets' own exception came from.
         why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}") from error
+        remedy = "; give `subset` where it has several" if format is None else ""
+        raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}{remedy}") from error
     if first is not None and text_field not in first:
         raise UserError(
             f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"
@@ -137,7 +139,7 @@ def _hashes_above(text: str, share: float) -> bool:
 class CalibrationText:
     """What bases are calibrated on."""
 
-    name: list[str] = option(["Salesforce/wikitext"], help="hub ids or local files, equal shares of each")
+    name: list[str] = option(["Salesforce/wikitext"], help=NAME_HELP)
     subset: str | None = option(None, help="configuration name of a hub data set")
     split: str = option("train", help="split of a hub data set")
     text_field: str = option("text", help="column that holds the text")

@@ -1,5 +1,7 @@
 """`lowrank_kv.compress`: every method through the one call is the method through its own entry."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from methods import METHODS, calibration_of, dynakv_model, tiny_model
@@ -147,7 +149,7 @@ def test_every_mistake_names_its_remedy(bases, tmp_path):
         (["tokenwise"], {"bases": bases}, "unknown preset `tokenwise`; did you mean `tokenwise-mixed`"),
         (["ojakv-joint"], {}, "lowrank-kv calibrate"),
         (["ojakv-joint"], {"bases": "nowhere"}, "make one with `lowrank-kv calibrate`"),
-        (["ojakv-joint"], {"bases": bases, "rate": 3}, "`rate` must be"),
+        (["ojakv-joint"], {"bases": bases, "rate": 3}, "`rate` must be in .*; 0.1 keeps a tenth; got 3"),
         (["ojakv-joint"], {"bases": bases, "ratio": 3}, "did you mean `rate`"),
         ([bases], {"bases": bases}, "give a preset's name"),
         ([checkpoint], {"rate": 0.1}, "was trained for its own"),
@@ -155,6 +157,7 @@ def test_every_mistake_names_its_remedy(bases, tmp_path):
         ([checkpoint.parent], {}, "did you mean `.*checkpoint`"),
         ([full], {}, "from_pretrained"),
         ([tmp_path / "other"], {}, "was written by"),
+        (["runs/nowhere"], {}, f"there is no `{Path.cwd()}/runs/nowhere`; `lowrank-kv calibrate` and .* write"),
     ]:
         with pytest.raises(UserError, match=message):
             lowrank_kv.compress(model, *arguments, **settings)

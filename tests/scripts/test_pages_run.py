@@ -1,6 +1,10 @@
-"""What the README and the notebook show runs as printed, and gives what they say."""
+"""What the README, the pages and the notebook show runs as printed, and gives what they say."""
 
+import ast
+import builtins
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import os
@@ -39,11 +43,61 @@ def test_the_readmes_first_lines_print_what_they_say(run, demo_dir, tmp_path):
     else:
         shutil.copytree(bases, tmp_path / "runs/demo-bases")
     shutil.copy(ROOT / "LICENSE", tmp_path)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    code = code.replace('Path.home() / ".cache/lowrank-kv/SmolLM2-135M-Instruct"', f"Path({str(demo_dir)!r})")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOWRANK_KV_HOME": str(demo_dir.parent)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == printed_in(code)
+
+
+class Names:
+    """What the Python of a page imports and binds, block after block.
+
+    Attributes:
+        imported: by their names in the block.
+        bound: all names that are imported or assigned; a page may take a loaded model for granted.
+    """
+
+    def __init__(self):
+        self.imported: dict[str, object] = {}
+        self.bound = {*dir(builtins), "model", "tokenizer", "inputs", "base"}
+
+    def read(self, block: ast.Module) -> None:
+        for node in ast.walk(block):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.imported[alias.asname or alias.name] = importlib.import_module(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                self.imported.update({alias.asname or alias.name: getattr(module, alias.name) for alias in node.names})
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.bound.add(node.id)
+        self.bound.update(self.imported)
+
+    def value(self, node: ast.expr) -> object:
+        """What an expression such as `ojakv.OjaKVConfig.preset` stands for; None of what no import gives."""
+        if isinstance(node, ast.Attribute):
+            holder = self.value(node.value)
+            return None if holder is None else getattr(holder, node.attr)
+        return self.imported.get(node.id) if isinstance(node, ast.Name) else None
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.stem
+)
+def test_the_python_of_a_page_names_what_there_is(path):
+    """Imports, attributes and arguments, without running anything: most blocks need a trained compressor."""
+    names = Names()
+    for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+        block = ast.parse(code)
+        names.read(block)
+        for node in ast.walk(block):
+            if isinstance(node, ast.Name):
+                assert node.id in names.bound, f"the page imports no `{node.id}`"
+            elif isinstance(node, ast.Attribute):
+                names.value(node)
+            elif isinstance(node, ast.Call) and (called := names.value(node.func)) is not None:
+                given = {each.arg: None for each in node.keywords if each.arg is not None}
+                inspect.signature(called).bind(*node.args, **given)
 
 
 @pytest.mark.slow

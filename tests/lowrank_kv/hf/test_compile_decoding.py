@@ -174,6 +174,8 @@ def test_fp64_stays_with_the_library(ids, graphs):
 def test_what_would_run_uncompiled_all_the_same_is_refused():
     with pytest.raises(UserError, match="got a DataParallel; pass the model it wraps"):
         compile_decoding(nn.DataParallel(tiny_model()))
+    with pytest.raises(UserError, match="got a str; load one with `AutoModelForCausalLM.from_pretrained"):
+        compile_decoding("gpt2")
     settings = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
     with pytest.raises(UserError, match="must be a decoder, got a T5ForConditionalGeneration"):
         compile_decoding(T5ForConditionalGeneration(T5Config(**settings)))

@@ -24,7 +24,18 @@ def test_a_budget_is_read_from_words(text, nbytes, tokens):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0.3", "4096", "4096 B", "2 GiB/tokens of text", "0 B/token", "2 GiB/0 tokens", "-1 B/token", "2 GiT/token"],
+    [
+        "",
+        "0.3",
+        1.5,
+        "4096",
+        "4096 B",
+        "2 GiB/tokens of text",
+        "0 B/token",
+        "2 GiB/0 tokens",
+        "-1 B/token",
+        "2 GiT/token",
+    ],
 )
 def test_other_words_are_refused_with_an_example(text):
     with pytest.raises(UserError, match=r"`budget` must be bytes .* such as `4096 B/token` .* got"):

@@ -260,3 +260,14 @@ def test_help_lists_every_key_with_its_default(capsys):
     for key in leaves(TrainConfig):
         assert f"--{key} " in text
     assert "in tokens [default 1024]" in text
+
+
+def test_help_names_the_keys_of_the_items_of_a_list(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(CompareConfig, ["--help"], description="")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--texts LIST texts to measure on; keys of each: label, name, subset," in text
+    assert "keys of each: preset, checkpoint, peer," in text
+    assert "--calibration SECTION text to calibrate on where there are no `bases`; keys: name, subset," in text
+    assert text.startswith("usage: ")
+    assert len(text.partition("options:")[0]) < 120
