@@ -180,7 +180,7 @@ class CompressedLM(TemplateLM):
             if options.get("do_sample") or options.get("temperature"):
                 raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
             ends = options.get("until") or []
-            ends = [ends] if isinstance(ends, str) else ends
+            ends = [end for end in ([ends] if isinstance(ends, str) else ends) if end]
             count = int(options.get("max_gen_toks", _NEW_TOKENS))
             context = self.tok_encode(text)[-max(1, self.max_length - count) :]
             reader = self._read(text, context)
@@ -188,7 +188,7 @@ class CompressedLM(TemplateLM):
                 self.tokenizer, count, is_done=lambda so_far, ends=ends: any(end in so_far for end in ends)
             )
             self._count(reader)
-            for end in filter(None, ends):
+            for end in ends:
                 answer = answer.split(end)[0]
             answers.append(answer)
         return answers

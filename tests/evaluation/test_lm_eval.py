@@ -109,6 +109,8 @@ def test_text_is_generated_until_it_says_so(model):
     assert answer == whole.replace("<end>", "")
     [cut] = lm.generate_until(requests("generate_until", (prompt, {"until": [answer[3]], "max_gen_toks": 10})))
     assert cut == answer.split(answer[3])[0]
+    [uncut] = lm.generate_until(requests("generate_until", (prompt, {"until": ["", "\0"], "max_gen_toks": 10})))
+    assert uncut == answer
     with pytest.raises(UserError, match="greedily"):
         lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
 
