@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import count
+from benchmarks.harness import count, in_turns
 from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.paths import demo_model
 from lowrank_kv.utils.provenance import path_input
@@ -79,12 +79,12 @@ def decode_and_prefill(arguments: argparse.Namespace, sides: dict[str, Path]) ->
         prefills: dict[str, list[float]] = {name: [] for name in NAMES}
         decodes: dict[str, list[float]] = {name: [] for name in NAMES}
         for repeat in range(arguments.repeats):
-            for name in in_turns(repeat):
+            for name in in_turns(NAMES, repeat):
                 prefills[name].append(workers[name].seconds(do="prefill", method=method))
             for name in NAMES:
                 workers[name].seconds(do="decode", method=method, tokens=2)  # the first steps allocate
             for turn in range(arguments.rounds):
-                for name in in_turns(turn):
+                for name in in_turns(NAMES, turn):
                     took = workers[name].seconds(do="decode", method=method, tokens=arguments.tokens)
                     decodes[name].append(took / arguments.tokens)
         rows += [paired(f"decode {method}", decodes), paired(f"prefill {method}", prefills)]
@@ -98,7 +98,7 @@ def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     checkpoints = dict(zip(NAMES, arguments.checkpoints, strict=True))
     for repeat in range(arguments.repeats):
-        for name in in_turns(repeat):
+        for name in in_turns(NAMES, repeat):
             with tempfile.TemporaryDirectory() as output:
                 command = [sys.executable, "train_dynakv.py", *arguments.train, "--output", f"{output}/run"]
                 command += ["--initial_checkpoint", str(Path(checkpoints[name]).resolve())]
@@ -131,11 +131,6 @@ class Worker:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
-
-
-def in_turns(turn: int) -> tuple[str, ...]:
-    """Who goes first alternates: whoever comes second finds the processor warm."""
-    return NAMES if turn % 2 else NAMES[::-1]
 
 
 def paired(what: str, seconds: dict[str, list[float]]) -> dict:

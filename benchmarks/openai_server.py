@@ -4,6 +4,7 @@ Requests carry token ids, so that no tokenizer stands between two servers' texts
 """
 
 import argparse
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -105,7 +106,10 @@ class Server:
                 env={**os.environ, **self.environment},
                 start_new_session=True,
             )
-        self._wait()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.stop)  # also where an interrupt ends the waiting: nobody calls __exit__ then
+            self._wait()
+            stack.pop_all()
         return self
 
     def __exit__(
@@ -136,9 +140,7 @@ class Server:
             except OSError:
                 pass  # it does not listen yet
             time.sleep(_POLL)
-        tail = self.tail()
-        self.stop()
-        raise UserError(f"the server did not answer within {self.seconds_to_start:.0f} s: {tail}")
+        raise UserError(f"the server did not answer within {self.seconds_to_start:.0f} s: {self.tail()}")
 
     def tail(self, characters: int = 2000) -> str:
         """The end of its log."""

@@ -3,7 +3,7 @@
     .venv-vllm/bin/python -m benchmarks.serving --bases runs/demo-bases --rate 0.1 --results results
 
 Runs in the environment of `make test-vllm`. Both OpenAI-compatible servers are up for the whole run, with the same memory
-for pages, and are given the same requests in turn, while the other waits:
+for pages, and are given the same requests in turn, while the other waits; who comes first alternates from round to round:
 
 - many requests at once (64 prompts of 512 tokens, 128 new tokens each), in memory small enough that stock preempts;
 - one request of 2,048 tokens, and its decoding;
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import count, write_results
+from benchmarks.harness import count, in_turns, write_results
 from benchmarks.openai_server import COMPRESSED, STOCK, Answer, Server, Watch, add_settings, settings_words
 from lowrank_kv.hf.loading import load_tokenizer
 from lowrank_kv.utils import cli
@@ -123,20 +123,20 @@ class _Prompts:
 def _measured(servers: dict[str, Server], prompts: _Prompts, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, dict[str, list[float]]] = {name: {} for name in servers}
 
-    def each(call: Callable[[Server], dict[str, float]], *, is_warmup: bool = False) -> None:
-        for name, server in servers.items():
-            for key, value in call(server).items():
-                if not is_warmup:
-                    found[name].setdefault(key, []).append(value)
+    def each(turn: int, call: Callable[[Server], dict[str, float]]) -> None:
+        for name in in_turns(servers, turn):
+            for key, value in call(servers[name]).items():
+                found[name].setdefault(key, []).append(value)
 
     first = prompts.take(arguments.batch, arguments.prompt)
-    each(lambda server: _first_tokens(server, first), is_warmup=True)
-    for _ in range(arguments.repeats):
+    for server in servers.values():
+        _first_tokens(server, first)  # not timed: the first steps allocate
+    for turn in range(arguments.repeats):
         one, few = prompts.take(1, arguments.context), prompts.take(arguments.batch, arguments.prompt)
         many = prompts.take(arguments.requests, arguments.prompt)
-        each(lambda server, one=one: _single(server, one[0], arguments.tokens))
-        each(lambda server, few=few: _first_tokens(server, few))
-        each(lambda server, many=many: _crowd(server, many, arguments.tokens))
+        each(turn, lambda server, one=one: _single(server, one[0], arguments.tokens))
+        each(turn, lambda server, few=few: _first_tokens(server, few))
+        each(turn, lambda server, many=many: _crowd(server, many, arguments.tokens))
         latest = {name: {key: values[-1] for key, values in own.items()} for name, own in found.items()}
         print(json.dumps(latest), flush=True)
     capacity = {name: server.token_capacity() for name, server in servers.items()}

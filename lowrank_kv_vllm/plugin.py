@@ -2,22 +2,28 @@
 
 vLLM has no hook that tells a backend which layer it is of or where a prompt ends, and its CPU platform always answers its
 own backend. So four of its functions are wrapped. Without `lowrank_kv` in `additional_config` each does what it did.
+
+At the top stands only what every version has. vLLM logs what a plugin raises while it is loaded, and starts without it: a
+version that lacks another name must still meet the refusal of :func:`_create_engine_config`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType
 
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.settings import ServingConfig, settings_in
+from lowrank_kv_vllm.settings import settings_in
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
 
 # Versions with which the tests pass (`make test-vllm`), up to the next minor one.
 TESTED = ("0.32",)
@@ -31,6 +37,8 @@ def register() -> None:
     setattr(EngineArgs, _WRAPPED, True)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
     if is_tested():
+        from vllm.model_executor.layers.attention import Attention
+
         _wrap(Attention, "__init__", _init_attention)
         _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
 
@@ -68,7 +76,11 @@ def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kw
 
 
 def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: Any) -> None:
-    settings = _current_settings()
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.v1.attention.backend import AttentionType
+
+    config = get_current_vllm_config_or_none()
+    settings = None if config is None else settings_in(config.additional_config)
     if settings is None or kwargs.get("attn_type", AttentionType.DECODER) != AttentionType.DECODER:
         original(self, *args, **kwargs)
         return
@@ -76,7 +88,7 @@ def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: A
 
     _wrap_runner()
     original(self, *args, **{**kwargs, "attn_backend": PagedBackend})
-    self.impl.bind(self.layer_name, settings, get_current_vllm_config_or_none())
+    self.impl.bind(self.layer_name, settings, config)
 
 
 def _get_kv_cache_spec(original: Callable, self: Attention, vllm_config: VllmConfig) -> Any:
@@ -106,8 +118,3 @@ def _build_attention_metadata(original: Callable, self: Any, *args: Any, **kwarg
 
     with describing(self.input_batch.num_prompt_tokens.tolist()):
         return original(self, *args, **kwargs)
-
-
-def _current_settings() -> ServingConfig | None:
-    config = get_current_vllm_config_or_none()
-    return None if config is None else settings_in(config.additional_config)

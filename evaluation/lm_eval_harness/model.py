@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import load_model, load_tokenizer, position_limit
@@ -25,7 +25,7 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
 from ojakv import Calibration
 
-from ..methods import FULL, MethodConfig, methods_of
+from ..methods import FULL, Method, MethodConfig, methods_of
 from ..tasks.reader import Reader, end_tokens
 
 NAME = "lowrank-kv"
@@ -72,9 +72,11 @@ class CompressedLM(TemplateLM):
             bases: directory written by `lowrank-kv calibrate`.
             prompt, tokens: of a prompt, and with what follows it, at the end of which a share of bytes is met.
             split: only what stands before its last occurrence in a prompt is read at once and compressed, the rest
-                through the cache as decoding reads it: of a few-shot prompt the examples. An empty one, or None,
-                reads all at once; the first token of an answer then never depends on the cache of a method that
-            reads prompts exactly. step: tokens read at a time behind the prompt.
+                through the cache as decoding reads it: of a few-shot prompt the examples. White space that ends a prompt
+                is passed over, such as that behind the header with which chat templates begin an answer. An empty
+                one, or None, reads all at once; the first token of an answer then never depends on the cache of a
+                method that reads prompts exactly. A warning says where a prompt has no such place.
+            step: tokens read at a time behind the prompt.
             batch_size: 1.
             max_batch_size: left out.
             method: keys of :class:`evaluation.methods.MethodConfig`, with one budget, such as `preset`, `rates`,
@@ -93,15 +95,19 @@ class CompressedLM(TemplateLM):
                 _logger.warning("%s is the harness's default, and there is no GPU: the model is on the CPU", device)
                 device = None
             model, tokenizer = load_model(pretrained, dtype=dtype, device=device), load_tokenizer(pretrained)
-            make_cache = _maker(method, model, bases, int(prompt), int(tokens))
+            used = _method(method, model, bases, int(prompt), int(tokens))
+            make_cache, reads_exactly = used.make(None), used.reads_exactly
         elif method:
             raise UserError(
                 f"`{next(iter(method))}` is a key beside `pretrained` only; `make_cache` says what it would"
             )
+        else:
+            reads_exactly = True  # as far as is known
         self.model, self.tokenizer, self.make_cache = model, tokenizer, make_cache
         self.split, self.step = split, int(step)
         self.held = self.full = 0
         self._device = model.device
+        self._warns = bool(split) and reads_exactly
 
     @property
     def eot_token_id(self) -> int:
@@ -180,7 +186,7 @@ class CompressedLM(TemplateLM):
             if options.get("do_sample") or options.get("temperature"):
                 raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
             ends = options.get("until") or []
-            ends = [ends] if isinstance(ends, str) else ends
+            ends = [end for end in ([ends] if isinstance(ends, str) else ends) if end]
             count = int(options.get("max_gen_toks", _NEW_TOKENS))
             context = self.tok_encode(text)[-max(1, self.max_length - count) :]
             reader = self._read(text, context)
@@ -188,43 +194,53 @@ class CompressedLM(TemplateLM):
                 self.tokenizer, count, is_done=lambda so_far, ends=ends: any(end in so_far for end in ends)
             )
             self._count(reader)
-            for end in filter(None, ends):
+            for end in ends:
                 answer = answer.split(end)[0]
             answers.append(answer)
         return answers
 
     def _read(self, text: str, context: list[int]) -> Reader:
         """A fresh cache that has read a context."""
-        reader, prompt = Reader(self.model, self.make_cache(), step=self.step), len(context)
-        if self.split and self.split in text:
-            before = self.tok_encode(text[: text.rindex(self.split) + len(self.split)])
-            common = _num_common(before, context)
-            # The last tokens may join with what follows. A context that was cut begins otherwise, and is not split.
-            prompt = common if common >= len(before) - _JOINED else prompt
+        reader, prompt = Reader(self.model, self.make_cache(), step=self.step), self._num_in_prompt(text, context)
         reader.read_prompt(context[:prompt])
         if prompt < len(context):
             reader.read(context[prompt:])
+        elif text and self._warns and type(reader.cache) is not DynamicCache:
+            self._warns = False
+            _logger.warning(
+                "a context has no %r with text behind it, or was cut to the model's positions: all %d tokens of it are read "
+                "in one call, and where a method reads prompts exactly, the first token of an answer does not depend on "
+                "the cache; name a `split` that stands before the question (said once)", self.split, prompt,
+            )  # fmt: skip
         return reader
+
+    def _num_in_prompt(self, text: str, context: list[int]) -> int:
+        """How many tokens of a context are read at once."""
+        place = text.rstrip().rfind(self.split) if self.split else -1
+        if place < 0:
+            return len(context)
+        before = self.tok_encode(text[: place + len(self.split)])
+        common = _num_common(before, context)
+        # The last tokens may join with what follows. A context that was cut begins otherwise, and is not split.
+        return common if common >= max(1, len(before) - _JOINED) else len(context)
 
     def _count(self, reader: Reader) -> None:
         self.held += reader.cache_bytes
         self.full += reader.full_bytes
 
 
-def _maker(
-    method: dict[str, Any], model: PreTrainedModel, bases: str | None, prompt: int, tokens: int
-) -> Callable[[], Cache]:
-    """What makes caches of the method that these keys describe."""
-    if not method:
+def _method(keys: dict[str, Any], model: PreTrainedModel, bases: str | None, prompt: int, tokens: int) -> Method:
+    """The method that these keys describe."""
+    if not keys:
         [full] = methods_of([], model, None, prompt=prompt, tokens=tokens)
-        return full.make(None)
-    config = build(MethodConfig, method, source="model_args")
+        return full
+    config = build(MethodConfig, keys, source="model_args")
     calibration = None if bases is None else Calibration.load(bases).for_model(model)
     require(calibration is not None or not config.needs, "bases", bases, f"given: `{config.name}` is calibrated")
     found = methods_of([config], model, calibration, prompt=prompt, tokens=tokens)
     own = [each for each in found if each.label != FULL]
     require(len(own) == 1, "rates", [each.label for each in own], "one, or one of `bytes`: a model has one cache")
-    return own[0].make(None)
+    return own[0]
 
 
 _JOINED = 2  # tokens before a split that may be others with the text behind it

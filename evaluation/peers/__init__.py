@@ -6,10 +6,6 @@ uncompressed bytes at the end of `text`. A cache counts its own tensors (`cache_
 
 import functools
 
-from transformers import PreTrainedModel
-
-from lowrank_kv.calibration.calibration import Calibration
-
 from .eigen_attention import eigen_maker
 from .expected_attention import expected_attention_maker
 from .keydiff import keydiff_maker
@@ -29,36 +25,24 @@ __all__ = ["PEERS", "MakeCache", "Peer", "TextLength", "peer"]
 
 def _rotated(name: str) -> Peer:
     bits = ROTATED[name]
-
-    def build(
-        model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
-    ) -> MakeCache:
-        return rotated_maker(model, name)
-
     return Peer(
         what=f"each head rotated at random, {bits} bits for each number",
         source="TurboQuant, arXiv 2504.19874, section 3",
         simplified="its scale has 8 bits for each head; no sketch of what rounding leaves of keys",
         family=QUANTIZATION,
-        build=build,
+        build=lambda model, *_: rotated_maker(model, name),
         shares=(bits / 16, bits / 16),
     )
 
 
 def _quantized(name: str) -> Peer:
     backend, bits, _, package = QUANTIZED[name]
-
-    def build(
-        model: PreTrainedModel, calibration: Calibration | None, share: float | None, text: TextLength | None
-    ) -> MakeCache:
-        return quantized_maker(model, name)
-
     return Peer(
         what=f"transformers' QuantizedCache with {backend}, {bits} bits in groups of 64",
         source=f"{package}; stands for KIVI, arXiv 2402.02750",
         simplified="the axis of the groups is the backend's for keys and for values",
         family=QUANTIZATION,
-        build=build,
+        build=lambda model, *_: quantized_maker(model, name),
         shares=(bits / 16, bits / 16),
     )
 

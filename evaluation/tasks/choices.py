@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
+from .continuation import encode_behind
 from .item import PASS_EFFORT, FreshReader, Item, ItemScore
 from .jsonl import field, read_rows
 from .reader import Reader
@@ -260,15 +261,18 @@ def choice_items(
     context = "".join(f"{example.shown}\n\n" for example in examples)
     metric = CHOICE_TASKS[name].metric
 
-    def ids(text: str, *, begins: bool = False) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=begins).input_ids)
+    def begin(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text).input_ids)
+
+    def behind(text: str) -> tuple[int, ...]:
+        return encode_behind(tokenizer, text)
 
     return [
         ChoiceItem(
             cluster=number,
-            context=ids(context, begins=True) if context else (),
-            questions=tuple(ids(text, begins=not context) for text in each.questions),
-            continuations=tuple(map(ids, each.continuations)),
+            context=begin(context) if context else (),
+            questions=tuple(map(behind if context else begin, each.questions)),
+            continuations=tuple(map(behind, each.continuations)),
             lengths=tuple(max(1, len(text) - 1) for text in each.continuations),  # a choice may have no character
             texts=tuple(text.strip() for text in each.continuations),
             right=each.right,

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from .continuation import encode_behind
 from .matching import Metric
 from .prompts import FreshReader
 from .reader import Reader
@@ -141,12 +142,8 @@ def prompt_pieces(
         chat: whether context and question are a user's turn in the tokenizer's chat template.
     """
     if not chat:
-        begin = tokenizer(context).input_ids
-        return tuple(begin), tuple(tokenizer(question + answer_prefix, add_special_tokens=False).input_ids)
+        return tuple(tokenizer(context).input_ids), encode_behind(tokenizer, question + answer_prefix)
     turn = [{"role": "user", "content": _MARK}]
     head, tail = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(_MARK)
-    ids = [
-        tokenizer(text, add_special_tokens=False).input_ids
-        for text in (head + context, question + tail + answer_prefix.lstrip())
-    ]
-    return tuple(ids[0]), tuple(ids[1])
+    begin = tokenizer(head + context, add_special_tokens=False).input_ids
+    return tuple(begin), encode_behind(tokenizer, question + tail + answer_prefix.lstrip())

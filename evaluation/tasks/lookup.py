@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import require
 
+from .continuation import encode_behind
 from .item import GenerationItem, prompt_pieces
 from .matching import BeginsWith
 
@@ -62,7 +63,7 @@ def lookup_items(
                     context=context,
                     question=question,
                     references=(code,),
-                    max_new_tokens=len(tokenizer(code, add_special_tokens=False).input_ids),
+                    max_new_tokens=len(encode_behind(tokenizer, code)),
                     metric=BeginsWith(),
                     tokenizer=tokenizer,
                 )

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from evaluation.lm_eval_harness.model import CompressedLM
 from evaluation.reading import full_cache
+from evaluation.tasks.reader import Reader
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -84,6 +85,57 @@ def test_compression_is_seen_where_the_question_comes_after_it(model):
     assert few[1] < 0.6 < all_ranks[1]
 
 
+CHAT = "<user>\n\n{}Question: {}?<turn><assistant>\n\n"  # a template that ends with the split, as Llama-3's does
+
+
+def test_a_blank_line_that_ends_the_prompt_leaves_the_question_behind_it(model, monkeypatch, caplog):
+    read, texts = Reader.read_prompt, []
+
+    def read_prompt(self, ids):
+        texts.append(byte_tokenizer().decode(ids))
+        read(self, ids)
+
+    monkeypatch.setattr(Reader, "read_prompt", read_prompt)
+    lm = compressed(model, 0.1)
+    for shots in ("", EXAMPLES):
+        text = CHAT.format(shots, 1)
+        lm.loglikelihood(requests("loglikelihood", (text, "x")))
+        lm.generate_until(requests("generate_until", (text, {"until": [], "max_gen_toks": 2})))
+        assert texts == [f"<user>\n\n{shots}"] * 2
+        texts.clear()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("contexts", "tokens"),
+    [(["Question: one?\nAnswer:", "Question: two?\nAnswer:"], 22), ([EXAMPLES * 20 + "?"], 1024)],
+)
+def test_a_prompt_that_hides_the_cache_is_warned_of_once(model, caplog, contexts, tokens):
+    pairs = [(context, choice) for context in contexts for choice in "xy"]
+    compressed(model, 0.1).loglikelihood(requests("loglikelihood", *pairs))
+    [warning] = [record.message for record in caplog.records]
+    assert f"all {tokens} tokens" in warning
+    assert "`split`" in warning
+
+
+def test_nothing_is_warned_of_where_all_is_as_asked(model, tmp_path, caplog):
+    pairs = [("Question: one?\nAnswer:", "x"), ("", "a beginning")]
+    for lm in (uncompressed(model), compressed(model, 0.1, split=None)):
+        lm.loglikelihood(requests("loglikelihood", *pairs))
+    lm = compressed(model, 0.1)
+    lm.loglikelihood(requests("loglikelihood", pairs[1]))
+    lm.loglikelihood_rolling(requests("loglikelihood_rolling", ("a text",)))
+    directory, bases = tmp_path / "model", tmp_path / "bases"
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    calibration_of(model).save(bases, model="tiny", text=["random"])
+    rebuilt = {"preset": "static-joint-pf", "rates": 0.5, "settings": {"prefill": "reconstructed"}, "bases": str(bases)}
+    for keys in ({}, rebuilt):
+        lm = CompressedLM(str(directory), dtype="float32", **keys)
+        lm.loglikelihood(requests("loglikelihood", pairs[0]))
+    assert not caplog.records
+
+
 def test_rolling_texts_are_read_in_windows_that_fit(model):
     text = "What is read here is longer than the model has positions. " * 25
     [found] = uncompressed(model).loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
@@ -109,6 +161,8 @@ def test_text_is_generated_until_it_says_so(model):
     assert answer == whole.replace("<end>", "")
     [cut] = lm.generate_until(requests("generate_until", (prompt, {"until": [answer[3]], "max_gen_toks": 10})))
     assert cut == answer.split(answer[3])[0]
+    [uncut] = lm.generate_until(requests("generate_until", (prompt, {"until": ["", "\0"], "max_gen_toks": 10})))
+    assert uncut == answer
     with pytest.raises(UserError, match="greedily"):
         lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
 
@@ -168,7 +222,7 @@ def test_local_files_are_tasks_and_scores_those_of_the_harness_s_own_model(model
 def test_every_configuration_names_a_task_of_ours():
     from evaluation.tasks.choices import CHOICE_TASKS
 
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(CHOICE_TASKS)
+    assert {path.stem for path in CONFIGS.glob("[!_]*.yaml")} == set(CHOICE_TASKS)
 
 
 def test_the_command_knows_the_model(run, model, files, tmp_path):

@@ -19,6 +19,7 @@ from evaluation.tasks.longbench.metrics import (
     rouge,
     rouge_zh,
 )
+from lowrank_kv.utils.errors import UserError
 
 
 def test_f1_by_hand():
@@ -136,6 +137,20 @@ def test_the_middle_of_a_long_prompt_is_left_out(written):
     whole = tokenizer.decode((*full.context, *full.question))
     assert prompt == whole[:250] + whole[-250:]
     assert item.question == full.question
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_length_without_room_for_a_prompt_is_refused(written, chat):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
+    own = len(DATASETS["gov_report"].prompt.replace("{context}", "")) + 2 * chat
+    options = {"count": 1, "chat": chat}
+    for length in (100, 512, own + 512):
+        with pytest.raises(UserError, match=f"`length` must be above {own + 512}, .* 512 of an answer; got {length}"):
+            longbench_items("gov_report", tokenizer, written(), max_length=length, **options)
+    [item] = longbench_items("gov_report", tokenizer, written(), max_length=own + 513, **options)
+    assert len(item.context) + len(item.question) == own + 1
+    longbench_items("gov_report", tokenizer, written(), max_length=own + 2, max_new_tokens=1, **options)
 
 
 @pytest.mark.parametrize(

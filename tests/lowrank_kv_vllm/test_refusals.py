@@ -1,6 +1,8 @@
 """What cannot be served, and what is malformed: one clear error before the engine starts."""
 
+import importlib
 import logging
+import sys
 
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
@@ -141,3 +143,24 @@ def test_angles_that_depend_on_the_length_are_refused(files, tmp_path):
     tiny_model(head_dim=32, vocab_size=257, rope_parameters=rope).save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match="`rope_type: dynamic`.*served are default, linear, llama3, yarn"):
         configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_a_version_without_a_name_that_the_plugin_uses_is_refused_too(files, monkeypatch):
+    """vLLM logs what a plugin raises while it is loaded, and would start with a stock cache."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    configured(files, files.settings)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config.__wrapped__)
+    monkeypatch.delattr(EngineArgs, "_lowrank_kv_wrapped")
+    monkeypatch.delitem(sys.modules, "lowrank_kv_vllm.plugin")
+    monkeypatch.setattr(vllm, "__version__", "99.1.0")
+    for moved in (
+        "vllm.config.get_current_vllm_config_or_none",
+        "vllm.model_executor.layers.attention.Attention",
+        "vllm.v1.attention.backend.AttentionType",
+    ):
+        monkeypatch.delattr(moved)
+    importlib.import_module("lowrank_kv_vllm.plugin").register()
+    with pytest.raises(UserError, match="99.1.0 is not tested"):
+        EngineArgs(**arguments(files, files.settings)).create_engine_config()

@@ -171,7 +171,7 @@ def test_learned_classes_and_their_price(training_values, tmp_path, engine):
     assert_learned(tmp_path / "run", tmp_path / "still", 5e-3)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b-redpajama-zero3", "qwen3-8b-redpajama-zero3", "dynakv-paper"])
+@pytest.mark.parametrize("name", ["redpajama-8b", "dynakv-paper"])
 @pytest.mark.slow
 def test_configurations_of_8b_models_on_a_tiny_one(training_values, text_file, tmp_path, name):
     """All they ask for at once: ZeRO-3, bf16, recomputed activations, text read in a stream by workers, a start from

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from lowrank_kv.utils.config import require
+
 from ..item import GenerationItem, prompt_pieces
 from ..jsonl import field, read_rows
 from .datasets import DATASETS
@@ -33,10 +35,16 @@ def longbench_items(
         max_length: tokens of a prompt and its answer, beyond which the prompt's middle is left out.
         max_new_tokens: of an answer; None for the benchmark's own.
         chat: whether prompts are a user's turn, but those of data sets that LongBench never puts into one.
+
+    Raises:
+        UserError: `max_length` leaves no room for the benchmark's own words and the answer.
     """
     dataset = DATASETS[name]
     before, _, after = dataset.prompt.partition("{context}")
     new_tokens, items = max_new_tokens or dataset.max_new_tokens, []
+    own = sum(map(len, prompt_pieces(tokenizer, before, after.replace("{input}", ""), chat=chat and dataset.chat)))
+    room = f"above {own + new_tokens}, the {own} tokens of `{name}`'s own words and {new_tokens} of an answer"
+    require(max_length > own + new_tokens, "length", max_length, room)
     for number, row in enumerate(read_rows(path)[:count], 1):
         at = {"path": path, "number": number}
         # Texts are put in one after another: a context may hold braces of its own.

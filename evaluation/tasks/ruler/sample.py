@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from ..continuation import encode_behind
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -29,7 +31,7 @@ class Sample:
     def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Of the prompt, and of the answer at most."""
         # Context and question become tokens apart, as they are read.
-        behind = tokenizer(self.question + self.answer_prefix, add_special_tokens=False).input_ids
+        behind = encode_behind(tokenizer, self.question + self.answer_prefix)
         return len(tokenizer(self.context).input_ids) + len(behind) + self.max_new_tokens
 
 
