@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
@@ -34,7 +33,7 @@ from ojakv import Calibration
 from .compare import new_comparison, row_of
 from .reading import full_cache
 from .scores import score_windows
-from .texts import TextConfig, check_texts, read_texts
+from .texts import TextConfig, Windows, check_texts, documents_told, read_texts
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
@@ -153,11 +152,12 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     with _moved(model, device):
         bases = _calibrate_once(config, source, needs, model, tokenizer, output)
         full = _measured(config, model, texts, lambda: full_cache(model), method="full", description="full")
+    ids = {label: each.ids_NT for label, each in texts.items()}
     settings = to_dict(config) | {"model": name, "recipe": recipe}
-    record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
-    record |= {"rows": full, "summary": {"measured_by": {}}}
+    record = new_comparison(settings, [path_input("bases", bases)], model, ids, device)
+    record |= {"rows": full, "summary": {"measured_by": {}, "documents": documents_told(texts)}}
     measured = {"texts": [dataclasses.asdict(text) for text in config.texts], "dtype": config.dtype}
-    measured |= {"tokens": {label: token_input("text", label, ids_NT)["sha256"] for label, ids_NT in texts.items()}}
+    measured |= {"tokens": {label: token_input("text", label, ids_NT)["sha256"] for label, ids_NT in ids.items()}}
     measured |= {"block_length": config.block_length, "blocks": config.blocks, "prefix": config.prefix}
     for point in points(config):
         directory = output / POINTS / point.name
@@ -236,7 +236,7 @@ def _calibrate_once(
 def _measured(
     config: SweepConfig,
     model: PreTrainedModel,
-    texts: dict[str, Tensor],
+    texts: dict[str, Windows],
     make_cache: Callable[[], Cache],
     *,
     method: str,
@@ -247,9 +247,10 @@ def _measured(
         row_of(
             method,
             label,
-            score_windows(model, windows_NT, make_cache, prefix=config.prefix, description=description),
+            {label: score_windows(model, each.ids_NT, make_cache, prefix=config.prefix, description=description)},
+            texts,
         )
-        for label, windows_NT in texts.items()
+        for label, each in texts.items()
     ]
 
 
