@@ -8,7 +8,8 @@ Shapes: N windows, T tokens of a window.
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from .measure import Reading, measured
 from .measurement import MethodsConfig, calibrated, cells_in, setting_of
 from .methods import methods_of, there
 from .output import MakeRecord
-from .scores import WindowScore, summary, with_interval
-from .texts import TextConfig, check_texts, read_texts
+from .scores import WindowScore, extent, summary, with_interval
+from .texts import TextConfig, Windows, check_texts, documents_told, read_texts
 
 
 @configuration
@@ -88,15 +89,16 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
     )
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
-    record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, texts, model.device)
+    ids = {label: each.ids_NT for label, each in texts.items()}
+    record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)
     cells, reading = cells_in(output), Reading(prefix=config.prefix, step=config.step)
     setting = setting_of(record, config.dtype) | reading._asdict()
-    for found in measured(model, methods, texts, cells, reading, setting=setting, record=record):
-        yield functools.partial(_record_so_far, record, found, config.length)
+    for found in measured(model, methods, ids, cells, reading, setting=setting, record=record):
+        yield functools.partial(_record_so_far, record, found, texts)
     if config.anatomy:
-        window_T = next(iter(texts.values()))[0]
+        window_T = next(iter(ids.values()))[0]
         told = anatomy(model, tokenizer, methods, calibration, window_T, prefix=config.prefix, step=config.step)
-        done = _record_so_far(record, found, config.length)
+        done = _record_so_far(record, found, texts)
         yield lambda: done | {"summary": done["summary"] | {"anatomy": told}}
 
 
@@ -126,9 +128,18 @@ def new_comparison(
     return run_record.new_record("quality", config=config, inputs=inputs, n=n, device=str(device))
 
 
-def row_of(method: str, dataset: str, scores: list[WindowScore]) -> dict[str, Any]:
-    """One method on one text, as a row of a record."""
-    return {"method": method, "dataset": dataset, **summary(scores)}
+def row_of(
+    method: str, dataset: str, scores: Mapping[str, Sequence[WindowScore]], texts: Mapping[str, Windows]
+) -> dict[str, Any]:
+    """One method, as a row of a record.
+
+    Args:
+        dataset: name of the text, or of several together.
+        scores: label of a text → those of its first windows.
+        texts: label → the windows.
+    """
+    documents = [texts[label].documents[: len(each)] for label, each in scores.items()]
+    return {"method": method, "dataset": dataset, **summary(list(itertools.chain(*scores.values())), documents)}
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -136,7 +147,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines = [f"# KV-cache methods on {record['config']['model']}", ""]
     for label in dict.fromkeys(row["dataset"] for row in record["rows"]):
         lines += [
-            f"## {label}",
+            f"## {label}{_extent(record, label)}",
             "",
             "| method | bytes | perplexity ratio | KL, nats | equal top-1 | scored tokens |",
             "|---|--:|--:|--:|--:|--:|",
@@ -150,10 +161,21 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _record_so_far(record: dict[str, Any], found: Mapping[tuple[str, str], list[Cell]], length: int) -> dict[str, Any]:
-    """The record with rows, the scores of each window of so many tokens, how many windows were read so far, and which run
+def _extent(record: Mapping[str, Any], label: str) -> str:
+    """How many windows of how many documents a text's rows are of."""
+    row = next(row for row in record["rows"] if row["dataset"] == label)
+    over = sum(count > 1 for count in record["summary"]["documents"][label]["touched"][: row["windows"]])
+    return f" ({extent(row)}{f', {over} over the end of a document' if over else ''})"
+
+
+def _record_so_far(
+    record: dict[str, Any], found: Mapping[tuple[str, str], list[Cell]], texts: Mapping[str, Windows]
+) -> dict[str, Any]:
+    """The record with rows, the scores and the documents of each window, how many windows were read so far, and which run
     at which commit measured how many cells."""
-    rows = [row_of(method, text, [cell.score for cell in each]) for (text, method), each in found.items()]
+    rows = [
+        row_of(method, text, {text: [cell.score for cell in each]}, texts) for (text, method), each in found.items()
+    ]
     by = measured_by(cell for each in found.values() for cell in each)
     scores = [
         {"method": method, "dataset": text, "windows": [dataclasses.asdict(cell.score) for cell in each]}
@@ -162,5 +184,9 @@ def _record_so_far(record: dict[str, Any], found: Mapping[tuple[str, str], list[
     windows = collections.Counter()
     for (text, _), each in found.items():
         windows[text] = max(windows[text], len(each))
-    n = {"windows": windows.total(), "tokens": windows.total() * length}
-    return record | {"n": n, "rows": rows, "summary": {"measured_by": by, "windows": scores}}
+    n = {
+        "windows": windows.total(),
+        "tokens": sum(texts[text].ids_NT[:count].numel() for text, count in windows.items()),
+    }
+    told = {"measured_by": by, "windows": scores, "documents": documents_told(texts)}
+    return record | {"n": n, "rows": rows, "summary": told}

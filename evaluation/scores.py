@@ -3,7 +3,7 @@
 Perplexity tells how well a text is predicted, and may fall where a cache is wrong; the divergence from the uncompressed
 model's predictions may not.
 
-Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows, K resamples.
+Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows.
 """
 
 import dataclasses
@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.utils.intervals import clusters_of, interval
 
 from .reading import cache_bytes, read_through
 
-_RESAMPLES = 4000
-_NORMAL_QUANTILE = 1.959964  # of 0.975
 _POSSIBLE = {"top1": (0, 1)}  # what a mean can be, where not anything from 0 on
 
 
@@ -74,12 +73,18 @@ def score_window(
     )
 
 
-def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
-    """Means over windows and their 95 % intervals (:func:`interval`, paired, over windows) as fields of a row.
+def summary(scores: Sequence[WindowScore], documents: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+    """Means over windows and their 95 % intervals (:func:`lowrank_kv.utils.intervals.interval`, paired) as fields of a row.
 
     The perplexity ratio is exp of the mean difference of losses, window by window. One window has no interval. No interval
     reaches beyond what a mean can be.
+
+    Args:
+        documents: of each text, the document that each of its windows is of: windows of one document are drawn together
+            (:func:`lowrank_kv.utils.intervals.clusters_of`), and the row says of how many documents it is. None where an
+            earlier record does not know: each window is drawn by itself.
     """
+    cluster_N = None if documents is None else clusters_of(documents)
     columns = {
         "perplexity_ratio": torch.tensor([score.loss - score.full_loss for score in scores], dtype=torch.float64),
         "kl": torch.tensor([score.kl for score in scores], dtype=torch.float64),
@@ -95,9 +100,10 @@ def summary(scores: Sequence[WindowScore]) -> dict[str, Any]:
         shown = torch.exp if name == "perplexity_ratio" else torch.Tensor.double
         row[name] = float(shown(value_N.mean()))
         if len(scores) > 1:
-            bounds = (shown(bound).clamp(*_POSSIBLE.get(name, (0, torch.inf))) for bound in interval(value_N))
-            row[f"{name}_low"], row[f"{name}_high"] = map(float, bounds)
-    return row | {"windows": len(scores), "scored": sum(score.scored for score in scores)}
+            found, possible = interval(value_N, cluster_N=cluster_N), _POSSIBLE.get(name, (0, torch.inf))
+            row[f"{name}_low"], row[f"{name}_high"] = (float(shown(bound).clamp(*possible)) for bound in found)
+    row |= {"windows": len(scores), "scored": sum(score.scored for score in scores)}
+    return row if documents is None else row | {"documents": sum(len(set(those)) for those in documents)}
 
 
 def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
@@ -107,56 +113,21 @@ def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
     return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"
 
 
+def extent(row: Mapping[str, Any]) -> str:
+    """How many windows a row is of, and of how many documents."""
+    windows, documents = row["windows"], row["documents"]
+    return f"{windows} window{'s' * (windows > 1)} of {documents} document{'s' * (documents > 1)}"
+
+
 def held_share(scores: Sequence[WindowScore]) -> float:
     """Bytes held over those of uncompressed caches, all windows together."""
     return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
 
 
-def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The bounds of a 95 % interval of the mean; paired where the values are differences of pairs.
-
-    A bootstrap of few values is too narrow: of five it covers the mean in 84 of 100 cases instead of 95. The distances of
-    its quantiles from the mean are therefore enlarged, so that of normal values the interval is Student's (after the
-    expanded percentile interval of Hesterberg, arXiv 1411.5279).
-
-    Args:
-        value_N: at least two, or of at least two clusters.
-        cluster_N: int64, values of one cluster are drawn together; by default each is one of its own.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    count_N = torch.ones_like(value_N)
-    if cluster_N is not None:
-        cluster_N = torch.unique(cluster_N, return_inverse=True)[1]
-        sums = torch.zeros(int(cluster_N.max()) + 1, dtype=value_N.dtype)
-        value_N, count_N = (sums.index_add(0, cluster_N, each) for each in (value_N, count_N))
-    drawn_KN = torch.randint(len(value_N), (_RESAMPLES, len(value_N)), generator=generator)
-    mean_K = value_N[drawn_KN].sum(dim=1) / count_N[drawn_KN].sum(dim=1)
-    low, high = torch.quantile(mean_K, torch.tensor([0.025, 0.975], dtype=value_N.dtype))
-    clusters, mean = len(value_N), value_N.sum() / count_N.sum()
-    wider = student_quantile(clusters - 1) / _NORMAL_QUANTILE * math.sqrt(clusters / (clusters - 1))
-    return mean + (low - mean) * wider, mean + (high - mean) * wider
-
-
-def student_quantile(freedom: int) -> float:
-    """The 0.975 quantile of Student's t, exact for one and two degrees of freedom, else within 0.003."""
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025))
-    z = _NORMAL_QUANTILE  # Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
-
-
 def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record, with intervals by :func:`interval` where it holds the windows that they rest on, whatever they
+    """The rows of a record, with intervals by :func:`summary` where it holds the windows that they rest on, whatever they
     were when it was written."""
+    documents = {label: [each["of"]] for label, each in (record.get("summary") or {}).get("documents", {}).items()}
     windows = {
         (each["method"], each["dataset"]): [WindowScore(**score) for score in each["windows"]]
         for each in (record.get("summary") or {}).get("windows", [])
@@ -164,7 +135,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for row in record["rows"]:
         scores = windows.get((row.get("method"), row.get("dataset")))
-        bounds = {} if scores is None else summary(scores)
+        bounds = {} if scores is None else summary(scores, documents.get(row["dataset"]))
         rows.append(row | {key: value for key, value in bounds.items() if key.endswith(("_low", "_high"))})
     return rows
 

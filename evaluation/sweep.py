@@ -35,7 +35,7 @@ from .compare import new_comparison, row_of
 from .measure import Reading, measured
 from .measurement import cells_in, setting_of
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
-from .texts import TextConfig, check_texts, read_texts
+from .texts import TextConfig, check_texts, documents_told, read_texts
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
@@ -153,15 +153,18 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     check_length(model, config.block_length, "block_length")
     with _moved(model, device):
         bases = _calibrate_once(config, source, needs, model, tokenizer, output)
+    ids = {label: each.ids_NT for label, each in texts.items()}
     settings = to_dict(config) | {"model": name, "recipe": recipe}
-    record = new_comparison(settings, [path_input("bases", bases)], model, texts, device)
-    record |= {"summary": {"measured_by": {}}}
+    record = new_comparison(settings, [path_input("bases", bases)], model, ids, device)
+    record |= {"summary": {"measured_by": {}, "documents": documents_told(texts)}}
     cells, reading = cells_in(output), Reading(prefix=config.prefix, step=MAX_DECODE_QUERIES)
     setting = setting_of(record, config.dtype) | reading._asdict()
 
     def measure(name: str, method: Method) -> None:
-        *_, found = measured(model, [method], texts, cells, reading, setting=setting, record=record)
-        record["rows"] += [row_of(label, text, [cell.score for cell in each]) for (text, label), each in found.items()]
+        *_, found = measured(model, [method], ids, cells, reading, setting=setting, record=record)
+        record["rows"] += [
+            row_of(label, text, {text: [cell.score for cell in each]}, texts) for (text, label), each in found.items()
+        ]
         record["summary"]["measured_by"][name] = measured_by(cell for each in found.values() for cell in each)
 
     with _moved(model, device):

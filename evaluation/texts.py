@@ -3,6 +3,8 @@
 Shapes: N windows, T tokens of a window, X tokens of a text.
 """
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import STREAMING_HELP, Documents, blocks, hold_out, load_documents
+from lowrank_kv.utils.text_data import STREAMING_HELP, Blocks, Documents, document_blocks, hold_out, load_documents
 
 
 @configuration
@@ -34,6 +36,35 @@ class TextConfig:
         require(0 <= self.heldout_share <= 1, "heldout_share", self.heldout_share, "between 0 and 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows of one text; no token is in two of them.
+
+    Attributes:
+        ids_NT: token ids, int64.
+        documents: the one that most of each window's tokens are of, counted in the order of reading.
+        touched: how many documents each window holds tokens of; more than one where it runs over a document's end.
+    """
+
+    ids_NT: Tensor
+    documents: Sequence[int]
+    touched: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids_NT)
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks) -> "Windows":
+        counts = [document_T.unique(return_counts=True) for document_T in blocks.document_NT]
+        documents = [int(found[count.argmax()]) for found, count in counts]
+        return cls(blocks.ids_NT, documents, [len(found) for found, _ in counts])
+
+
+def documents_told(texts: Mapping[str, Windows]) -> dict[str, dict[str, list[int]]]:
+    """What a record says of each text's documents, window by window."""
+    return {label: {"of": list(each.documents), "touched": list(each.touched)} for label, each in texts.items()}
+
+
 def check_texts(texts: list[TextConfig]) -> None:
     """Raise :class:`UserError` unless there are texts, each under a label of its own."""
     require(bool(texts), "texts", texts, "at least one text")
@@ -43,11 +74,12 @@ def check_texts(texts: list[TextConfig]) -> None:
 
 def read_texts(
     texts: list[TextConfig], tokenizer: PreTrainedTokenizerBase, length: int, count: int, *, read: int | None = None
-) -> dict[str, Tensor]:
-    """Label of each text that is there → `count` windows of `length` tokens, (N, T) int64.
+) -> dict[str, Windows]:
+    """Label of each text that is there → `count` windows of `length` tokens.
 
     Args:
-        read: the windows are spread evenly over this many of a text's first tokens; None spreads them over its documents.
+        read: the windows are spread evenly over this many of a text's first tokens, which may be of one document; None
+            spreads them over all of its documents.
 
     Raises:
         UserError: no text is there, or one is too short.
@@ -55,9 +87,15 @@ def read_texts(
     there = [text for text in texts if _is_there(text)]
     if not there:
         raise UserError(f"none of the texts is there: {', '.join(text.name for text in texts)}")
-    if read is None:
-        return {text.label: blocks(_documents(text), tokenizer, length, count) for text in there}
-    return {text.label: windows_of(blocks(_documents(text), tokenizer, read, 1)[0], length, count) for text in there}
+    found = {}
+    for text in there:
+        if read is None:
+            windows = document_blocks(_documents(text), tokenizer, length, count)
+        else:
+            first = document_blocks(_documents(text), tokenizer, read, 1)
+            windows = Blocks(*(windows_of(each_1X[0], length, count) for each_1X in first))
+        found[text.label] = Windows.of_blocks(windows)
+    return found
 
 
 def windows_of(ids_X: Tensor, length: int, count: int) -> Tensor:

@@ -87,7 +87,7 @@ def _heldout_batches(
     name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
 ) -> list[Batch]:
     try:
-        ids_NT, starts_NT = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+        ids_NT, starts_NT, _ = document_blocks(rows, tokenizer, dataset.sequence_length, count)
     except UserError as error:
         raise UserError(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"

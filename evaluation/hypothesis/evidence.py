@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..scores import WindowScore, interval, student_quantile
+from lowrank_kv.utils.intervals import clusters_of, interval, squared_error, student_quantile
+
+from ..scores import WindowScore
 from .ranks import KEYS, VALUES
 from .settings import Setting
 
@@ -29,19 +31,28 @@ class Estimate:
         return f"{_percent(self.value)} ({_percent(self.low)} to {_percent(self.high)})"
 
     @classmethod
-    def of_differences(cls, difference_N: Tensor) -> "Estimate":
-        """exp of the mean of differences of losses, less one; a single one has no bounds."""
-        low, high = interval(difference_N) if len(difference_N) > 1 else (-math.inf, math.inf)
+    def of_differences(cls, difference_N: Tensor, cluster_N: Tensor) -> "Estimate":
+        """exp of the mean of differences of losses, less one; a single one has no bounds.
+
+        Args:
+            cluster_N: int64, differences of one cluster are drawn together.
+        """
+        several = len(difference_N) > 1
+        low, high = interval(difference_N, cluster_N=cluster_N) if several else (-math.inf, math.inf)
         return cls(*(math.expm1(float(each)) for each in (difference_N.mean(), low, high)))
 
     @classmethod
-    def of_groups(cls, one_N: Tensor, other_M: Tensor) -> "Estimate":
-        """exp of the difference of two means, less one (Welch's interval, at the fewest degrees of freedom)."""
-        difference, fewest = float(one_N.mean() - other_M.mean()), min(len(one_N), len(other_M))
-        width = math.inf
+    def of_groups(cls, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> "Estimate":
+        """exp of the difference of two means, less one (Welch's interval, at the fewest degrees of freedom).
+
+        Args:
+            one, other: values and their clusters.
+        """
+        difference = float(one[0].mean() - other[0].mean())
+        (one_error, one_clusters), (other_error, other_clusters) = squared_error(*one), squared_error(*other)
+        fewest, width = min(one_clusters, other_clusters), math.inf
         if fewest > 1:
-            error = math.sqrt(sum(float(each.var()) / len(each) for each in (one_N, other_M)))
-            width = student_quantile(fewest - 1) * error
+            width = student_quantile(fewest - 1) * math.sqrt(one_error + other_error)
         return cls(*(math.expm1(each) for each in (difference, difference - width, difference + width)))
 
 
@@ -52,11 +63,13 @@ class Measured:
     Attributes:
         shares: ``keys``, ``values`` → mean r / d; 1 where they are not compressed.
         scores: text → each window's.
+        documents: text → the document that each window is of.
     """
 
     setting: Setting
     shares: dict[str, float]
     scores: dict[str, list[WindowScore]]
+    documents: dict[str, Sequence[int]]
 
     @property
     def byte_rate(self) -> float:
@@ -70,13 +83,18 @@ class Measured:
         scores = [score for each in chosen.values() for score in each]
         return torch.tensor([score.loss - score.full_loss for score in scores], dtype=torch.float64)
 
+    def clusters(self, texts: Iterable[str] | None = None) -> Tensor:
+        """Which of these losses are drawn together, (N,) int64."""
+        chosen = self.scores if texts is None else texts
+        return clusters_of([self.documents[text][: len(self.scores[text])] for text in chosen])
+
     def increase(self, texts: Iterable[str] | None = None) -> Estimate:
         """Of perplexity, over the uncompressed model's."""
-        return Estimate.of_differences(self.losses(texts))
+        return Estimate.of_differences(self.losses(texts), self.clusters(texts))
 
     def against(self, other: "Measured") -> Estimate:
         """Of perplexity, over the other setting's on the same windows."""
-        return Estimate.of_differences(self.losses() - other.losses())
+        return Estimate.of_differences(self.losses() - other.losses(), self.clusters())
 
     def is_at_most(self, share: float) -> bool:
         """Whether both keys and values are compressed to a mean r / d of at most `share`."""

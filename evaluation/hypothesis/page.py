@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..scores import extent
 from .suite import ALL_TEXTS
 
 
@@ -19,7 +20,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     last = rows[-1]["dataset"]  # all texts, or the only one
     lines += [
         "",
-        f"## Perplexity ratio, {last if last == ALL_TEXTS else f'`{last}`'}",
+        f"## Perplexity ratio, {last if last == ALL_TEXTS else f'`{last}`'} ({extent(rows[-1])})",
         "",
         "| setting | keys r / d | values r / d | bytes | perplexity ratio | KL, nats |",
         "|---|--:|--:|--:|--:|--:|",

@@ -17,7 +17,7 @@ from ..compare import new_comparison, row_of
 from ..measure import Reading, measured
 from ..measurement import calibrated, cells_in, setting_of
 from ..output import MakeRecord
-from ..texts import read_texts
+from ..texts import Windows, documents_told, read_texts
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
 from .ranks import KEYS, SIDES, Spectra, captured, threshold_ranks
@@ -42,15 +42,16 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
     calibration, inputs = calibrated(model, tokenizer, config, read=False)
     spectra, settings = Spectra.of(calibration), settings_of(config)
-    record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, texts, model.device)
+    ids = {label: each.ids_NT for label, each in texts.items()}
+    record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)
+    told = {"documents": documents_told(texts)}
     cells, common = cells_in(output), setting_of(record, config.dtype)
 
     alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
     alone_found: Found = {}
     if alone:
         short = {
-            label: each_NT[: config.sensitivity_windows, : config.sensitivity_length]
-            for label, each_NT in texts.items()
+            label: each_NT[: config.sensitivity_windows, : config.sensitivity_length] for label, each_NT in ids.items()
         }
         reading = Reading(prefix=0, step=config.step)
         *_, alone_found = measured(
@@ -66,23 +67,29 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         reading = Reading(prefix=config.prefix, step=step)
         methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
         now: Found = {}
-        for now in measured(model, methods, texts, cells, reading, setting=common | reading._asdict(), record=record):
+        for now in measured(model, methods, ids, cells, reading, setting=common | reading._asdict(), record=record):
             so_far = {**before, **now}
-            yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far)}
+            yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far, texts), "summary": told}
         before = {**before, **now}
     found = before
 
     evidence = Evidence(
         head_dim=head_dim,
         settings=[
-            Measured(setting=each, shares=shares[each.label], scores=_scores(found, each.label)) for each in settings
+            Measured(
+                setting=each,
+                shares=shares[each.label],
+                scores=_scores(found, each.label),
+                documents={label: text.documents for label, text in texts.items()},
+            )
+            for each in settings
         ],
         heads=_heads(config, spectra, kl),
         layer_kl={(layer, side): value for (layer, head, side), value in kl.items() if head is None},
     )
     judged = {name: dataclasses.asdict(each) for name, each in verdicts(config, evidence).items()}
-    rows = _rows(settings, shares, found) + _head_rows(evidence) + _layer_rows(evidence)
-    yield lambda: record | {"rows": rows, "summary": {"verdicts": judged}}
+    rows = _rows(settings, shares, found, texts) + _head_rows(evidence) + _layer_rows(evidence)
+    yield lambda: record | {"rows": rows, "summary": told | {"verdicts": judged}}
 
 
 def _scores(found: Found, label: str) -> dict[str, list]:
@@ -94,19 +101,21 @@ def _mean_kl(found: Found, label: str) -> float:
     return sum(score.kl * score.scored for score in scores) / sum(score.scored for score in scores)
 
 
-def _rows(settings: list[Setting], shares: dict[str, dict[str, float]], found: Found) -> list[dict[str, Any]]:
+def _rows(
+    settings: list[Setting], shares: dict[str, dict[str, float]], found: Found, texts: Mapping[str, Windows]
+) -> list[dict[str, Any]]:
     """Perplexities: of every setting on every text, and on all texts together."""
     rows = []
     for setting in settings:
         scores = _scores(found, setting.label)
-        together = {ALL_TEXTS: [score for each in scores.values() for score in each]} if len(scores) > 1 else {}
-        for text, each in (scores | together).items():
+        together = {ALL_TEXTS: scores} if len(scores) > 1 else {}
+        for text, each in ({label: {label: of_text} for label, of_text in scores.items()} | together).items():
             about = {
                 "what": "perplexity",
                 **setting.fields,
                 **{f"{side[:-1]}_share": shares[setting.label][side] for side in SIDES},
             }
-            rows.append(about | row_of(setting.label, text, each))
+            rows.append(about | row_of(setting.label, text, each, texts))
     return rows
 
 

@@ -332,7 +332,8 @@ def _drift(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     found, told = [], []
     for each in evidence.find(group=RANK):
         near, far = each.increase(config.familiar), each.increase(foreign)
-        found.append(Estimate.of_groups(each.losses(foreign), each.losses(config.familiar)))
+        those = [(each.losses(texts), each.clusters(texts)) for texts in (foreign, config.familiar)]
+        found.append(Estimate.of_groups(*those))
         told.append(f"{each.setting.level:g} d: familiar {near.words}, foreign {far.words}")
     return Verdict(
         claim=claim,

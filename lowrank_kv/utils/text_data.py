@@ -1,6 +1,6 @@
 """Text for calibration, training and evaluation: documents in, blocks of tokens out.
 
-Shapes: T tokens of a block.
+Shapes: N blocks, T tokens of a block, X tokens of a text.
 """
 
 import bisect
@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -194,15 +194,27 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
+class Blocks(NamedTuple):
+    """Blocks of a text.
+
+    Attributes:
+        ids_NT: token ids, int64.
+        starts_NT: where documents start, bool.
+        document_NT: which document each token is of, int64, counted in the order of reading.
+    """
+
+    ids_NT: Tensor
+    starts_NT: Tensor
+    document_NT: Tensor
+
+
 def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
     """Only the token ids of :func:`document_blocks`."""
-    return document_blocks(rows, tokenizer, length, count)[0]
+    return document_blocks(rows, tokenizer, length, count).ids_NT
 
 
-def document_blocks(
-    rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int
-) -> tuple[Tensor, Tensor]:
-    """`count` blocks (or as many as there are), (count, T) int64, and where in them documents start, (count, T) bool.
+def document_blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Blocks:
+    """`count` blocks, or as many as there are; no token is in two of them.
 
     They lie at even distances through all documents, so that a few blocks represent all of the text, whatever the order of
     its documents; of documents that are streamed they are the first. Of long texts only the documents around the blocks are
@@ -214,7 +226,7 @@ def document_blocks(
         ends = list(itertools.accumulate(len(text) for batch in rows.iter(1000) for text in batch["text"]))
         if ends and ends[-1] > max(_TOKENIZED_WHOLE, _TIMES_NEEDED * count * length):
             sampled = _sampled_blocks(rows, tokenizer, length, count, ends)
-            if len(sampled[0]) == count:  # else it is of a few long documents, which have more blocks than one each
+            if len(sampled.ids_NT) == count:  # else it is of a few long documents, which have more blocks than one each
                 return sampled
     limit = count * length if isinstance(rows, IterableDataset) else None
     ids: list[int] = []
@@ -228,16 +240,13 @@ def document_blocks(
     usable = len(ids) // length
     if not usable:
         raise UserError(f"the text has {len(ids)} tokens, too few for one block of {length}; use a shorter block")
-    # One place more, for a last document without a token.
-    is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
-    is_start[starts] = True
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
-    return tuple(of[: usable * length].view(usable, length)[picked] for of in (torch.tensor(ids), is_start))
+    return Blocks(*(of[picked] for of in _cut(ids, starts, length)))
 
 
 def _sampled_blocks(
     rows: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, length: int, count: int, ends: list[int]
-) -> tuple[Tensor, Tensor]:
+) -> Blocks:
     """The same of a long text, whose documents end at the characters `ends`: from even distances through it, each block is
     the next one that has not been read."""
     ids: list[int] = []
@@ -251,10 +260,16 @@ def _sampled_blocks(
             ids += tokens_of(rows[document]["text"], tokenizer)
             document += 1
         following, ids = document, ids[:wanted]
+    return _cut(ids, starts, length)
+
+
+def _cut(ids: list[int], starts: list[int], length: int) -> Blocks:
+    """All full blocks of a text, whose documents start at `starts`."""
     usable = len(ids) // length
-    is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
-    is_start[[start for start in starts if start < len(ids)]] = True
-    return tuple(of[: usable * length].view(usable, length) for of in (torch.tensor(ids), is_start))
+    is_start_X = torch.zeros(len(ids), dtype=torch.bool)
+    is_start_X[[start for start in starts if start < len(ids)]] = True  # a last document may have no token
+    document_X = is_start_X.long().cumsum(0) - 1
+    return Blocks(*(of[: usable * length].view(usable, length) for of in (torch.tensor(ids), is_start_X, document_X)))
 
 
 def labelled_block(argument: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, Tensor]:

@@ -167,6 +167,7 @@ def invented(config, increases, *, heads=None):
             setting=each,
             shares=shares(each),
             scores={text: [score(each, n) for n in range(10)] for text in ("same", "other")},
+            documents={text: [0] * 10 for text in ("same", "other")},
         )
         for each in settings_of(config)
     ]
@@ -276,6 +277,6 @@ def test_noise_decides_nothing(values, windows):
 
 
 def test_one_window_has_no_bounds():
-    one = Estimate.of_differences(torch.tensor([0.0099], dtype=torch.float64))
+    one = Estimate.of_differences(torch.tensor([0.0099], dtype=torch.float64), torch.tensor([0]))
     assert (one.low, one.high) == (-1, float("inf"))
     assert one.words == "+1.0 % (−100.0 % to any)"

@@ -8,7 +8,7 @@ from methods import calibration_of, tiny_model
 
 from evaluation.peers.rotated import rotated_maker
 from evaluation.reading import full_cache, read_through, read_uncompressed
-from evaluation.scores import WindowScore, interval, rows_of, score_window, student_quantile, summary
+from evaluation.scores import WindowScore, rows_of, score_window, summary
 from evaluation.texts import windows_of
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
@@ -104,21 +104,6 @@ def test_an_interval_stays_within_what_is_possible():
     assert row["perplexity_ratio_low"] > 0
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 10])
-def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says(count):
-    generator, hits = torch.Generator().manual_seed(0), 0
-    for number in range(300):
-        low, high = interval(torch.randn(count, dtype=torch.float64, generator=generator), seed=number)
-        hits += bool(low <= 0 <= high)
-    assert 0.91 < hits / 300 < 0.99  # 0.95, give or take three standard errors
-
-
-def test_quantiles_of_students_distribution():
-    tabled = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042}
-    for freedom, quantile in tabled.items():
-        assert student_quantile(freedom) == pytest.approx(quantile, abs=0.004)
-
-
 def test_rows_of_a_record_have_the_intervals_of_its_windows():
     scores = [
         WindowScore(loss=2 + 0.1 * i, full_loss=2, kl=0.1 * i, top1=0.9, scored=9, cache_bytes=1, full_bytes=4)
@@ -131,17 +116,3 @@ def test_rows_of_a_record_have_the_intervals_of_its_windows():
     found, other = rows_of(record)
     assert found == {"method": "m", "dataset": "t", **summary(scores)}
     assert other == record["rows"][1]
-
-
-def test_an_interval_of_clusters_draws_them_together():
-    values = torch.tensor([0.0, 0, 0, 1, 1, 1], dtype=torch.float64)
-    clusters = torch.tensor([5, 5, 5, 9, 9, 9])
-    half = student_quantile(1) / 1.959964 * 2**0.5 / 2  # of two values one apart, each may be drawn twice
-    assert [float(each) for each in interval(values, cluster_N=clusters)] == pytest.approx([0.5 - half, 0.5 + half])
-    apart = interval(values)
-    assert 0 < apart[0] < apart[1] < 1
-    assert interval(values, cluster_N=torch.arange(6)) == apart
-    # Of two clusters a mean is that of the items drawn, not of the clusters' means.
-    low, high = interval(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), cluster_N=torch.tensor([0, 1, 1, 1]))
-    wider = 2 * half  # so much further from the mean, 0.75
-    assert (float(low), float(high)) == pytest.approx((0.75 - 0.75 * wider, 0.75 + 0.25 * wider))

@@ -129,7 +129,7 @@ def test_a_document_in_a_packed_block_is_a_document_alone(name, backend):
 
 def test_held_out_blocks_keep_documents_apart_as_training_does(texts):
     tokenizer = byte_tokenizer()
-    ids_NT, starts_NT = document_blocks(load(texts / "a.jsonl"), tokenizer, LENGTH, 8)
+    ids_NT, starts_NT, _ = document_blocks(load(texts / "a.jsonl"), tokenizer, LENGTH, 8)
     batch = Batch.from_ids(ids_NT, starts_NT)
     for ids, positions in zip(ids_NT, batch.position_BT, strict=True):
         starts = [0] + [t + 1 for t in range(LENGTH - 1) if ids[t] == tokenizer.eos_token_id]
@@ -174,7 +174,7 @@ def test_what_is_measured_and_what_is_calibrated_on_share_no_document(texts, str
     kept, held = ({row["text"].split()[0] for row in side} for side in hold_out(load(texts / "a.jsonl"), 0.3))
     options = {"heldout_share": 0.3, "streaming": streaming}
     calibrated = CalibrationText(name=[path], tokens=100_000, length=16, **options).blocks(tokenizer)
-    measured = read_texts([TextConfig(label="text", name=path, **options)], tokenizer, 16, 100_000)["text"]
+    measured = read_texts([TextConfig(label="text", name=path, **options)], tokenizer, 16, 100_000)["text"].ids_NT
     for blocks_NT, inside, outside in ((calibrated, kept, held), (measured, held, kept)):
         seen = tokenizer.decode(blocks_NT.flatten().tolist())
         assert sum(word in seen for word in inside) >= len(inside) - 1, "all but what the last block's end cuts off"
@@ -240,7 +240,7 @@ def test_of_a_long_text_only_what_is_needed_is_tokenized(texts, count, monkeypat
     monkeypatch.setattr(text_data, "_TOKENIZED_WHOLE", 100)
     monkeypatch.setattr(text_data, "_TIMES_NEEDED", 0)
     monkeypatch.setattr(text_data, "tokens_of", lambda text, _: read.append(text) or tokens_of(text, tokenizer))
-    ids_NT, starts_NT = document_blocks(rows, tokenizer, 16, count)
+    ids_NT, starts_NT, _ = document_blocks(rows, tokenizer, 16, count)
     assert ids_NT.shape == starts_NT.shape == (count, 16)
     assert bool(starts_NT[:, 0].all()), "each block begins a document"
     assert len(read) == len(set(read)) < len(rows)
@@ -257,7 +257,7 @@ def test_a_long_text_of_few_documents_gives_as_many_blocks_as_there_are(tmp_path
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": word * 30}) + "\n" for word in "ab"))
     monkeypatch.setattr(text_data, "_TOKENIZED_WHOLE", 10)
     monkeypatch.setattr(text_data, "_TIMES_NEEDED", 0)
-    ids_NT, _ = document_blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 16, 3)
+    ids_NT = blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 16, 3)
     assert ids_NT.shape == (3, 16), "documents that are longer than a block give several"
     with pytest.raises(UserError, match="too few for one block of 100"):
         document_blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 100, 1)

@@ -1,0 +1,95 @@
+"""Windows to measure on: spread over all documents of a text, none read twice, each with the document that it is of."""
+
+import json
+
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+
+from evaluation.compare import CompareConfig, compare, markdown
+from evaluation.scores import rows_of
+from evaluation.texts import TextConfig, documents_told, read_texts
+from lowrank_kv.utils.config import build
+from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, interval
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write documents, each so many times its own letter; returns the file."""
+
+    def call(*lengths):
+        path = tmp_path / "text.jsonl"
+        texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return path
+
+    return call
+
+
+def windows_of_file(path, length, count, **options):
+    texts = read_texts([TextConfig(label="t", name=str(path))], byte_tokenizer(), length, count, **options)
+    return texts["t"], documents_told(texts)["t"]
+
+
+def test_windows_are_spread_over_all_documents_and_say_which_they_are_of(written):
+    path = written(*[99] * 5)  # and an end each
+    windows, told = windows_of_file(path, 50, 5)
+    assert told == {"of": [0, 1, 2, 3, 4], "touched": [1] * 5}
+    again, _ = windows_of_file(path, 50, 5)
+    assert torch.equal(windows.ids_NT, again.ids_NT)
+    every, told = windows_of_file(path, 50, 1000)
+    assert len(every) == 10, "as many as there are, none twice"
+    assert told["of"] == [number // 2 for number in range(10)]
+    assert len({tuple(ids.tolist()) for ids in every.ids_NT}) == 10
+
+
+def test_windows_of_a_texts_first_tokens_may_be_of_one_document_and_say_so(written):
+    _, told = windows_of_file(written(199, 199, 199), 20, 4, read=200)
+    assert told == {"of": [0] * 4, "touched": [1] * 4}
+    _, told = windows_of_file(written(199, 199, 199), 20, 4)
+    assert told == {"of": [0, 1, 1, 2], "touched": [1] * 4}
+
+
+def test_a_window_over_the_end_of_a_document_is_of_the_one_that_most_of_it_is_of_and_says_so(written):
+    _, told = windows_of_file(written(29, 9, 80), 40, 3)
+    assert told == {"of": [0, 2, 2], "touched": [2, 1, 1]}
+
+
+@pytest.fixture
+def values(tiny_dir, written):
+    return {
+        "model": str(tiny_dir),
+        "dtype": "float32",
+        "texts": [{"label": "t", "name": str(written(*[89] * LEAST_DOCUMENTS))}],
+        "methods": [{"peer": "rotated-int2"}],
+        "prefix": 16,
+        "length": 30,
+        "windows": 1000,
+    }
+
+
+def last(values, output):
+    output.mkdir(exist_ok=True)
+    *_, make_record = compare(build(CompareConfig, values), output)
+    return make_record()
+
+
+def test_an_interval_draws_windows_of_one_document_together(values, tmp_path):
+    record = last(values, tmp_path / "out")
+    told, row = record["summary"]["documents"]["t"], record["rows"][-1]
+    assert row["documents"] == LEAST_DOCUMENTS == len(set(told["of"])) < row["windows"] == len(told["of"])
+    kl_N = torch.tensor([each["kl"] for each in record["summary"]["windows"][-1]["windows"]], dtype=torch.float64)
+    together, apart = interval(kl_N, cluster_N=torch.tensor(told["of"])), interval(kl_N)
+    assert (row["kl_low"], row["kl_high"]) == (max(0, float(together[0])), float(together[1]))
+    assert row["kl_high"] != pytest.approx(float(apart[1]), rel=1e-3)
+    assert rows_of(record) == record["rows"], "as the documents' tables resample it"
+    assert f"## t ({row['windows']} windows of {LEAST_DOCUMENTS} documents" in markdown(record)
+
+
+def test_other_windows_of_a_text_are_other_cells(values, tmp_path):
+    first = last(values | {"read": 89, "windows": 2}, tmp_path / "out")
+    spread = last(values | {"windows": 2}, tmp_path / "out")
+    assert first["summary"]["documents"]["t"]["of"] == [0, 0]
+    assert spread["summary"]["documents"]["t"]["of"] == [0, LEAST_DOCUMENTS - 1]
+    cells = {each["run_id"]: each["cells"] for each in spread["summary"]["measured_by"]}
+    assert cells == {first["run_id"]: 2, spread["run_id"]: 2}, "both begin with the same window"

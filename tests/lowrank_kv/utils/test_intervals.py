@@ -1,0 +1,57 @@
+"""Intervals of means hold the mean as often as they say, of values and of clusters of values."""
+
+import pytest
+import torch
+
+from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, clusters_of, interval, squared_error, student_quantile
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_an_interval_of_few_values_holds_the_mean_as_often_as_it_says(count):
+    generator, hits = torch.Generator().manual_seed(0), 0
+    for number in range(300):
+        low, high = interval(torch.randn(count, dtype=torch.float64, generator=generator), seed=number)
+        hits += bool(low <= 0 <= high)
+    assert 0.91 < hits / 300 < 0.99  # 0.95, give or take three standard errors
+
+
+def test_quantiles_of_students_distribution():
+    tabled = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042}
+    for freedom, quantile in tabled.items():
+        assert student_quantile(freedom) == pytest.approx(quantile, abs=0.004)
+
+
+def test_an_interval_of_clusters_draws_them_together():
+    values = torch.tensor([0.0, 0, 0, 1, 1, 1], dtype=torch.float64)
+    clusters = torch.tensor([5, 5, 5, 9, 9, 9])
+    half = student_quantile(1) / 1.959964 * 2**0.5 / 2  # of two values one apart, each may be drawn twice
+    assert [float(each) for each in interval(values, cluster_N=clusters)] == pytest.approx([0.5 - half, 0.5 + half])
+    apart = interval(values)
+    assert 0 < apart[0] < apart[1] < 1
+    assert interval(values, cluster_N=torch.arange(6)) == apart
+    # Of two clusters a mean is that of the items drawn, not of the clusters' means.
+    low, high = interval(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), cluster_N=torch.tensor([0, 1, 1, 1]))
+    wider = 2 * half  # so much further from the mean, 0.75
+    assert (float(low), float(high)) == pytest.approx((0.75 - 0.75 * wider, 0.75 + 0.25 * wider))
+
+
+def test_values_of_one_document_are_one_cluster_where_there_are_enough_documents():
+    many = [number // 2 for number in range(2 * LEAST_DOCUMENTS)]
+    assert clusters_of([many]).tolist() == many
+    assert clusters_of([many[2:]]).tolist() == list(range(len(many) - 2)), "of too few documents"
+    assert clusters_of([]).tolist() == []
+
+
+def test_documents_of_two_texts_are_never_one_cluster():
+    many = [number // 2 for number in range(2 * LEAST_DOCUMENTS)]
+    mixed = clusters_of([many, [0, 0, 0], many]).tolist()
+    assert mixed == [*many, *(LEAST_DOCUMENTS + n for n in range(3)), *(LEAST_DOCUMENTS + 3 + n for n in many)]
+
+
+def test_the_error_of_a_mean_is_that_of_the_means_of_its_clusters():
+    value_N = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    error, count = squared_error(value_N, torch.arange(30))
+    assert (error, count) == (pytest.approx(float(value_N.var()) / 30), 30)
+    error, count = squared_error(value_N, torch.arange(30) // 3)
+    assert (error, count) == (pytest.approx(float(value_N.view(10, 3).mean(1).var()) / 10), 10)
+    assert squared_error(value_N, torch.zeros(30)) == (float("inf"), 1)
