@@ -26,10 +26,10 @@ def by_hand(settings, recipe, checkpoint) -> dict:
     """The row of a checkpoint, read window by window."""
     model, tokenizer = load_model(recipe["model"]), load_tokenizer(recipe["model"])
     texts = [TextConfig(**each) for each in settings["texts"]]
-    [(label, windows_NT)] = read_texts(texts, tokenizer, settings["block_length"], settings["blocks"]).items()
+    [(label, windows)] = read_texts(texts, tokenizer, settings["block_length"], settings["blocks"]).items()
     maker = dynakv.DynaKVCache.maker(dynakv.attach(model, checkpoint))
     dynakv.detach(model)
-    return row_of("dynakv", label, score_windows(model, windows_NT, maker, prefix=0))
+    return row_of("dynakv", label, {label: score_windows(model, windows.ids_NT, maker, prefix=0)}, {label: windows})
 
 
 def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake, four_steps, text_file, tmp_path):
