@@ -61,6 +61,9 @@ def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
         try:
             _make_readable(partial, 0o777)
             yield partial
+            for path in partial.rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    _make_readable(path, 0o666)
             _write_through(partial)
             if not target.exists():
                 os.replace(partial, target)
@@ -169,7 +172,7 @@ def _write_through_names(directory: Path) -> None:
 
 
 def _make_readable(path: Path, mode: int) -> None:
-    # tempfile makes what it creates private; a checkpoint is as readable as any other file of the user.
+    # tempfile and safetensors make what they create private; a checkpoint is as readable as any other file of the user.
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(mode & ~umask)

@@ -106,6 +106,14 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert parent == tmp_path
 
 
+@pytest.mark.parametrize("write", [compressor, full, calibration])
+def test_what_is_written_is_as_readable_as_other_files_of_the_user(write, tmp_path):
+    (tmp_path / "other").touch()
+    write(tmp_path / "it", 0)
+    modes = {path.name: oct(path.stat().st_mode) for path in (tmp_path / "it").iterdir()}
+    assert modes == dict.fromkeys(modes, oct((tmp_path / "other").stat().st_mode))
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
