@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..item import GenerationItem, prompt_pieces
-from ..jsonl import field, read_rows
+from ..jsonl import read_rows
 from .datasets import DATASETS
 from .metrics import LongBenchMetric
 
@@ -37,22 +37,19 @@ def longbench_items(
     dataset = DATASETS[name]
     before, _, after = dataset.prompt.partition("{context}")
     new_tokens, items = max_new_tokens or dataset.max_new_tokens, []
-    for number, row in enumerate(read_rows(path)[:count], 1):
-        at = {"path": path, "number": number}
+    for row in read_rows(path)[:count]:
         # Texts are put in one after another: a context may hold braces of its own.
-        question = after.replace("{input}", field(row, "input", **at))
-        context, question = prompt_pieces(
-            tokenizer, before + field(row, "context", **at), question, chat=chat and dataset.chat
-        )
+        question = after.replace("{input}", row.get("input"))
+        context, question = prompt_pieces(tokenizer, before + row.get("context"), question, chat=chat and dataset.chat)
         context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
             GenerationItem(
-                cluster=number,
+                cluster=row.number,
                 context=context,
                 question=question,
-                references=tuple(field(row, "answers", **at)),
+                references=tuple(row.get("answers")),
                 max_new_tokens=new_tokens,
-                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.get("all_classes") or ())),
+                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.values.get("all_classes") or ())),
                 tokenizer=tokenizer,
             )
         )
