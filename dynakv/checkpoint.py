@@ -69,7 +69,7 @@ def _tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
     return {
         f"layers.{index}.{name}": tensor
         for index, layer in layers.items()
-        for name, tensor in layer.state_dict().items()
+        for name, tensor in layer.state_dict(keep_vars=True).items()
     }
 
 
@@ -384,7 +384,11 @@ def _after_loading(model: PreTrainedModel) -> None:
         for index, layer in compressors(model).items()
         if not any(tensor.is_meta for tensor in layer.state_dict().values())  # an offloaded one is not there yet
     }
-    _check_numbers(layers, _tensors_of(layers), str(model.config._name_or_path))
+    state, origin = _tensors_of(layers), str(model.config._name_or_path)
+    # transformers marks what it loads; it warns of what is missing, and leaves that as the memory was.
+    if missing := [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]:
+        raise UserError(f"`{origin}` has no {missing[0]}; the checkpoint is incomplete, so copy it again")
+    _check_numbers(layers, state, origin)
     use_ragged_cache(model)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.errors import UserError
 
 from .item import GenerationItem, prompt_pieces
-from .jsonl import field, read_rows
+from .jsonl import read_rows
 from .matching import BoxedInteger
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -24,17 +24,18 @@ def boxed_items(
         UserError: the file is missing, or an answer is no integer.
     """
     items = []
-    for number, row in enumerate(read_rows(path)[:count], 1):
-        problem = field(row, "problem", "question", path=path, number=number)
-        answer = str(field(row, "answer", path=path, number=number))
+    for row in read_rows(path)[:count]:
+        problem, answer = row.get("problem", "question"), str(row.get("answer"))
         try:
             int(answer)
         except ValueError as error:
-            raise UserError(f"`{path}`: row {number} has the answer {answer!r}, and an integer is needed") from error
+            raise UserError(
+                f"`{path}`: row {row.number} has the answer {answer!r}, and an integer is needed"
+            ) from error
         context, question = prompt_pieces(tokenizer, problem, f"\n\n{INSTRUCTION}\n", chat=chat)
         items.append(
             GenerationItem(
-                cluster=number,
+                cluster=row.number,
                 context=context,
                 question=question,
                 references=(answer,),

@@ -19,7 +19,7 @@ from lowrank_kv.utils.errors import UserError
 
 from .continuation import encode_behind
 from .item import PASS_EFFORT, FreshReader, Item, ItemScore
-from .jsonl import field, read_rows
+from .jsonl import Row, read_rows
 from .reader import Reader
 
 ACCURACY, NORMALIZED = "acc", "acc_norm"
@@ -118,73 +118,64 @@ def _best(values: list[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
+# Of a row: the text before each choice, the choices, and what the answer is called for each.
+ReadRow = Callable[[Row], tuple[list[str], list[str], list[str]]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceTask:
     """How a file's rows become questions.
 
     Attributes:
-        read: row, path, number of the row, and its label where labels have a file of their own → the question.
+        answer: the key of the answer.
         metric: the harness's convention.
     """
 
-    read: Callable[[Mapping[str, Any], str, int, str | None], Choices]
+    read: ReadRow
+    answer: str
     metric: str
 
+    def choices(self, row: Row) -> Choices:
+        """The question of a row."""
+        questions, texts, letters = self.read(row)
+        answer = row.get(self.answer)
+        if str(answer) not in letters:
+            raise UserError(
+                f"`{row.path}`: row {row.number} names the answer {answer!r}, which is none of {', '.join(letters)}"
+            )
+        continuations = [f" {text}" for text in texts]
+        return Choices(questions=questions, continuations=continuations, right=letters.index(str(answer)))
 
-def _lettered(prompt: str) -> Callable[[Mapping[str, Any], str, int, str | None], Choices]:
+
+def _lettered(prompt: str) -> ReadRow:
     """ARC's and OpenBookQA's rows, as published and as the hub has them."""
 
-    def read(row: Mapping[str, Any], path: str, number: int, label: str | None) -> Choices:
-        at = {"path": path, "number": number}
-        question = field(row, "question_stem", "question", **at)
-        choices = question["choices"] if isinstance(question, Mapping) else field(row, "choices", **at)
+    def read(row: Row) -> tuple[list[str], list[str], list[str]]:
+        question = row.get("question_stem", "question")
+        choices = question["choices"] if isinstance(question, Mapping) else row.get("choices")
         stem = question["stem"] if isinstance(question, Mapping) else question
         if isinstance(choices, Mapping):
             letters, texts = choices["label"], choices["text"]
         else:
             letters, texts = ([each[key] for each in choices] for key in ("label", "text"))
-        return Choices(
-            questions=[prompt.format(stem)] * len(texts),
-            continuations=[f" {text}" for text in texts],
-            right=_index(letters, field(row, "answerKey", **at), path, number),
-        )
+        return [prompt.format(stem)] * len(texts), texts, letters
 
     return read
 
 
-def _piqa(row: Mapping[str, Any], path: str, number: int, label: str | None) -> Choices:
-    at = {"path": path, "number": number}
-    return Choices(
-        questions=[f"Question: {field(row, 'goal', **at)}\nAnswer:"] * 2,
-        continuations=[f" {field(row, name, **at)}" for name in ("sol1", "sol2")],
-        right=_index(["0", "1"], label if label is not None else field(row, "label", **at), path, number),
-    )
+def _piqa(row: Row) -> tuple[list[str], list[str], list[str]]:
+    return [f"Question: {row.get('goal')}\nAnswer:"] * 2, [row.get("sol1"), row.get("sol2")], ["0", "1"]
 
 
-def _winogrande(row: Mapping[str, Any], path: str, number: int, label: str | None) -> Choices:
-    at = {"path": path, "number": number}
-    before, _, after = field(row, "sentence", **at).partition("_")
-    return Choices(
-        questions=[before + field(row, name, **at) for name in ("option1", "option2")],
-        continuations=[f" {after.strip()}"] * 2,
-        right=_index(["1", "2"], label if label is not None else field(row, "answer", **at), path, number),
-    )
+def _winogrande(row: Row) -> tuple[list[str], list[str], list[str]]:
+    before, _, after = row.get("sentence").partition("_")
+    return [before + row.get(name) for name in ("option1", "option2")], [after.strip()] * 2, ["1", "2"]
 
 
-def _hellaswag(row: Mapping[str, Any], path: str, number: int, label: str | None) -> Choices:
-    at = {"path": path, "number": number}
-    text = f"{field(row, 'ctx_a', **at)} {field(row, 'ctx_b', **at).capitalize()}"
-    endings = field(row, "endings", **at)
-    return Choices(
-        questions=[_without_marks(f"{field(row, 'activity_label', **at)}: {text}")] * len(endings),
-        continuations=[f" {_without_marks(ending)}" for ending in endings],
-        right=_index(
-            [str(i) for i in range(len(endings))],
-            label if label is not None else field(row, "label", **at),
-            path,
-            number,
-        ),
-    )
+def _hellaswag(row: Row) -> tuple[list[str], list[str], list[str]]:
+    question = _without_marks(f"{row.get('activity_label')}: {row.get('ctx_a')} {row.get('ctx_b').capitalize()}")
+    endings = [_without_marks(ending) for ending in row.get("endings")]
+    return [question] * len(endings), endings, [str(i) for i in range(len(endings))]
 
 
 def _without_marks(text: str) -> str:
@@ -193,19 +184,13 @@ def _without_marks(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _index(letters: list[str], wanted: Any, path: str, number: int) -> int:
-    if str(wanted) not in letters:
-        raise UserError(f"`{path}`: row {number} names the answer {wanted!r}, which is none of {', '.join(letters)}")
-    return letters.index(str(wanted))
-
-
 CHOICE_TASKS: dict[str, ChoiceTask] = {
-    "arc_easy": ChoiceTask(read=_lettered("Question: {}\nAnswer:"), metric=ACCURACY),
-    "arc_challenge": ChoiceTask(read=_lettered("Question: {}\nAnswer:"), metric=NORMALIZED),
-    "openbookqa": ChoiceTask(read=_lettered("{}"), metric=NORMALIZED),
-    "piqa": ChoiceTask(read=_piqa, metric=ACCURACY),
-    "winogrande": ChoiceTask(read=_winogrande, metric=ACCURACY),
-    "hellaswag": ChoiceTask(read=_hellaswag, metric=NORMALIZED),
+    "arc_easy": ChoiceTask(read=_lettered("Question: {}\nAnswer:"), answer="answerKey", metric=ACCURACY),
+    "arc_challenge": ChoiceTask(read=_lettered("Question: {}\nAnswer:"), answer="answerKey", metric=NORMALIZED),
+    "openbookqa": ChoiceTask(read=_lettered("{}"), answer="answerKey", metric=NORMALIZED),
+    "piqa": ChoiceTask(read=_piqa, answer="label", metric=ACCURACY),
+    "winogrande": ChoiceTask(read=_winogrande, answer="answer", metric=ACCURACY),
+    "hellaswag": ChoiceTask(read=_hellaswag, answer="label", metric=NORMALIZED),
 }
 
 
@@ -219,7 +204,7 @@ def read_choices(name: str, path: str, labels: str | None = None) -> list[Choice
     Raises:
         UserError: a file is missing, or not of this task.
     """
-    rows, right = read_rows(path), None
+    task, rows = CHOICE_TASKS[name], read_rows(path)
     if labels is not None:
         try:
             right = Path(labels).read_text(encoding="utf-8").split()
@@ -228,10 +213,8 @@ def read_choices(name: str, path: str, labels: str | None = None) -> list[Choice
         except UnicodeDecodeError as error:
             raise UserError(f"`{labels}` is not UTF-8 text: {error.reason}; check `labels`") from error
         require(len(right) == len(rows), "labels", labels, f"as long as `{path}`, which has {len(rows)} rows")
-    return [
-        CHOICE_TASKS[name].read(row, path, number, right[number - 1] if right else None)
-        for number, row in enumerate(rows, 1)
-    ]
+        rows = [row.changed(task.answer, answer) for row, answer in zip(rows, right, strict=True)]
+    return [task.choices(row) for row in rows]
 
 
 def choice_items(

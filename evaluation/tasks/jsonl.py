@@ -1,5 +1,6 @@
 """Rows of local JSON lines."""
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Mapping
@@ -9,7 +10,35 @@ from typing import Any
 from lowrank_kv.utils.errors import UserError
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a row holds, and where it stands: the path of its file, and its number from one on."""
+
+    values: Mapping[str, Any]
+    path: str
+    number: int
+
+    def get(self, *names: str) -> Any:
+        """The value of the first of these keys that it has.
+
+        Raises:
+            UserError: it has none of them.
+        """
+        for name in names:
+            if name in self.values:
+                return self.values[name]
+        wanted = " or ".join(f"`{name}`" for name in names)
+        raise UserError(
+            f"`{self.path}`: row {self.number} has no {wanted}, only {', '.join(self.values)}; check that the file is of "
+            f"this task"
+        )
+
+    def changed(self, name: str, value: Any) -> "Row":
+        """The same row with another value."""
+        return dataclasses.replace(self, values={**self.values, name: value})
+
+
+def read_rows(path: str) -> list[Row]:
     """The rows of a .jsonl file, also packed as .gz.
 
     Raises:
@@ -32,22 +61,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
             raise UserError(f"`{path}`: line {number} is not JSON ({error}); a line must hold one object") from error
         if not isinstance(row, dict):
             raise UserError(f"`{path}`: line {number} is not an object, got {row!r}")
-        rows.append(row)
+        rows.append(Row(values=row, path=path, number=len(rows) + 1))
     if not rows:
         raise UserError(f"`{path}` has no rows")
     return rows
-
-
-def field(row: Mapping[str, Any], *names: str, path: str, number: int) -> Any:
-    """The value of the first of these keys that a row has.
-
-    Raises:
-        UserError: it has none of them.
-    """
-    for name in names:
-        if name in row:
-            return row[name]
-    wanted = " or ".join(f"`{name}`" for name in names)
-    raise UserError(
-        f"`{path}`: row {number} has no {wanted}, only {', '.join(row)}; check that the file is of this task"
-    )

@@ -71,6 +71,11 @@ def test_labels_may_have_a_file_of_their_own(written, tmp_path):
     labels.write_text("0\n1\n")
     found = read_choices("piqa", written(row, row), str(labels))
     assert [each.right for each in found] == [0, 1]
+    labels.write_text("1\n2\n")
+    assert [each.right for each in read_choices("arc_challenge", written(ARC_OF_HUB, ARC_OF_HUB), str(labels))] == [
+        0,
+        1,
+    ]
     with pytest.raises(UserError, match="`labels` must be as long as .*, which has 1 rows"):
         read_choices("piqa", written(row), str(labels))
 

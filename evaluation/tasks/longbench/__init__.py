@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.config import require
 
 from ..item import GenerationItem, prompt_pieces
-from ..jsonl import field, read_rows
+from ..jsonl import read_rows
 from .datasets import DATASETS
 from .metrics import LongBenchMetric
 
@@ -45,22 +45,19 @@ def longbench_items(
     own = sum(map(len, prompt_pieces(tokenizer, before, after.replace("{input}", ""), chat=chat and dataset.chat)))
     room = f"above {own + new_tokens}, the {own} tokens of `{name}`'s own words and {new_tokens} of an answer"
     require(max_length > own + new_tokens, "length", max_length, room)
-    for number, row in enumerate(read_rows(path)[:count], 1):
-        at = {"path": path, "number": number}
+    for row in read_rows(path)[:count]:
         # Texts are put in one after another: a context may hold braces of its own.
-        question = after.replace("{input}", field(row, "input", **at))
-        context, question = prompt_pieces(
-            tokenizer, before + field(row, "context", **at), question, chat=chat and dataset.chat
-        )
+        question = after.replace("{input}", row.get("input"))
+        context, question = prompt_pieces(tokenizer, before + row.get("context"), question, chat=chat and dataset.chat)
         context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
             GenerationItem(
-                cluster=number,
+                cluster=row.number,
                 context=context,
                 question=question,
-                references=tuple(field(row, "answers", **at)),
+                references=tuple(row.get("answers")),
                 max_new_tokens=new_tokens,
-                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.get("all_classes") or ())),
+                metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.values.get("all_classes") or ())),
                 tokenizer=tokenizer,
             )
         )

@@ -217,6 +217,19 @@ def test_full_checkpoints_are_refused_as_compressors_are(fault, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "full")
 
 
+def test_a_full_checkpoint_that_lacks_a_tensor_of_a_compressor_is_refused(tmp_path):
+    """transformers warns, and would serve whatever stands in the memory that it takes for it."""
+    model = tiny_model()
+    dynakv_model(model, 1.0)
+    dynakv.save_full(model, tmp_path / "full")
+    path = tmp_path / "full/model.safetensors"
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    del state["model.layers.1.self_attn.kv_compressor.value.gate.bias"]
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"`{tmp_path}/full` has no {GATE}bias; the checkpoint is incomplete"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+
+
 @pytest.fixture
 def read_calibration(tmp_path):
     """The directory of a calibration that says what is read of a cache."""
