@@ -277,7 +277,8 @@ def _preset(
 def _peer(
     config: MethodConfig, model: PreTrainedModel, calibration: Calibration | None, text: TextLength
 ) -> Iterator[Method]:
-    of, peer = {"peer": config.peer}, PEERS[config.peer]
+    peer = PEERS[config.peer]
+    of = {"peer": config.peer} | ({"edition": peer.edition} if peer.edition > 1 else {})
     if peer.is_fixed:
         maker = peer.maker(model, calibration, None)
         yield _method(config, config.name, of, make=lambda _: maker)

@@ -47,17 +47,19 @@ def _quantized(name: str) -> Peer:
     )
 
 
-def _palu(what: str, simplified: str, **settings: int | None) -> Peer:
+def _palu(what: str, simplified: str, *, prefill: str = "reconstructed", **settings: int | None) -> Peer:
     return Peer(
         what=what,
         source="Palu, arXiv 2407.21118, section 3",
         simplified=f"{simplified}ranks in multiples of 4 for each group, by an estimate of the Fisher information",
         family=LOW_RANK,
-        build=functools.partial(palu_maker, **settings),
+        build=functools.partial(palu_maker, prefill=prefill, **settings),
         needs=frozenset({CALIBRATION, READ, WEIGHTS}),
-        reads_exactly=False,
+        reads_exactly=prefill == "exact",
     )
 
+
+_CHOSEN_AGAIN = "the choice is made again after every 32 decoded tokens, or a quarter of those held where that is less"
 
 # Name → peer.
 PEERS: dict[str, Peer] = {
@@ -88,15 +90,17 @@ PEERS: dict[str, Peer] = {
         needs=frozenset({CALIBRATION, WEIGHTS}),
     ),
     "eigen-attention": Peer(
-        what="a basis of each head's rotated keys and queries, in which attention is computed",
-        source="EigenAttention, arXiv 2408.05646",
+        what="a basis of each head's keys before rotation, rotated as they are rebuilt, and one of its values",
+        source="EigenAttention, arXiv 2408.05646, with the authors' code for models that rotate",
         simplified="one share of the dims for all layers instead of a threshold for each",
         family=LOW_RANK,
         build=eigen_maker,
         needs=frozenset({CALIBRATION}),
         reads_exactly=False,
+        edition=2,
     ),
     "palu-j": _palu("whitened factors of key and value projections, all heads of a layer together", ""),
+    "palu-j-exact": _palu("`palu-j` with a prompt that attends to its own exact states", "", prefill="exact"),
     "palu-g": _palu(
         f"the same in groups of up to {GROUPED_HEADS} heads",
         "groups divide the heads evenly; ",
@@ -122,24 +126,26 @@ PEERS: dict[str, Peer] = {
     "snapkv": Peer(
         what="each head keeps the tokens that the latest queries look at",
         source="SnapKV, arXiv 2404.14469, section 4",
-        simplified="the choice is made again after every 32 decoded tokens, by their queries",
+        simplified=f"{_CHOSEN_AGAIN}, by their queries",
         family=EVICTION,
         build=snapkv_maker,
+        edition=2,
     ),
     "expected-attention": Peer(
         what="each head keeps the tokens that the mean and covariance of its queries foretell to matter",
         source="Expected Attention, arXiv 2510.00636, section 3, with kvpress's settings",
-        simplified="the choice is made again after every 32 decoded tokens, the latest of which stay; statistics of queries "
-        "are held, and their bytes not counted",
+        simplified=f"{_CHOSEN_AGAIN}, the latest of which stay; statistics of queries are held, and their bytes not counted",
         family=EVICTION,
         build=expected_attention_maker,
+        edition=2,
     ),
     "keydiff": Peer(
         what="each head keeps the tokens whose keys are least like its mean key",
         source="KeyDiff, arXiv 2504.15364, section 3",
-        simplified="the choice is made again after every 32 decoded tokens, the latest of which stay",
+        simplified=f"{_CHOSEN_AGAIN}, the latest of which stay",
         family=EVICTION,
         build=keydiff_maker,
+        edition=2,
     ),
     "streaming-llm": Peer(
         what="the first 4 and the latest tokens",

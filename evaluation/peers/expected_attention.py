@@ -51,7 +51,7 @@ class Queries(NamedTuple):
 
 
 class Expected(Rule):
-    """Keeps the first :data:`SINK_TOKENS` tokens, the latest :data:`LATEST`, and those between that are expected to matter.
+    """Keeps the first :data:`SINK_TOKENS` tokens, the latest, and those between that are expected to matter.
 
     Args:
         rotary: the model's rotation; None for a model without one.
@@ -60,7 +60,7 @@ class Expected(Rule):
     chooses_by_head = True
 
     def __init__(self, share: float, rotary: Rotary | None):
-        super().__init__(share, interval=LATEST, least=SINK_TOKENS + LATEST)
+        super().__init__(share, most_latest=LATEST, least=SINK_TOKENS)
         self.rotary = rotary
 
     def watch(self, tokens: WholeTokens, query_HQD: Tensor, place_Q: Tensor, scaling: float) -> None:
@@ -76,7 +76,7 @@ class Expected(Rule):
         queries, scaling = tokens.noted
         score_GN = self.scores(tokens, queries, scaling)
         score_GN[:, :SINK_TOKENS] = torch.inf
-        return latest_and_best(score_GN, count)
+        return latest_and_best(score_GN, count, latest=self.latest_of(tokens))
 
     def scores(self, tokens: WholeTokens, queries: Queries, scaling: float) -> Tensor:
         """How much attention each token is expected to get, times the length of its value, (G, N) fp32."""
@@ -117,5 +117,5 @@ def mean_rotation(length: int, head_dim: int, rotary: Rotary, device: torch.devi
 def expected_attention_maker(
     model: PreTrainedModel, calibration: Calibration | None, share: float, text: TextLength | None = None
 ) -> MakeCache:
-    """Caches that hold a share of the text so far, each KV head its own; the length of `text` does not matter."""
-    return whole_tokens_maker(model, Expected(share, Rotary.from_model(model)))
+    """Caches that hold a share of the text so far, each KV head its own, whatever the length of `text` is."""
+    return whole_tokens_maker(model, Expected(share, Rotary.from_model(model)), text)

@@ -14,15 +14,15 @@ from .whole_tokens import LATEST, Rule, WholeTokens, latest_and_best, whole_toke
 
 
 class Distinct(Rule):
-    """Keeps the latest :data:`LATEST` tokens and those before them that are most unlike the others."""
+    """Keeps the latest tokens and those before them that are most unlike the others."""
 
     chooses_by_head = True
 
     def __init__(self, share: float):
-        super().__init__(share, interval=LATEST, least=LATEST)
+        super().__init__(share, most_latest=LATEST, least=0)
 
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
-        return latest_and_best(-likeness(tokens.key_GND), count)
+        return latest_and_best(-likeness(tokens.key_GND), count, latest=self.latest_of(tokens))
 
 
 def likeness(key_GND: Tensor) -> Tensor:
@@ -35,5 +35,5 @@ def likeness(key_GND: Tensor) -> Tensor:
 def keydiff_maker(
     model: PreTrainedModel, calibration: Calibration | None, share: float, text: TextLength | None = None
 ) -> MakeCache:
-    """Caches that hold a share of the text so far, each KV head its own; the length of `text` does not matter."""
-    return whole_tokens_maker(model, Distinct(share))
+    """Caches that hold a share of the text so far, each KV head its own, whatever the length of `text` is."""
+    return whole_tokens_maker(model, Distinct(share), text)

@@ -62,6 +62,7 @@ class Peer:
         shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
             by its bits, and cannot be asked for.
         reads_exactly: whether a prompt attends to its own exact keys and values, not to what is kept of them.
+        edition: counts what changed in what it computes, so that what an earlier edition measured is measured again.
     """
 
     what: str
@@ -72,6 +73,7 @@ class Peer:
     needs: frozenset[str] = frozenset()
     shares: tuple[float, float] = (0.0, 1.0)
     reads_exactly: bool = True
+    edition: int = 1
 
     @property
     def is_fixed(self) -> bool:

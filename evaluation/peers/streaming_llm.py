@@ -21,7 +21,7 @@ class SinksAndLatest(Rule):
     """Keeps the first :data:`SINK_TOKENS` and the latest tokens."""
 
     def __init__(self, share: float):
-        super().__init__(share, interval=0, least=SINK_TOKENS + _LEAST)
+        super().__init__(share, most_latest=0, least=SINK_TOKENS + _LEAST)
 
     def kept(self, tokens: WholeTokens, count: int) -> Tensor:
         row_N = torch.arange(tokens.num_held, device=tokens.key_GND.device)

@@ -19,13 +19,15 @@ from lowrank_kv.hf.cache.layer import CallContext
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, present
 from lowrank_kv.hf.cache.windowed.sequence import mask_at
-from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.stores.memory_report import FULL_RANK, POSITIONS, SCALES
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-from .peer import MakeCache
+from .peer import MakeCache, TextLength
 
-LATEST = 32  # tokens that rules of scores hold always, and that are decoded between two choices
+LATEST = 32  # tokens at most that rules of scores hold always, and that are decoded between two choices
+_OF_BUDGET = 4  # they are at most this part of the tokens held: others must remain to choose from
 _NUMBER_BYTES = 4  # of a position, int32, and of a score, fp32
 
 
@@ -39,6 +41,7 @@ class WholeTokens:
         noted: what the rule remembers of the queries seen, never written in place; its bytes are not counted.
         length: tokens seen, padding and forgotten ones included.
         num_seen: the same without padding.
+        chosen_at: how many had been seen when some were last forgotten.
     """
 
     min_crop_length = 0
@@ -49,7 +52,7 @@ class WholeTokens:
         self.position_PN = torch.empty(parts, 0, dtype=torch.int32, device=key_GND.device)
         self.score_GN = key_GND[..., 0].float() if rule.sums_attention else None
         self.noted: Any = None
-        self.length = self.num_seen = 0
+        self.length = self.num_seen = self.chosen_at = 0
 
     @property
     def num_held(self) -> int:
@@ -72,6 +75,7 @@ class WholeTokens:
 
     def keep(self, index_PM: Tensor) -> None:
         """Forget all but these rows, rising."""
+        self.chosen_at = self.num_seen
         index_GM1 = index_PM.expand(len(self.key_GND), -1)[..., None]
         self.key_GND = self.key_GND.take_along_dim(index_GM1, dim=1)
         self.value_GND = self.value_GND.take_along_dim(index_GM1, dim=1)
@@ -106,23 +110,65 @@ class Rule(abc.ABC):
 
     Args:
         share: of the bytes of all tokens seen that those held take.
-        interval: how many tokens come while decoding before some are forgotten again.
-        least: tokens that are held whatever their share is.
+        most_latest: how many of the latest tokens are held whatever their scores are, where the budget is large. As many
+            tokens come while decoding before some are forgotten again.
+        least: tokens that are held whatever their share and their scores are, besides the latest.
     """
 
     chooses_by_head = False  # whether each KV head holds tokens of its own
     sums_attention = False  # whether tokens have a score, the attention that the latest queries give them
 
-    def __init__(self, share: float, *, interval: int, least: int):
-        self.share, self.interval, self.least = share, interval, least
+    def __init__(self, share: float, *, most_latest: int, least: int):
+        self.share, self.most_latest, self.least = share, most_latest, least
 
-    def num_kept(self, tokens: WholeTokens) -> int:
-        """How many tokens are held after a choice, so that until the next one they take their share on average."""
+    def budget(self, num_seen: int, *, groups: int, head_dim: int, itemsize: int) -> float:
+        """How many tokens of so many take the share of their bytes.
+
+        Args:
+            groups, head_dim, itemsize: KV heads of a layer, and their numbers' width and bytes.
+        """
+        whole = 2 * groups * head_dim * itemsize
+        parts = groups if self.chooses_by_head else 1
+        beside = _NUMBER_BYTES * (parts + (groups if self.sums_attention else 0))
+        return self.share * num_seen * whole / (whole + beside)
+
+    def latest(self, budget: float) -> int:
+        """How many of the latest tokens are held whatever their scores are, and come between two choices."""
+        return min(self.most_latest, max(1, int(budget) // _OF_BUDGET))
+
+    def latest_of(self, tokens: WholeTokens) -> int:
+        """The same of tokens that came so far."""
+        return self.latest(self._budget_of(tokens))
+
+    def num_kept(self, tokens: WholeTokens, queries: int) -> int:
+        """How many tokens are held after a choice, so that they take their share on average where calls bring so many."""
+        budget = self._budget_of(tokens)
+        latest = self.latest(budget)
+        calls = max(
+            latest // queries, 1
+        )  # from one choice to the next, in which as much more is held as the share lets grow
+        more = (1 - self.share) * queries * (calls - 1)
+        return min(tokens.num_held, max(self.least + latest, int(budget - more / 2)))
+
+    def check(self, geometry: KVGeometry, text: TextLength | None, *, itemsize: int) -> None:
+        """Raise :class:`UserError` where the first choice, at the end of the prompt, has nothing to choose."""
+        if text is None:
+            return
+        shape = {"groups": geometry.num_kv_heads, "head_dim": geometry.head_dim, "itemsize": itemsize}
+        budget = self.budget(text.prompt, **shape)
+        always = self.least + self.latest(budget)
+        require(
+            int(budget) > always,
+            "share",
+            self.share,
+            f"large enough for more than the {always} tokens that are held always, or the prompt longer: of "
+            f"{text.prompt} tokens it is {int(budget)}",
+        )
+
+    def _budget_of(self, tokens: WholeTokens) -> float:
         groups, _, head_dim = tokens.key_GND.shape
-        whole = 2 * groups * head_dim * tokens.key_GND.dtype.itemsize
-        beside = _NUMBER_BYTES * (len(tokens.position_PN) + (groups if self.sums_attention else 0))
-        budget = self.share * tokens.num_seen * whole / (whole + beside)
-        return min(tokens.num_held, max(self.least, int(budget - self.interval / 2)))
+        itemsize = tokens.key_GND.dtype.itemsize
+        return self.budget(tokens.num_seen, groups=groups, head_dim=head_dim, itemsize=itemsize)
 
     def watch(self, tokens: WholeTokens, query_HQD: Tensor, place_Q: Tensor, scaling: float) -> None:
         """Take note of a call's queries, whose tokens have been appended.
@@ -133,7 +179,7 @@ class Rule(abc.ABC):
             scaling: the model's score scale.
         """
         if self.sums_attention:
-            latest = slice(-self.interval, None)
+            latest = slice(-self.latest_of(tokens), None)
             sums_GN = attention_sums(query_HQD[:, latest], place_Q[latest], tokens, scaling)
             tokens.score_GN = tokens.score_GN + sums_GN
 
@@ -194,17 +240,16 @@ class WholeTokensLayer(SequenceLayer):
         return torch.cat(outputs), None
 
     def _forget(self, sequence: WholeTokens, queries: int) -> None:
-        """Forget tokens where another call of so many queries would find no room for them."""
-        count = self.rule.num_kept(sequence)
-        if sequence.num_held > count and sequence.num_held - count + queries > self.rule.interval:
+        """Forget tokens where with another call of so many queries too many would have come since the last choice."""
+        count, come = self.rule.num_kept(sequence, queries), sequence.num_seen - sequence.chosen_at
+        if sequence.num_held > count and come + queries > self.rule.latest_of(sequence):
             sequence.keep(self.rule.kept(sequence, count))
 
 
-def latest_and_best(score_GN: Tensor, count: int) -> Tensor:
-    """The rows of the :data:`LATEST` tokens and of those before them with the highest scores, `count` in all, rising,
-    (G, count)."""
+def latest_and_best(score_GN: Tensor, count: int, *, latest: int) -> Tensor:
+    """The rows of the latest tokens and of those before them with the highest scores, `count` in all, rising, (G, count)."""
     score_GN = score_GN.clone()
-    score_GN[:, score_GN.shape[1] - min(LATEST, count) :] = torch.inf
+    score_GN[:, score_GN.shape[1] - latest :] = torch.inf
     return top_scores(score_GN, count)
 
 
@@ -222,7 +267,12 @@ def attention_sums(query_HQD: Tensor, place_Q: Tensor, tokens: WholeTokens, scal
     return weight_GJQN.nan_to_num(0.0).sum(dim=(1, 2))
 
 
-def whole_tokens_maker(model: PreTrainedModel, rule: Rule) -> MakeCache:
-    """Makes caches whose layers all follow one rule, which has no state."""
-    layers = geometry_of(model).layers
-    return lambda: LowRankCache(model, {index: WholeTokensLayer(rule) for index in layers})
+def whole_tokens_maker(model: PreTrainedModel, rule: Rule, text: TextLength | None = None) -> MakeCache:
+    """Makes caches whose layers all follow one rule, which has no state.
+
+    Raises:
+        UserError: at the end of the text's prompt the rule has nothing to choose.
+    """
+    geometry = geometry_of(model)
+    rule.check(geometry, text, itemsize=model.dtype.itemsize)
+    return lambda: LowRankCache(model, {index: WholeTokensLayer(rule) for index in geometry.layers})

@@ -258,15 +258,16 @@ def test_channels_by_queries_and_keys_beat_random_ones(model):
 
 class RandomTokens(Rule):
     def kept(self, tokens, count):
-        order = torch.randperm(tokens.num_held - 32, generator=torch.Generator().manual_seed(count))
-        latest = torch.arange(tokens.num_held - 32, tokens.num_held)
-        return torch.cat([order[: count - 32].sort().values, latest])[None]
+        latest = self.latest_of(tokens)
+        order = torch.randperm(tokens.num_held - latest, generator=torch.Generator().manual_seed(count))
+        latest_N = torch.arange(tokens.num_held - latest, tokens.num_held)
+        return torch.cat([order[: count - latest].sort().values, latest_N])[None]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "expected-attention"])
 def test_tokens_that_are_looked_at_beat_random_ones(model, name):
     looked_at = kl_of(model, PEERS[name].maker(model, None, 0.5))
-    random = kl_of(model, whole_tokens_maker(model, RandomTokens(0.5, interval=32, least=32)))
+    random = kl_of(model, whole_tokens_maker(model, RandomTokens(0.5, most_latest=32, least=0)))
     assert 0 < looked_at < 0.96 * random
 
 
@@ -318,7 +319,7 @@ def test_streaming_holds_sinks_and_a_window_that_grows_with_the_text(model):
             assert position_N[SINK_TOKENS:] == list(range(t + 1 - len(position_N) + SINK_TOKENS, t + 1))
         assert cache.rate <= 0.4
     assert cache.rate > 0.38
-    assert SinksAndLatest(0.4).num_kept(layer.sequences[0]) == len(position_N)
+    assert SinksAndLatest(0.4).num_kept(layer.sequences[0], 1) == len(position_N)
 
 
 def test_fisher_scores_of_norms_that_multiply_by_one_more():

@@ -196,3 +196,28 @@ def test_integers_of_latents_hold_their_share(share, model, calibration, windows
 def test_a_page_of_tokens_has_no_shares_of_tokens(model):
     maker = PEERS["puzzle-kv"].maker(model, None, 0.9, TEXT)
     assert token_shares(maker, states_of(model, torch.randint(1, 97, (64,))), 4) is None
+
+
+@pytest.mark.parametrize("share", [0.06, 0.1])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "expected-attention"])
+@torch.no_grad()
+def test_evictions_choose_within_a_small_budget_and_hold_it_at_the_end(name, share, model, calibration):
+    """With as many latest tokens as at a large budget nothing was left to choose, and less was held than asked."""
+    ids = torch.randint(1, 97, (1, 480), generator=torch.Generator().manual_seed(1))
+    cache = PEERS[name].maker(model, calibration, share, TextLength(prompt=360, tokens=480))()
+    model(ids[:, :360], past_key_values=cache)
+    rule = cache.layers[0].rule
+    for layer in cache.layers:
+        [tokens] = layer.sequences
+        chosen_P = (tokens.position_PN < 360 - rule.latest_of(tokens)).sum(dim=1) - rule.least
+        assert (chosen_P >= 10).all(), "of tokens before the latest"
+    for first in range(360, 480, 16):
+        model(ids[:, first : first + 16], past_key_values=cache)
+    layers = geometry_of(model).layers
+    assert cache_bytes(cache, layers) / geometry_of(model).full_nbytes(480, 4) == pytest.approx(share, abs=0.004)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "expected-attention"])
+def test_a_share_that_leaves_nothing_to_choose_is_refused(name, model, calibration):
+    with pytest.raises(UserError, match="`share` must be large enough for more than the . tokens that are held always"):
+        PEERS[name].maker(model, calibration, 0.02, TextLength(prompt=50, tokens=100))
