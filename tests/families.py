@@ -13,6 +13,10 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -95,4 +99,30 @@ FAMILIES = [
     Family("gpt_neox", GPTNeoXForCausalLM, GPTNeoXConfig, {"num_key_value_heads": None}),
     Family("gpt2", GPT2LMHeadModel, GPT2Config, {"num_key_value_heads": None}),
 ]
-BY_NAME = {family.name: family for family in FAMILIES}
+# Most of their layers keep one state for all tokens: convolutions, and recurrences beside them.
+RECURRENT = [
+    Family(
+        "lfm2",
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    Family(
+        "granitemoehybrid",
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+        },
+    ),
+]
+BY_NAME = {family.name: family for family in FAMILIES + RECURRENT}

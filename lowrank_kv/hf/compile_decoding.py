@@ -7,6 +7,7 @@ nothing is packed or stored twice. (GPT-2 stores weights by inputs; a BLAS reads
 Shapes: K inputs and N outputs of a product.
 """
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from lowrank_kv.hf.cache_argument import cache_name
 from lowrank_kv.hf.geometry import check_model
+from lowrank_kv.hf.recurrent_layers import WholeCalls
 from lowrank_kv.utils.errors import UserError
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # in fp32, too little for fp64
@@ -67,11 +69,12 @@ class _Decoding:
         kind = type(cache), frozenset(kwargs)  # calls that differ in these never share a graph
         if kind not in self.graphs:
             self.graphs[kind] = _compiled(self.call)
-        try:
-            return self.graphs[kind](*args, **kwargs)
-        except FailOnRecompileLimitHit:  # before anything was run
-            self.graphs[kind] = _compiled(self.call)
-            return self.graphs[kind](*args, **kwargs)
+        with cache.whole_call() if isinstance(cache, WholeCalls) else contextlib.nullcontext():
+            try:
+                return self.graphs[kind](*args, **kwargs)
+            except FailOnRecompileLimitHit:  # before anything was run
+                self.graphs[kind] = _compiled(self.call)
+                return self.graphs[kind](*args, **kwargs)
 
 
 def _compiled(call: Callable) -> Callable:

@@ -8,6 +8,7 @@ from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention,
 from lowrank_kv.hf.backends import check_backend, default_backend
 from lowrank_kv.hf.default_cache import hook_generation, unhook_generation
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.recurrent_layers import hook_calls, unhook_calls
 from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
 
@@ -44,6 +45,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
                 f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
             )
     hook_generation(model)
+    hook_calls(model)
     return model
 
 
@@ -65,6 +67,7 @@ def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared."""
     previous = None
     unhook_generation(model)
+    unhook_calls(model)
     for module in attention_modules(model).values():
         prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
         if prepared is not None:

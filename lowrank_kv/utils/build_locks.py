@@ -85,9 +85,12 @@ def _owners(path: Path) -> list[int] | None:
     """The processes that have a file open; None where the system does not say."""
     try:
         wanted = path.stat()
+    except FileNotFoundError:
+        return []  # it has just been let go
+    try:
         processes = [int(each) for each in os.listdir("/proc") if each.isdigit()]
     except FileNotFoundError:
-        return []
+        processes = []  # as on macOS
     if not processes:
         return None
     # Another user's process does not show its files: where the file is another's, it may live.

@@ -5,11 +5,13 @@ import threading
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from families import FAMILIES
+from families import BY_NAME, FAMILIES, RECURRENT
 from methods import METHODS
 from transformers import TextIteratorStreamer, pipeline
 
 PICKED = [method for method in METHODS if method.name in ("dynakv", "ojakv-joint", "ojakv-pf")]
+# What a method does with its layers is the same beside recurrent ones.
+CASES = [(method, family) for method in PICKED for family in FAMILIES] + [(PICKED[0], family) for family in RECURRENT]
 VOCABULARY, PROMPT, NEW = 257, 20, 12
 
 
@@ -39,7 +41,7 @@ def prompt_lookup(model, ids, cache):
 
 
 def assisted(model, ids, cache):
-    family = next(family for family in FAMILIES if family.model_class is type(model))
+    family = next(family for family in BY_NAME.values() if family.model_class is type(model))
     assistant = family.model(vocab_size=VOCABULARY)
     # Wrong now and then, so that drafts are taken back.
     generator = torch.Generator().manual_seed(1)
@@ -84,11 +86,14 @@ MODES = {
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:You seem to be using the pipelines sequentially")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
+@pytest.mark.parametrize(("method", "family"), CASES, ids=lambda each: each.name)
 def test_a_mode_says_what_the_uncompressed_model_says(method, family, mode):
     ids = torch.randint(1, VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(5))
     model = family.model(vocab_size=VOCABULARY)
+    if model._is_stateful and mode in ("prompt_lookup", "assisted"):
+        with pytest.raises(ValueError, match="not supported with stateful models"):  # by transformers, with any cache
+            MODES[mode](model, ids, method.build(model, 1.0)())
+        return
     dense = MODES[mode](model, ids, None)
     cache = method.build(model, 1.0)()
     said = MODES[mode](model, ids, cache)

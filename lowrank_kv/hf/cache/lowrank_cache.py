@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
+from lowrank_kv.hf.recurrent_layers import WholeCalls, check_forgets, clear, counts_tokens, forget, is_recurrent
 from lowrank_kv.hf.rope import RopeHistory, check_same_length
 from lowrank_kv.hf.rotary import Rotary, rotary_function
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
 from lowrank_kv.utils.errors import UserError
 
 
-class LowRankCache(Cache):
+class LowRankCache(WholeCalls):
     """Compressed keys and values for the full-attention layers of a model, native caches for the others.
 
     Pass it as ``past_key_values`` to the model or to `generate()`.
@@ -112,17 +113,32 @@ class LowRankCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of those that all layers hold. ``crop(0)`` makes a cache whole again
-        after a call that was cut short: the layers before the one that failed have stored its tokens."""
-        begun = [layer for layer in self.layers if layer.is_initialized]
+        after a call that was cut short: the layers before the one that failed have stored its tokens.
+
+        Raises:
+            UserError: some layer cannot give these tokens back, or a call was cut short after a recurrent layer had run.
+        """
+        removed, recurrent = -int(tokens_to_remove), [layer for layer in self.layers if is_recurrent(layer)]
+        counting = [layer for layer in self.layers if counts_tokens(layer)]
         held = [layer.get_seq_length() if layer.is_initialized else 0 for layer in self.compressed_layers()]
-        length = min(held + [layer.get_seq_length() for layer in begun]) + int(tokens_to_remove)
-        for layer in begun:  # all are asked before any forgets
+        length = min(held + [layer.get_seq_length() for layer in counting]) - removed
+        for layer in counting:  # all are asked before any forgets
             _check_crop(layer, length)
-        for layer in begun:
+        if length:
+            self.check_not_cut_short()
+            for layer in recurrent:
+                check_forgets(layer, removed, length)
+        for layer in counting:
             if isinstance(layer, CompressedLayer):
                 layer.truncate(length)  # one that has the right length may hold a part of a token more
             elif layer.get_seq_length() != length or getattr(layer, "record_past", False):
                 layer.crop(length - layer.get_seq_length())
+        for layer in recurrent:
+            if length:
+                forget(layer, removed)
+            else:
+                clear(layer)
+        self.end_call()
         if self.history is not None:
             self.history.crop(length)
 
@@ -134,14 +150,19 @@ class LowRankCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = getattr(self.compressed_layers()[0], "batch_size", 0)
+        row_B = torch.arange(batch, device="cpu").repeat_interleave(repeats)
         with self._moving_sequences():
-            super().batch_repeat_interleave(repeats)
-            self._select_history(torch.arange(batch, device="cpu").repeat_interleave(repeats))
+            for layer in self.layers:
+                # These have no method of their own for it.
+                layer.reorder_cache(row_B) if is_recurrent(layer) else layer.batch_repeat_interleave(repeats)
+            self._select_history(row_B)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.compressed_layers()[0].rows_of(indices)  # refused before a native layer moves
+        rows = self.compressed_layers()[0].rows_of(indices)  # refused before a native layer moves
+        row_B = torch.tensor(rows, dtype=torch.int64, device="cpu")
         with self._moving_sequences():
-            super().batch_select_indices(indices)
+            for layer in self.layers:
+                layer.reorder_cache(row_B) if is_recurrent(layer) else layer.batch_select_indices(indices)
             self._select_history(indices)
 
     @contextlib.contextmanager
@@ -162,7 +183,10 @@ class LowRankCache(Cache):
                 # Up to 5.17 a native layer's own reset keeps its length, filled with zeros.
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+            elif is_recurrent(layer):
+                clear(layer)
         super().reset()
+        self.end_call()
         if self.history is not None:
             self.history.clear()
 

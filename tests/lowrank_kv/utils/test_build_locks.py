@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.file_baton import FileBaton
@@ -64,6 +65,14 @@ def test_a_build_without_end_is_given_up_with_its_file_and_owner(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_no_lock_is_removed_where_the_system_names_no_processes(tmp_path, monkeypatch):
+    """As macOS, which has no /proc: the owner may live."""
+    (tmp_path / LOCK).touch()
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=FileNotFoundError))
+    await_builds([tmp_path])
+    assert (tmp_path / LOCK).exists()
 
 
 def test_a_folder_without_a_lock_costs_nothing(tmp_path):
