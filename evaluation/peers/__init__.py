@@ -9,6 +9,7 @@ import functools
 from .eigen_attention import eigen_maker
 from .expected_attention import expected_attention_maker
 from .keydiff import keydiff_maker
+from .kivi import GROUP, KIVI, kivi_maker
 from .kq_svd import kq_svd_maker
 from .kvtc import kvtc_maker
 from .palu import GROUPED_HEADS, palu_maker
@@ -39,11 +40,23 @@ def _quantized(name: str) -> Peer:
     backend, bits, _, package = QUANTIZED[name]
     return Peer(
         what=f"transformers' QuantizedCache with {backend}, {bits} bits in groups of 64",
-        source=f"{package}; stands for KIVI, arXiv 2402.02750",
-        simplified="the axis of the groups is the backend's for keys and for values",
+        source=package,
+        simplified="nothing",
         family=QUANTIZATION,
         build=lambda model, *_: quantized_maker(model, name),
         shares=(bits / 16, bits / 16),
+    )
+
+
+def _kivi(name: str) -> Peer:
+    bits = KIVI[name]
+    return Peer(
+        what=f"keys by channel and values by token, {bits} bits in groups of {GROUP}",
+        source="KIVI, arXiv 2402.02750, section 3",
+        simplified="first 4 and latest 16 tokens whole, instead of the latest 128; a prompt's last group may be shorter",
+        family=QUANTIZATION,
+        build=lambda model, *_: kivi_maker(model, name),
+        shares=((bits + 32 / GROUP) / 16, (bits + 32 / GROUP) / 16),
     )
 
 
@@ -64,6 +77,7 @@ _CHOSEN_AGAIN = "the choice is made again after every 32 decoded tokens, or a qu
 # Name → peer.
 PEERS: dict[str, Peer] = {
     **{name: _rotated(name) for name in ROTATED},
+    **{name: _kivi(name) for name in KIVI},
     **{name: _quantized(name) for name in QUANTIZED},
     "kvtc": Peer(
         what="principal components of un-rotated keys and of values, bits by their energy",

@@ -1,6 +1,6 @@
-"""transformers' own quantized caches: what stands for KIVI (arXiv 2402.02750) in the library that most people use.
+"""transformers' own quantized caches, with the settings of the library that most people use.
 
-quanto puts keys and values in groups along a channel (axis 0), hqq along a token (axis 1).
+A group is of a token's neighbouring numbers (quanto's axis 0, hqq's axis 1), of keys, too. `kivi.py` has keys by channel.
 """
 
 import importlib.util

@@ -11,6 +11,7 @@ from window_scores import score_windows
 from evaluation.peers import PEERS
 from evaluation.peers.expected_attention import Expected, Queries, mean_rotation, unrotated
 from evaluation.peers.keydiff import likeness
+from evaluation.peers.kivi import GroupedRows
 from evaluation.peers.kq_svd import read_basis
 from evaluation.peers.kvtc import by_energy, deflated_share
 from evaluation.peers.output_projection import output_moments
@@ -39,6 +40,48 @@ def numbers(*shape, seed=0):
 def kl_of(model, maker, windows=3):
     ids = torch.randint(1, 97, (windows * 200,), generator=torch.Generator().manual_seed(7))
     return summary(score_windows(model, windows_of(ids, 200, windows), maker, prefix=140))["kl"]
+
+
+# -- KIVI -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_kivi_rounds_each_group_over_its_own_range(by_channel, bits):
+    rows_GND = numbers(2, 77, 64).float()  # two whole pages and thirteen tokens
+    grouped = GroupedRows(bits, torch.float32, by_channel=by_channel)
+    grouped.append(rows_GND[:, :40])
+    grouped.append(rows_GND[:, 40:])
+    assert grouped.length == 77
+    found_GND = grouped.rows()
+    for first, last in ((0, 32), (32, 40), (40, 72), (72, 77)):  # pages
+        groups = rows_GND[:, first:last].double()
+        groups = groups.mT if by_channel else groups.unflatten(2, (2, 32))
+        least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        step = (most - least) / (2**bits - 1)
+        expected = least + ((groups - least) / step).round() * step
+        expected_GND = expected.mT if by_channel else expected.flatten(2)
+        error_GND = (found_GND[:, first:last] - expected_GND).abs()
+        # The range is in fp16, so that a number halfway between two codes may take the other one.
+        close = error_GND < 4e-3
+        assert close.double().mean() > 0.98
+        assert float(error_GND.max()) < float(step.max()) + 4e-3
+    grouped.crop(50)
+    assert torch.equal(grouped.rows(), found_GND[:, :50])
+    assert grouped.length == 50
+
+
+def test_a_channel_with_a_bias_spoils_its_own_codes_only():
+    keys_GND = numbers(1, 64, 32).float()
+    keys_GND[:, :, 5] += 300
+    others = torch.arange(32) != 5
+
+    def error(by_channel):
+        grouped = GroupedRows(4, torch.float32, by_channel=by_channel)
+        grouped.append(keys_GND)
+        return float((grouped.rows() - keys_GND)[..., others].square().mean())
+
+    assert error(by_channel=True) < 0.02 < 0.5 < error(by_channel=False)
 
 
 # -- KVTC -------------------------------------------------------------------------------------------------------------
