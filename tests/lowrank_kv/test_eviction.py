@@ -83,6 +83,22 @@ def test_scores_are_the_windows_attention():
         assert (actual[:, :3] == -torch.inf).all()
 
 
+def test_rows_that_stay_are_of_the_best_scores_and_of_no_prompt():
+    eviction = Eviction(keep_ratio=0.6, window_size=1)
+    position = torch.tensor([[0, 2, 5, 6, 8, 9, 12]])  # the prompt is 5 to 9, of which 7 is kept elsewhere
+    score = torch.tensor([[3.0, 1.0, 9.0, 4.0, 2.0], [1.0, 5.0, 9.0, 3.0, 2.0]])
+    settings = {"prompt": slice(5, 10), "beside": 1}
+    rows, least = eviction.rows_kept(score, position, **settings)
+    assert rows.tolist() == [[0, 1, 2, 4, 6], [0, 1, 3, 4, 6]]
+    assert least == 10  # no part has the token at 9
+    rows, least = eviction.rows_kept(score[:1].flip(1), position, **settings)
+    assert (rows.tolist(), least) == ([[0, 1, 3, 5, 6]], 9)
+    padded = torch.tensor([[-torch.inf, 1.0, 9.0, 4.0, 2.0]])
+    rows, _ = eviction.rows_kept(padded, position, **settings)
+    assert rows.tolist() == [[0, 1, 4, 6]]  # two of the four that are there, the other beside
+    assert Eviction(keep_ratio=0.6, window_size=5).rows_kept(score, position, **settings) is None
+
+
 @torch.no_grad()
 @METHODS
 def test_a_token_attends_to_what_was_kept_and_to_nothing_else(make, ids):
