@@ -32,7 +32,9 @@ def clusters_of(documents: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([numbers[key] for key in keys], dtype=torch.int64)
 
 
-def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+def interval(
+    value_N: Tensor, *, cluster_N: Tensor | None = None, possible: tuple[float, float] | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """The bounds of a 95 % interval of the mean; paired where the values are differences of pairs.
 
     A bootstrap of few values is too narrow: of five it covers the mean in 84 of 100 cases instead of 95. The distances of
@@ -42,6 +44,8 @@ def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0)
     Args:
         value_N: at least two, or of at least two clusters.
         cluster_N: int64, values of one cluster are drawn together; by default each is one of its own.
+        possible: the least and the largest that a value can be. With it the interval is at least :func:`least_interval`:
+            where the means of all clusters are equal, those of all resamples are, too.
     """
     generator = torch.Generator().manual_seed(seed)
     value_N, count_N = _sums(value_N, cluster_N)
@@ -50,7 +54,25 @@ def interval(value_N: Tensor, *, cluster_N: Tensor | None = None, seed: int = 0)
     low, high = torch.quantile(mean_K, torch.tensor([0.025, 0.975], dtype=value_N.dtype))
     clusters, mean = len(value_N), value_N.sum() / count_N.sum()
     wider = student_quantile(clusters - 1) / _NORMAL_QUANTILE * math.sqrt(clusters / (clusters - 1))
-    return mean + (low - mean) * wider, mean + (high - mean) * wider
+    low, high = mean + (low - mean) * wider, mean + (high - mean) * wider
+    if possible is None:
+        return low, high
+    least = least_interval(float(mean), clusters, possible)
+    return low.clamp(max=least[0]), high.clamp(min=least[1])
+
+
+def least_interval(mean: float, count: int, possible: tuple[float, float]) -> tuple[float, float]:
+    """The bounds that a 95 % interval of a mean of `count` clusters has at least.
+
+    Clusters of a kind that was not met can be a share of z² / (count + z²) of all (Wilson, Journal of the American
+    Statistical Association 22, 1927), and each of them anything that is possible.
+
+    Args:
+        possible: the least and the largest that a value can be.
+    """
+    unmet = _NORMAL_QUANTILE**2 / (count + _NORMAL_QUANTILE**2)
+    low, high = (mean + unmet * (bound - mean) for bound in possible)
+    return low, high
 
 
 def squared_error(value_N: Tensor, cluster_N: Tensor) -> tuple[float, int]:
