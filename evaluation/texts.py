@@ -15,6 +15,8 @@ from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import STREAMING_HELP, Blocks, Documents, document_blocks, hold_out, load_documents
 
+from .measurement import MeasuredText
+
 
 @configuration
 class TextConfig:
@@ -63,6 +65,11 @@ class Windows:
 def documents_told(texts: Mapping[str, Windows]) -> dict[str, dict[str, list[int]]]:
     """What a record says of each text's documents, window by window."""
     return {label: {"of": list(each.documents), "touched": list(each.touched)} for label, each in texts.items()}
+
+
+def measured_texts(texts: Sequence[TextConfig]) -> list[MeasuredText]:
+    """Which of their documents are measured."""
+    return [MeasuredText(text.name, text.heldout_share, text.split) for text in texts]
 
 
 def check_texts(texts: list[TextConfig]) -> None:
