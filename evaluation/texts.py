@@ -57,9 +57,7 @@ class Windows:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> "Windows":
-        counts = [document_T.unique(return_counts=True) for document_T in blocks.document_NT]
-        documents = [int(found[count.argmax()]) for found, count in counts]
-        return cls(blocks.ids_NT, documents, [len(found) for found, _ in counts])
+        return cls(blocks.ids_NT, blocks.documents, blocks.touched)
 
 
 def documents_told(texts: Mapping[str, Windows]) -> dict[str, dict[str, list[int]]]:

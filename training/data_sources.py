@@ -70,14 +70,14 @@ def _heldout_batches(
     name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
 ) -> list[Batch]:
     try:
-        ids_NT, starts_NT, _ = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+        blocks = document_blocks(rows, tokenizer, dataset.sequence_length, count)
     except UserError as error:
         raise UserError(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
         ) from error
     return [
-        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
-        for ids_T, starts_T in zip(ids_NT, starts_NT, strict=True)
+        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None, document)
+        for ids_T, starts_T, document in zip(blocks.ids_NT, blocks.starts_NT, blocks.documents, strict=True)
     ]
 
 

@@ -91,3 +91,9 @@ def test_one_other_value_does_not_make_an_interval_narrower():
     assert one > none
     many = torch.arange(92).double() % 2
     assert interval(many, possible=(0, 1)) == interval(many), "wide enough already"
+
+
+def test_a_value_that_counts_twice_is_two_values_of_one_cluster():
+    values, weights = torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64), torch.tensor([2, 1, 1])
+    twice = torch.tensor([0.0, 0.0, 0.2, 1.0], dtype=torch.float64)
+    assert interval(values, weight_N=weights) == interval(twice, cluster_N=torch.tensor([0, 0, 1, 2]))
