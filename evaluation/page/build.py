@@ -105,6 +105,9 @@ def _comparison(points: Sequence[Point]) -> dict[str, Any]:
         "datasets": datasets,
         "best": _best(means or points),
         "scored": {name: int(min(point.values.get("scored", 0) for point in found)) for name, found in by_text.items()},
+        "documents": {
+            name: min(point.values.get("documents", 0) for point in found) for name, found in by_text.items()
+        },
     }
 
 

@@ -287,3 +287,11 @@ def test_what_is_within_a_budget_takes_no_byte_more(record):
         (0.2, "tokenwise-mixed 0.1"),
         (0.1, "learned 0.06"),
     ]
+
+
+def test_a_page_says_of_how_many_documents_a_text_is(record):
+    for each in record["rows"]:
+        each["documents"] = 2 if each["dataset"] == "novels" else 1
+    shown = " ".join(page([record]).split())
+    assert "novels (1,023 scored tokens of 2 documents)" in shown
+    assert "(1,023 scored tokens of 1 document)" in shown
