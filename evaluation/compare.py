@@ -30,7 +30,7 @@ from .measurement import MethodsConfig, calibrated, cells_in, setting_of
 from .methods import methods_of, there
 from .output import MakeRecord
 from .scores import WindowScore, extent, summary, with_interval
-from .texts import TextConfig, Windows, check_texts, documents_told, read_texts
+from .texts import TextConfig, Windows, check_texts, documents_told, measured_texts, read_texts
 
 
 @configuration
@@ -84,7 +84,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     check_length(model, config.length, "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = calibrated(model, tokenizer, config, read=config.reads)
+    calibration, inputs = calibrated(model, tokenizer, config, read=config.reads, measured=measured_texts(config.texts))
     methods = methods_of(
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
     )

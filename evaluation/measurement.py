@@ -2,12 +2,15 @@
 that were measured before.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynakv.checkpoint import read_config
+from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
 from lowrank_kv.utils.config import configuration, option, require
@@ -19,6 +22,20 @@ from .cells import Cells
 from .methods import MethodConfig, check_bytes_of
 from .peers.peer import CALIBRATION, READ
 from .scores import WindowScore
+
+
+class MeasuredText(NamedTuple):
+    """A text that is measured.
+
+    Attributes:
+        name: hub id or file.
+        share: of its documents, as `heldout_share` counts them; 0 for all.
+        split: of a data set of the hub; None where there is none.
+    """
+
+    name: str
+    share: float = 0.0
+    split: str | None = None
 
 
 @configuration
@@ -72,21 +89,33 @@ class MethodsConfig(MeasurementConfig):
 
 
 def calibrated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: MeasurementConfig, *, read: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: MeasurementConfig,
+    *,
+    read: bool,
+    measured: Iterable[MeasuredText],
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither bases nor
-    text.
+    text. Warns where it can have read what is measured.
 
     Args:
         read: whether it is to say what is read of a compressed cache.
+        measured: the texts.
     """
     if config.bases is not None:
-        return Calibration.load(config.bases).for_model(model), [path_input("bases", config.bases)]
-    if config.calibration is None:
+        calibration = Calibration.load(config.bases).for_model(model)
+        inputs = [path_input("bases", config.bases)]
+    elif config.calibration is not None:
+        ids_NT = config.calibration.blocks(tokenizer)
+        inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
+        calibration = Calibration.from_text(model, ids_NT, read=read)
+        calibration = dataclasses.replace(calibration, record=config.calibration.record())
+    else:
         return None, []
-    ids_NT = config.calibration.blocks(tokenizer)
-    name = ",".join(config.calibration.name)
-    return Calibration.from_text(model, ids_NT, read=read), [token_input("calibration", name, ids_NT)]
+    for text in measured:
+        warn_of_known_text(calibration, text.name, share=text.share, split=text.split)
+    return calibration, inputs
 
 
 def setting_of(record: dict[str, Any], dtype: str) -> dict[str, Any]:

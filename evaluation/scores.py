@@ -17,10 +17,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.geometry import geometry_of
-from lowrank_kv.utils.intervals import clusters_of, interval
+from lowrank_kv.utils.intervals import clusters_of, interval, least_interval
 
+from .methods import FULL
 from .reading import cache_bytes, read_through
 
+PER_CENT = {"score": (0, 100), "difference": (-100, 100)}  # of items of tasks
 _POSSIBLE = {"top1": (0, 1)}  # what a mean can be, where not anything from 0 on
 
 
@@ -126,7 +128,9 @@ def held_share(scores: Sequence[WindowScore]) -> float:
 
 def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a record, with intervals by :func:`summary` where it holds the windows that they rest on, whatever they
-    were when it was written."""
+    were when it was written. Intervals of earlier records of tasks are widened to
+    :func:`lowrank_kv.utils.intervals.least_interval`; where they do not say how many clusters they have, each item counts
+    as one."""
     documents = {label: [each["of"]] for label, each in (record.get("summary") or {}).get("documents", {}).items()}
     windows = {
         (each["method"], each["dataset"]): [WindowScore(**score) for score in each["windows"]]
@@ -136,8 +140,21 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in record["rows"]:
         scores = windows.get((row.get("method"), row.get("dataset")))
         bounds = {} if scores is None else summary(scores, documents.get(row["dataset"]))
-        rows.append(row | {key: value for key, value in bounds.items() if key.endswith(("_low", "_high"))})
+        found = row | {key: value for key, value in bounds.items() if key.endswith(("_low", "_high"))}
+        rows.append(found | _least_bounds(row))
     return rows
+
+
+def _least_bounds(row: Mapping[str, Any]) -> dict[str, float]:
+    """Bounds of a row of tasks in place of narrower ones."""
+    found = {}
+    for name, possible in PER_CENT.items():
+        low, high = f"{name}_low", f"{name}_high"
+        is_itself = (row.get("method"), name) == (FULL, "difference")
+        if low in row and "items" in row and not is_itself:
+            least = least_interval(row[name], row.get("clusters", row["items"]), possible)
+            found[low], found[high] = min(row[low], least[0]), max(row[high], least[1])
+    return found
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -15,6 +15,8 @@ from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import STREAMING_HELP, Blocks, Documents, document_blocks, hold_out, load_documents
 
+from .measurement import MeasuredText
+
 
 @configuration
 class TextConfig:
@@ -55,14 +57,17 @@ class Windows:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> "Windows":
-        counts = [document_T.unique(return_counts=True) for document_T in blocks.document_NT]
-        documents = [int(found[count.argmax()]) for found, count in counts]
-        return cls(blocks.ids_NT, documents, [len(found) for found, _ in counts])
+        return cls(blocks.ids_NT, blocks.documents, blocks.touched)
 
 
 def documents_told(texts: Mapping[str, Windows]) -> dict[str, dict[str, list[int]]]:
     """What a record says of each text's documents, window by window."""
     return {label: {"of": list(each.documents), "touched": list(each.touched)} for label, each in texts.items()}
+
+
+def measured_texts(texts: Sequence[TextConfig]) -> list[MeasuredText]:
+    """Which of their documents are measured."""
+    return [MeasuredText(text.name, text.heldout_share, text.split) for text in texts]
 
 
 def check_texts(texts: list[TextConfig]) -> None:

@@ -32,22 +32,25 @@ class Batch:
         position_BT: position of each token in its document within the block, int64. It restarts at 0 with every document,
             from which transformers infers the boundaries; without boundaries it runs through the block.
         place: where the stream continues after the batch; None for text that is only measured.
+        document: the one that most of the tokens are of, where the batch is a block that is measured; None if unknown.
     """
 
     ids_BT: Tensor
     position_BT: Tensor
     place: Place | None = None
+    document: int | None = None
 
     @classmethod
-    def from_ids(cls, ids_BT: Tensor, starts_BT: Tensor | None) -> "Batch":
+    def from_ids(cls, ids_BT: Tensor, starts_BT: Tensor | None, document: int | None = None) -> "Batch":
         """Blocks of token ids, int64, and a mask that is true where a document starts, bool; None for no boundaries."""
         index_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
         if starts_BT is None:
-            return cls(ids_BT, index_BT)
-        return cls(ids_BT, index_BT - (index_BT * starts_BT).cummax(dim=1).values)
+            return cls(ids_BT, index_BT, document=document)
+        return cls(ids_BT, index_BT - (index_BT * starts_BT).cummax(dim=1).values, document=document)
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.ids_BT.to(device), self.position_BT.to(device), self.place)
+        moved = {"ids_BT": self.ids_BT.to(device), "position_BT": self.position_BT.to(device)}
+        return dataclasses.replace(self, **moved)
 
     @property
     def inputs(self) -> dict[str, Tensor]:

@@ -1,14 +1,13 @@
 """The texts that a configuration names: the training stream and the held-out blocks."""
 
-import warnings
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, is_hub_id, load_documents
+from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
 
 from .config import TrainConfig
 from .data import Batch, TrainingBlocks
@@ -59,42 +58,26 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def warn_of_heldout_text(dataset: DatasetConfig, calibration: Calibration) -> None:
-    """Warn where a calibration can have read documents that the run holds out: bases that knew them would flatter it.
-
-    Texts are compared by their names. A calibration that does not say which share it left out has left out none.
-    """
-    record = calibration.record
-    read, share = record.get("text") or [], record.get("heldout_share") or 0.0
-    for name in dataset.name:
-        if name_of(name) in read and share < dataset.heldout_share:
-            warnings.warn(
-                f"{calibration.origin} read `{name_of(name)}` with `heldout_share: {share:g}`, and this run holds out "
-                f"{dataset.heldout_share:g} of it, so that held-out documents were read; calibrate with `--heldout_share "
-                f"{dataset.heldout_share:g}`",
-                stacklevel=2,
-            )
+    """Warn where a calibration can have read documents that the run holds out."""
+    if dataset.heldout_share:
+        for name in dataset.name:
+            warn_of_known_text(calibration, name, share=dataset.heldout_share, verb="holds out")
     for name in dataset.heldout or []:
-        # Only data sets of the hub have splits.
-        is_another = is_hub_id(name) and record.get("split", dataset.heldout_split) != dataset.heldout_split
-        if name_of(name) in read and not is_another:
-            warnings.warn(
-                f"{calibration.origin} read `{name_of(name)}`, which this run holds out; calibrate on other text",
-                stacklevel=2,
-            )
+        warn_of_known_text(calibration, name, share=0.0, split=dataset.heldout_split, verb="holds out")
 
 
 def _heldout_batches(
     name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
 ) -> list[Batch]:
     try:
-        ids_NT, starts_NT, _ = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+        blocks = document_blocks(rows, tokenizer, dataset.sequence_length, count)
     except UserError as error:
         raise UserError(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
         ) from error
     return [
-        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None)
-        for ids_T, starts_T in zip(ids_NT, starts_NT, strict=True)
+        Batch.from_ids(ids_T[None], starts_T[None] if dataset.isolate_documents else None, document)
+        for ids_T, starts_T, document in zip(blocks.ids_NT, blocks.starts_NT, blocks.documents, strict=True)
     ]
 
 

@@ -101,13 +101,22 @@ def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
     kept = "bytes of a token kept" if config.compressor.has_plan else "coefficients kept"
     full = "the trained model without its compressor" if config.trainable == FULL else "the uncompressed model"
     return [
-        f"| held-out text | {kept} | perplexity | KL to {full}, nats |",
-        "|---|--:|--:|--:|",
+        f"| held-out text | {kept} | perplexity | KL to {full}, nats | scored tokens |",
+        "|---|--:|--:|--:|--:|",
         *(
-            f"| {name} | {found['hard_rate']:.1%} | {found['perplexity']:.3f} | {found['kl']:.4f} |"
+            f"| {name} | {found['hard_rate']:.1%} | {_with_interval(found, 'perplexity', '.3f')} | "
+            f"{_with_interval(found, 'kl', '.4f')} | {found['scored']:,} |"
             for name, found in heldout.items()
         ),
+        "",
+        "In brackets 95 % intervals: of other documents where a text has eight or more, else of other passages of these.",
     ]
+
+
+def _with_interval(found: Mapping[str, Any], name: str, form: str) -> str:
+    if f"{name}_low" not in found:  # of a single block
+        return f"{found[name]:{form}}"
+    return f"{found[name]:{form}} ({found[f'{name}_low']:{form}} to {found[f'{name}_high']:{form}})"
 
 
 def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], texts: list[str]) -> list[str]:

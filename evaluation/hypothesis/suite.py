@@ -17,7 +17,7 @@ from ..compare import new_comparison, row_of
 from ..measure import Reading, measured
 from ..measurement import calibrated, cells_in, setting_of
 from ..output import MakeRecord
-from ..texts import Windows, documents_told, read_texts
+from ..texts import Windows, documents_told, measured_texts, read_texts
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
 from .ranks import KEYS, SIDES, Spectra, captured, threshold_ranks
@@ -40,7 +40,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     check_length(model, max(config.length, config.sensitivity_length), "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = calibrated(model, tokenizer, config, read=False)
+    calibration, inputs = calibrated(model, tokenizer, config, read=False, measured=measured_texts(config.texts))
     spectra, settings = Spectra.of(calibration), settings_of(config)
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)

@@ -105,6 +105,9 @@ def _comparison(points: Sequence[Point]) -> dict[str, Any]:
         "datasets": datasets,
         "best": _best(means or points),
         "scored": {name: int(min(point.values.get("scored", 0) for point in found)) for name, found in by_text.items()},
+        "documents": {
+            name: min(point.values.get("documents", 0) for point in found) for name, found in by_text.items()
+        },
     }
 
 
@@ -142,7 +145,7 @@ def _best(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The method of least mean divergence within each budget."""
     found = []
     for budget in BUDGETS:
-        within = [point for point in points if point.rate <= budget * 1.05 and point.family != WHOLE]
+        within = [point for point in points if point.rate <= budget and point.family != WHOLE]
         by_label: dict[str, list[float]] = {}
         for point in within:
             by_label.setdefault(point.label, []).append(point.values["kl"])

@@ -106,6 +106,11 @@ class TaskConfig:
         """The file of that task; None where it reads none."""
         return self.file.replace(_NAME, name) if self.file and name in FROM_FILES else None
 
+    @property
+    def files(self) -> set[str]:
+        """All that these tasks read."""
+        return {file for file in (self.essay, *map(self.file_of, self.names)) if file is not None}
+
     def label_of(self, name: str, length: int | None) -> str:
         """The task in results: its name, its length, and its `query` where it is not the task's own."""
         query = self.query_of(name)

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
+from lowrank_kv.utils.intervals import interval
+
 from ..methods import FULL
-from ..scores import held_share, interval, with_interval
+from ..scores import PER_CENT, held_share, with_interval
 from .building import Task
 from .item import Item, ItemScore
 
-_BOUNDS = {"score": (0, 100), "difference": (-100, 100)}  # of what is in per cent
-
 
 def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mapping[int, ItemScore]) -> dict[str, Any]:
-    """One method on one task: means in per cent, with 95 % intervals of a bootstrap over items, paired for the
-    difference from the uncompressed cache.
+    """One method on one task: means in per cent, with 95 % intervals over clusters of items, paired for the difference from
+    the uncompressed cache.
 
     Args:
         found, full: number of an item → its score by this method and by the uncompressed cache.
@@ -30,6 +30,7 @@ def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mappin
         "cache_bytes": sum(score.cache_bytes for score in found.values()),
         "full_bytes": sum(score.full_bytes for score in found.values()),
         "items": len(found),
+        "clusters": len({task.items[number].cluster for number in found}),
     }
     both = [number for number in found if number in full]
     columns = {"score": {number: 100 * score.score for number, score in found.items()}}
@@ -41,10 +42,11 @@ def row_of(method: str, task: Task, found: Mapping[int, ItemScore], full: Mappin
         cluster_N = torch.tensor([task.items[number].cluster for number in values], dtype=torch.int64)
         row[name] = float(value_N.mean())
         if len(cluster_N.unique()) > 1:
-            bounds = (
-                each.clamp(*_BOUNDS.get(name, (None, torch.inf))) for each in interval(value_N, cluster_N=cluster_N)
+            possible = None if (method, name) == (FULL, "difference") else PER_CENT.get(name)
+            bounds = interval(value_N, cluster_N=cluster_N, possible=possible)
+            row[f"{name}_low"], row[f"{name}_high"] = (
+                float(each.clamp(*PER_CENT.get(name, (None, torch.inf)))) for each in bounds
             )
-            row[f"{name}_low"], row[f"{name}_high"] = map(float, bounds)
     reference = sum(full[number].score for number in both)
     row["of_full"] = 100 * sum(found[number].score for number in both) / reference if reference else None
     return row

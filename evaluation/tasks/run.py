@@ -21,7 +21,7 @@ from ojakv import Calibration
 
 from ..cells import Cell, Cells, measured_by
 from ..measure import rounds
-from ..measurement import MethodsConfig, calibrated, cells_in, setting_of
+from ..measurement import MeasuredText, MethodsConfig, calibrated, cells_in, setting_of
 from ..methods import FULL, Method, MethodConfig, methods_of, there
 from ..output import MakeRecord
 from ..scores import held_share
@@ -135,7 +135,13 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     name = config.model_name
     model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
     tasks = tasks_of(config.tasks, model, tokenizer, output)
-    calibration, inputs = calibrated(model, tokenizer, config, read=config.reads)
+    calibration, inputs = calibrated(
+        model,
+        tokenizer,
+        config,
+        read=config.reads,
+        measured=[MeasuredText(file) for each in config.tasks for file in sorted(each.files)],
+    )
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
     inputs += [model_input(model), weights_input(model)]
     inputs += {each["sha256"]: each for task in tasks for each in task.inputs}.values()

@@ -207,6 +207,17 @@ class Blocks(NamedTuple):
     starts_NT: Tensor
     document_NT: Tensor
 
+    @property
+    def documents(self) -> list[int]:
+        """The one that most of each block's tokens are of."""
+        counts = [document_T.unique(return_counts=True) for document_T in self.document_NT]
+        return [int(found[count.argmax()]) for found, count in counts]
+
+    @property
+    def touched(self) -> list[int]:
+        """How many documents each block holds tokens of; more than one where it runs over a document's end."""
+        return [len(document_T.unique()) for document_T in self.document_NT]
+
 
 def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
     """Only the token ids of :func:`document_blocks`."""

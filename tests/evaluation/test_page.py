@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.page import curves
 from evaluation.page.bars import has_one_budget
-from evaluation.page.build import page
+from evaluation.page.build import _best, page
 from evaluation.page.fronts import colours_of, panel
 from evaluation.page.points import BITS, LEARNED, ONLINE, front, points_of, series_of
 from evaluation.page.svg import Placed, Scale
@@ -279,3 +279,22 @@ def test_records_without_a_configuration_are_shown_or_refused(record):
     assert "learned" in page([{**record, "config": None}])
     with pytest.raises(UserError, match="none of the records compares methods"):
         page([{**record, "config": None, "rows": [{"ms": 1}]}])
+
+
+def test_what_is_within_a_budget_takes_no_byte_more(record):
+    for each in record["rows"]:
+        if each["method"] == "tokenwise-mixed 0.1":
+            each["rate"] = 0.104
+    assert [(each["budget"], each["label"]) for each in _best(points_of([record]))] == [
+        (0.3, "tokenwise-mixed 0.2"),
+        (0.2, "tokenwise-mixed 0.1"),
+        (0.1, "learned 0.06"),
+    ]
+
+
+def test_a_page_says_of_how_many_documents_a_text_is(record):
+    for each in record["rows"]:
+        each["documents"] = 2 if each["dataset"] == "novels" else 1
+    shown = " ".join(page([record]).split())
+    assert "novels (1,023 scored tokens of 2 documents)" in shown
+    assert "(1,023 scored tokens of 1 document)" in shown

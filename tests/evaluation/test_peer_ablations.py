@@ -369,3 +369,18 @@ def test_fisher_scores_of_norms_that_multiply_by_one_more():
     """Their fresh weights are zero, and they scale by one."""
     model = BY_NAME["gemma2"].model(layer_types=["full_attention"] * 3)
     assert min(fisher_scores(model, calibration_of(model, read=True))) > 0
+
+
+def test_eigen_attention_keeps_keys_of_before_the_rotation_where_there_is_one(model, calibration):
+    """As its authors' code does; a basis of rotated keys and queries is the OjaKV paper's baseline."""
+    [layer, *_] = PEERS["eigen-attention"].maker(model, calibration, 0.5)().layers
+    assert (layer.plan.config.rope, layer.plan.config.query_key, layer.plan.config.layout) == ("pre", False, "per_head")
+    flat = BY_NAME["gpt2"].model()
+    [layer, *_] = PEERS["eigen-attention"].maker(flat, calibration_of(flat), 0.5)().layers
+    assert (layer.plan.config.rope, layer.plan.config.query_key) == ("post", True)
+
+
+def test_palu_reads_a_prompt_exactly_where_it_is_asked_to(model, calibration):
+    rebuilt, exact = (kl_of(model, PEERS[name].maker(model, calibration, 0.3)) for name in ("palu-j", "palu-j-exact"))
+    assert 0 < exact < rebuilt
+    assert (PEERS["palu-j"].reads_exactly, PEERS["palu-j-exact"].reads_exactly) == (False, True)

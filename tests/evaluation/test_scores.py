@@ -116,3 +116,15 @@ def test_rows_of_a_record_have_the_intervals_of_its_windows():
     found, other = rows_of(record)
     assert found == {"method": "m", "dataset": "t", **summary(scores)}
     assert other == record["rows"][1]
+
+
+def test_a_row_of_an_earlier_record_without_a_width_gets_one():
+    row = {"method": "m", "dataset": "t", "items": 92, "score": 0.0, "score_low": 0.0, "score_high": 0.0}
+    row |= {"difference": 0.0, "difference_low": 0.0, "difference_high": 0.0}
+    full = row | {"method": "full"}
+    found, itself = rows_of({"rows": [row, full], "summary": None})
+    assert found["score_low"] == 0 < 3.9 < found["score_high"] < 4.1
+    assert found["difference_low"] == -found["difference_high"] == -found["score_high"]
+    assert (itself["difference_low"], itself["difference_high"]) == (0, 0)
+    fewer, _ = rows_of({"rows": [row | {"clusters": 23}, full], "summary": None})
+    assert fewer["score_high"] > 3 * found["score_high"]

@@ -8,6 +8,7 @@ from byte_tokenizer import byte_tokenizer
 
 from evaluation.compare import CompareConfig, compare, markdown
 from evaluation.scores import rows_of
+from evaluation.tasks.registry import TaskConfig
 from evaluation.texts import TextConfig, documents_told, read_texts
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, interval
@@ -93,3 +94,23 @@ def test_other_windows_of_a_text_are_other_cells(values, tmp_path):
     assert spread["summary"]["documents"]["t"]["of"] == [0, LEAST_DOCUMENTS - 1]
     cells = {each["run_id"]: each["cells"] for each in spread["summary"]["measured_by"]}
     assert cells == {first["run_id"]: 2, spread["run_id"]: 2}, "both begin with the same window"
+
+
+@pytest.mark.parametrize(
+    ("measured_share", "left_out", "message"),
+    [(0.0, 0.0, "which this run measures"), (0.5, 0.2, "this run measures 0.5 of it"), (0.5, 0.5, None)],
+)
+def test_a_comparison_warns_where_the_calibration_can_have_read_its_text(
+    values, tmp_path, recwarn, measured_share, left_out, message
+):
+    [text] = values["texts"]
+    values |= {"texts": [text | {"heldout_share": measured_share}], "windows": 1}
+    values |= {"calibration": {"name": [text["name"]], "heldout_share": left_out, "tokens": 64, "length": 32}}
+    last(values, tmp_path / "out")
+    found = [str(each.message) for each in recwarn if "calibrate" in str(each.message)]
+    assert [message in each for each in found] == ([] if message is None else [True])
+
+
+def test_tasks_say_which_files_they_measure():
+    config = build(TaskConfig, {"task": ["ruler", "arc_easy"], "file": "{task}.jsonl", "essay": "novel.txt"})
+    assert config.files == {"arc_easy.jsonl", "novel.txt"}

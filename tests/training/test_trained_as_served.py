@@ -237,7 +237,11 @@ def test_autocast_does_not_reach_a_plan(planned, tiny_dir):
 def test_a_card_says_of_what_the_divergence_is(trainable, says, training_values):
     values = merged(training_values, {"output": "out", "trainable": trainable})
     values["dataset"] = {**values["dataset"], "name": ["/data/private/te*.jsonl", "allenai/c4"], "weights": [1, 1]}
-    found = {"tokens": 1, "steps": 1, "heldout": {"text": {"hard_rate": 0.1, "perplexity": 2.0, "kl": 0.1}}}
+    found = {
+        "tokens": 1,
+        "steps": 1,
+        "heldout": {"text": {"hard_rate": 0.1, "perplexity": 2.0, "kl": 0.1, "scored": 9}},
+    }
     record = {"run_id": "id", "code": {"version": "1", "commit": "c"}}
     card = model_card(build(TrainConfig, values), record, found, is_compressor=trainable == "compressor")
     assert says in card

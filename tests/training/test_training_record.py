@@ -22,7 +22,7 @@ def test_a_training_writes_one_record_and_its_checkpoint_names_it(here, four_ste
 
 def test_a_training_writes_a_model_card_that_the_hub_can_read(here, four_steps, tmp_path, tiny_dir):
     directory = tmp_path / "run/checkpoint"
-    here("train_dynakv.py", "--config", four_steps)
+    here("train_dynakv.py", "--config", four_steps, "--heldout_blocks", 3)
     card = ModelCard.load(directory / "README.md")
     assert card.data.base_model == tiny_dir.name
     assert card.data.library_name == "transformers"
@@ -31,8 +31,12 @@ def test_a_training_writes_a_model_card_that_the_hub_can_read(here, four_steps, 
     [path] = (tmp_path / "run/training").iterdir()
     record = run_record.load(path)
     [(name, found)] = record["summary"]["heldout"].items()
-    assert f"| {name} | {found['hard_rate']:.1%} | {found['perplexity']:.3f} | {found['kl']:.4f} |" in card.text
+    perplexity, kl = (
+        f"{found[key]:{form}} ({found[f'{key}_low']:{form}} to {found[f'{key}_high']:{form}})"
+        for key, form in (("perplexity", ".3f"), ("kl", ".4f"))
+    )
+    assert f"| {name} | {found['hard_rate']:.1%} | {perplexity} | {kl} | {found['scored']:,} |" in card.text
     assert record["run_id"] in card.text
     assert str(tmp_path) not in card.content
-    here("train_dynakv.py", "--config", four_steps, "--resume", "--optimizer.steps", 6)
+    here("train_dynakv.py", "--config", four_steps, "--heldout_blocks", 3, "--resume", "--optimizer.steps", 6)
     assert "in 6 steps" in (directory / "README.md").read_text()

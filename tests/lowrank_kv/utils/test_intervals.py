@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from lowrank_kv.utils.intervals import LEAST_DOCUMENTS, clusters_of, interval, squared_error, student_quantile
+from lowrank_kv.utils.intervals import (
+    LEAST_DOCUMENTS,
+    clusters_of,
+    interval,
+    least_interval,
+    squared_error,
+    student_quantile,
+)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
@@ -55,3 +62,38 @@ def test_the_error_of_a_mean_is_that_of_the_means_of_its_clusters():
     error, count = squared_error(value_N, torch.arange(30) // 3)
     assert (error, count) == (pytest.approx(float(value_N.view(10, 3).mean(1).var()) / 10), 10)
     assert squared_error(value_N, torch.zeros(30)) == (float("inf"), 1)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0, 92), (100, 92), (0, 5)])
+def test_equal_values_have_wilsons_interval(value, count):
+    """The roots p of |p̂ − p| = z √(p (1 − p) / n)."""
+    low, high = least_interval(value, count, (0, 100))
+    assert (low, high) == (0, pytest.approx(high)) if value == 0 else (pytest.approx(low), 100)
+    root = (high if value == 0 else 100 - low) / 100
+    assert root == pytest.approx(1.959964 * (root * (1 - root) / count) ** 0.5)
+    found = interval(torch.full((count,), float(value), dtype=torch.float64), possible=(0, 100))
+    assert [float(each) for each in found] == pytest.approx([low, high])
+
+
+def test_clusters_of_equal_means_say_no_more_than_as_many_equal_values():
+    values, clusters = torch.tensor([0.0, 1, 1, 0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    assert [float(each) for each in interval(values, cluster_N=clusters)] == [0.5, 0.5]
+    found = interval(values, cluster_N=clusters, possible=(0, 1))
+    assert [float(each) for each in found] == pytest.approx(least_interval(0.5, 2, (0, 1)))
+    assert 0 < float(found[0]) < 0.2
+
+
+def test_one_other_value_does_not_make_an_interval_narrower():
+    values = torch.zeros(92, dtype=torch.float64)
+    _, none = interval(values, possible=(0, 1))
+    values[0] = 0.1
+    _, one = interval(values, possible=(0, 1))
+    assert one > none
+    many = torch.arange(92).double() % 2
+    assert interval(many, possible=(0, 1)) == interval(many), "wide enough already"
+
+
+def test_a_value_that_counts_twice_is_two_values_of_one_cluster():
+    values, weights = torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64), torch.tensor([2, 1, 1])
+    twice = torch.tensor([0.0, 0.0, 0.2, 1.0], dtype=torch.float64)
+    assert interval(values, weight_N=weights) == interval(twice, cluster_N=torch.tensor([0, 0, 1, 2]))
