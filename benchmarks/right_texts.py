@@ -1,14 +1,18 @@
-"""What a right text is where coefficients are rounded to codes: a reference, how far it parts from itself, and a rule.
+"""What a right text is where coefficients are rounded to codes: several references for each prompt, and a rule.
 
 A coefficient at the border of two codes takes the other one when a sum is added in another order: in a chunk of a prompt, in
 a batch, behind a prefix that another request left. So correct runs differ in logits, and part where two tokens are nearly
-as likely. How far is measured on the reference itself, which reads each prompt at once and in pieces. Two things are looked
-at, and a right text may be twice as far from the reference as the reference's own readings are from each other, for a server
-reads in more ways than the few that were tried:
+as likely. How far depends on the prompt. So the reference reads each prompt several times, at once and in different pieces,
+and a text is held against the reading that is nearest to it. Two things are looked at:
 
-- its gap: the most that a token lacks, behind the same tokens, of the likeliest one, in logits;
-- its drift: how far the log-probabilities that were told of its tokens are from the reference's, as a mean over the text. A
+- its gap: the most that a token lacks, behind the same tokens, of the reading's likeliest one, in logits;
+- its drift: how far the log-probabilities that were told of its tokens are from the reading's, as a mean over the text. A
   wrong page often changes no token, but it moves the numbers of all.
+
+Each reading's own answer is held against the others in the same way. The furthest of them is the prompt's spread, and a
+right text may be twice as far, for a server reads in more ways than the few that were tried. Readings may give one answer by
+chance: a gap's spread is at least what leads of the likeliest token over the next change by from one reading to another, but
+for the tenth of them that change most, and no prompt is allowed less than the one in the middle.
 
 Shapes: T tokens of an answer, V vocabulary.
 """
@@ -16,6 +20,7 @@ Shapes: T tokens of an answer, V vocabulary.
 import dataclasses
 import os
 import random
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
@@ -25,12 +30,14 @@ from transformers import Cache, PreTrainedModel
 
 from evaluation.tasks.reader import Reader
 
-# Tokens of a prompt that the reference reads at a time, beside all of them and numbers drawn at random.
-PIECES = (96, 17)
+# Tokens of a prompt that the reference reads at a time, beside all of them, and numbers that it draws so often.
+PIECES, AT_RANDOM = (96, 17), 3
 SWAPPED = 5  # the rank of the token that a control has in place of the likeliest one
+DECIDED = 1.0  # logits that it lacks at least: with fewer it may be as right
 PAGE = 128  # tokens that the wrong page of a control has
-MARGIN = 2  # times what the reference's readings differ by: what right texts may
-ROUNDING = 1e-3  # they differ by at least so much, of which sums in fp32 may be off though no code changes
+SETTLED = 0.9  # of all changes of leads, these are a gap's spread at least
+MARGIN = 2  # times how far a reading's own answer is from the others: what right texts may be
+ROUNDING = 1e-3  # it is at least so much, of which sums in fp32 may be off though no code changes
 FEWEST = 8  # tokens that a drift is the mean over
 
 
@@ -49,13 +56,41 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """How far a text, or a reading, is from the reference: gap and drift."""
+    """How far a text is from a reading: gap and drift."""
 
     gap: float
     drift: float
 
     def exceeds(self, limit: "Distance") -> bool:
         return self.gap > limit.gap or self.drift > limit.drift
+
+    def nearer(self, other: "Distance") -> "Distance":
+        """The smaller gap and the smaller drift."""
+        return Distance(min(self.gap, other.gap), min(self.drift, other.drift))
+
+
+@dataclasses.dataclass
+class Reading:
+    """A prompt as it was read once.
+
+    Attributes:
+        read: the prompt.
+        answer: what follows, decoded token by token, as a server decodes it.
+    """
+
+    read: Reader
+    answer: Text
+
+    def distances(self, texts: Iterable[Text]) -> list[Distance]:
+        """How far each text is from this reading."""
+        texts = list(texts)
+        own = self.answer
+        known = [(own.tokens, torch.zeros(len(own.tokens)), torch.tensor(own.logprobs))]
+        for tokens in longest(text.tokens for text in texts):
+            if own.tokens[: len(tokens)] != tokens:
+                logits_TV = forced(self.read, tokens)
+                known.append((tokens, gaps(logits_TV, tokens), logprobs_of(logits_TV, tokens)))
+        return [_distance(text, known) for text in texts]
 
 
 @dataclasses.dataclass
@@ -64,38 +99,33 @@ class Expected:
 
     Attributes:
         prompt: token ids.
-        answer: the reference's.
-        spread: of the reference's readings at this answer, at most.
-        read: the prompt, read at once.
+        readings: the prompt, read at once and in pieces.
+        spread: how far readings' own answers are from the nearest other reading, at most, and what leads change by.
     """
 
     prompt: list[int]
-    answer: Text
+    readings: list[Reading]
     spread: Distance
-    read: Reader
+
+    @property
+    def answer(self) -> Text:
+        """Of the prompt that was read at once."""
+        return self.readings[0].answer
 
     def agreed(self, tokens: Sequence[int]) -> int:
         """Tokens of a text up to where it parts from the answer."""
         return len(os.path.commonprefix([tuple(tokens), self.answer.tokens]))
 
-    def distances(self, texts: Iterable[Text]) -> list[Distance]:
-        """How far each text is."""
+    def distances(self, texts: Iterable[Text], limit: Distance) -> list[Distance]:
+        """How far each text is from the nearest reading, or from the nearest of the first ones that are within a limit."""
         texts = list(texts)
-        known = [(self.answer.tokens, torch.zeros(len(self.answer.tokens)), torch.tensor(self.answer.logprobs))]
-        for tokens in longest(text.tokens for text in texts):
-            if self.agreed(tokens) < len(tokens):
-                logits_TV = forced(self.read, tokens)
-                known.append((tokens, gaps(logits_TV, tokens), logprobs_of(logits_TV, tokens)))
-        return [self._distance(text, known) for text in texts]
-
-    @staticmethod
-    def _distance(text: Text, known: list[tuple[tuple[int, ...], Tensor, Tensor]]) -> Distance:
-        count = len(text.tokens)
-        _, gap_T, logprob_T = next(each for each in known if each[0][:count] == text.tokens)
-        return Distance(
-            gap=float(gap_T[:count].max()) if count else 0.0,
-            drift=drift(torch.tensor(text.logprobs), logprob_T[:count]),
-        )
+        found = {text: Distance(float("inf"), float("inf")) for text in texts}
+        for reading in self.readings:
+            # Only those that are not near enough yet: each takes a pass through the model.
+            left = [text for text in found if found[text].exceeds(limit)]
+            for text, distance in zip(left, reading.distances(left), strict=True):
+                found[text] = found[text].nearer(distance)
+        return [found[text] for text in texts]
 
 
 class Reference:
@@ -111,44 +141,55 @@ class Reference:
 
     def expected(self, prompt: list[int], tokens: int) -> Expected:
         """The answer to a prompt, its spread, and the prompt as it was read."""
-        read = self._read(prompt, [len(prompt)])
-        answer, logits_TV = greedy(read, tokens)
-        others = [read, *(self._read(prompt, sizes) for sizes in self._divisions(len(prompt)))]
-        runs = [forced(other, answer.tokens) for other in others]
-        logprob_T = torch.tensor(answer.logprobs)
+        readings = [self._reading(prompt, sizes, tokens) for sizes in self._divisions(len(prompt))]
+        nearest = {number: Distance(float("inf"), float("inf")) for number in range(len(readings))}
+        for number, reading in enumerate(readings):
+            others = [i for i in nearest if i != number]
+            for i, distance in zip(others, reading.distances(readings[i].answer for i in others), strict=True):
+                nearest[i] = nearest[i].nearer(distance)
+        runs = [forced(reading.read, readings[0].answer.tokens) for reading in readings]
         spread = Distance(
-            gap=max(spread_of(logits_TV, run_TV) for run_TV in runs),
-            drift=max(drift(logprob_T, logprobs_of(run_TV, answer.tokens)) for run_TV in runs),
+            gap=max(lead_change(runs), *(each.gap for each in nearest.values())),
+            drift=max(each.drift for each in nearest.values()),
         )
-        return Expected(prompt, answer, spread, read)
+        return Expected(prompt, readings, spread)
 
     def answer(self, prompt: list[int], tokens: int) -> Text:
         """The answer alone."""
-        return greedy(self._read(prompt, [len(prompt)]), tokens)[0]
+        return self._reading(prompt, [len(prompt)], tokens).answer
 
     def _divisions(self, length: int) -> list[list[int]]:
         """Lengths of pieces that a prompt is read in."""
-        at_random = [self._chance.randint(1, PAGE) for _ in range(length)]
-        return [*([size] * length for size in PIECES if size < length), at_random]
+        even = [[size] * length for size in (length, *PIECES) if size <= length]
+        largest = min(PAGE, length)
+        return even + [[self._chance.randint(1, largest) for _ in range(length)] for _ in range(AT_RANDOM)]
 
-    def _read(self, prompt: list[int], sizes: Iterable[int]) -> Reader:
-        reader = Reader(self._model, self._new_cache())
+    def _reading(self, prompt: list[int], sizes: Iterable[int], tokens: int) -> Reading:
+        read = Reader(self._model, self._new_cache())
         for size in sizes:
-            if piece := prompt[reader.num_read : reader.num_read + size]:
-                reader.read_prompt(piece)
-        return reader
+            if piece := prompt[read.num_read : read.num_read + size]:
+                read.read_prompt(piece)
+        return Reading(read, greedy(read, tokens))
 
 
-def greedy(read: Reader, tokens: int) -> tuple[Text, Tensor]:
-    """The likeliest tokens behind what was read, one after another, and the logits at each, (T, V)."""
-    reader, answer, logits = read.copy(), [], []
+def _distance(text: Text, known: Sequence[tuple[tuple[int, ...], Tensor, Tensor]]) -> Distance:
+    count = len(text.tokens)
+    if not count:
+        return Distance(0.0, 0.0)
+    _, gap_T, logprob_T = next(each for each in known if each[0][:count] == text.tokens)
+    return Distance(float(gap_T[:count].max()), drift(torch.tensor(text.logprobs), logprob_T[:count]))
+
+
+def greedy(read: Reader, tokens: int) -> Text:
+    """The likeliest tokens behind what was read, one after another."""
+    reader, answer, logprobs = read.copy(), [], []
     for _ in range(tokens):
-        logits.append(reader.logits_V)
-        answer.append(int(reader.logits_V.argmax()))
+        logits_1V = reader.logits_V[None]
+        answer.append(int(logits_1V.argmax()))
+        logprobs.append(float(logprobs_of(logits_1V, answer[-1:])))
         if len(answer) < tokens:
             reader.read(answer[-1:])
-    logits_TV = torch.stack(logits)
-    return Text(tuple(answer), tuple(logprobs_of(logits_TV, answer).tolist())), logits_TV
+    return Text(tuple(answer), tuple(logprobs))
 
 
 def forced(read: Reader, tokens: Sequence[int]) -> Tensor:
@@ -157,10 +198,12 @@ def forced(read: Reader, tokens: Sequence[int]) -> Tensor:
     return torch.cat([first_1V, read.copy().read(list(tokens[:-1]))]) if len(tokens) > 1 else first_1V
 
 
-def spread_of(one_TV: Tensor, other_TV: Tensor) -> float:
-    """The most that the likeliest tokens of one run's logits lack in the other's, either way."""
-    pairs = (one_TV, other_TV), (other_TV, one_TV)
-    return max(float(gaps(logits_TV, said_TV.argmax(1).tolist()).max()) for logits_TV, said_TV in pairs)
+def lead_change(runs: Sequence[Tensor]) -> float:
+    """What the first run's leads of the likeliest token over the next differ by in other runs of one text, each (T, V), in
+    all but the largest of the cases."""
+    index_T2 = runs[0].topk(2, dim=1).indices
+    leads = [-run_TV.gather(1, index_T2).diff(dim=1)[:, 0] for run_TV in runs]
+    return float((torch.stack(leads[1:]) - leads[0]).abs().float().quantile(SETTLED))
 
 
 def drift(one_T: Tensor, other_T: Tensor) -> float:
@@ -183,13 +226,14 @@ def gaps(logits_TV: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits_TV.amax(1) - logits_TV.gather(1, token_T1)[:, 0]
 
 
-def furthest(expected: Iterable[Expected]) -> Distance:
-    """How far a right text may be."""
+def limits(expected: Sequence[Expected]) -> list[Distance]:
+    """How far a right text may be, for each prompt."""
     spreads = [each.spread for each in expected]
-    return Distance(
-        gap=MARGIN * max(ROUNDING, *(spread.gap for spread in spreads)),
-        drift=MARGIN * max(ROUNDING, *(spread.drift for spread in spreads)),
-    )
+    middle = Distance(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, spreads), strict=True)))
+    return [
+        Distance(MARGIN * max(ROUNDING, middle.gap, each.gap), MARGIN * max(ROUNDING, middle.drift, each.drift))
+        for each in spreads
+    ]
 
 
 def longest(texts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -204,26 +248,31 @@ def controls(reference: Reference, expected: Sequence[Expected], seed: int) -> d
     """Texts that are wrong by construction, by what is wrong with them: the number of the prompt, and the text.
 
     - `foreign`: the answer to another prompt.
-    - `swapped`: the answer up to a place where the fifth likeliest token stands.
+    - `swapped`: the answer up to a place where the fifth likeliest token stands, which lacks :data:`DECIDED` logits, or the
+      most where it lacks so much nowhere.
     - `wrong_page`: the answer to the prompt with a page of another prompt in it.
     """
     chance = random.Random(seed)
     found: dict[str, list[tuple[int, Text]]] = {"foreign": [], "swapped": [], "wrong_page": []}
     for number, each in enumerate(expected):
         # Half of them away, because neighbours begin alike.
-        other, tokens = expected[(number + len(expected) // 2) % len(expected)], len(each.answer.tokens)
+        other = expected[(number + len(expected) // 2) % len(expected)]
         found["foreign"].append((number, other.answer))
-        found["swapped"].append((number, _swapped(each, chance.randrange(tokens))))
+        found["swapped"].append((number, _swapped(each, chance)))
         if pages := min(len(each.prompt), len(other.prompt)) // PAGE:
             start = PAGE * chance.randrange(pages)
             mixed = [*each.prompt[:start], *other.prompt[start : start + PAGE], *each.prompt[start + PAGE :]]
             if mixed != each.prompt:
-                found["wrong_page"].append((number, reference.answer(mixed, tokens)))
+                found["wrong_page"].append((number, reference.answer(mixed, len(each.answer.tokens))))
     return found
 
 
-def _swapped(expected: Expected, place: int) -> Text:
-    logits_V = forced(expected.read, expected.answer.tokens[: place + 1])[-1]
-    token = int(logits_V.topk(SWAPPED).indices[-1])
-    logprob = float(logprobs_of(logits_V[None], [token]))
-    return Text((*expected.answer.tokens[:place], token), (*expected.answer.logprobs[:place], logprob))
+def _swapped(expected: Expected, chance: random.Random) -> Text:
+    answer = expected.answer
+    logits_TV = forced(expected.readings[0].read, answer.tokens)
+    value_TK, index_TK = logits_TV.topk(SWAPPED, dim=1)
+    lack_T = value_TK[:, 0] - value_TK[:, -1]
+    place = chance.choice((lack_T >= DECIDED).nonzero()[:, 0].tolist() or [int(lack_T.argmax())])
+    token = int(index_TK[place, -1])
+    logprob = float(logprobs_of(logits_TV[place : place + 1], [token]))
+    return Text((*answer.tokens[:place], token), (*answer.logprobs[:place], logprob))

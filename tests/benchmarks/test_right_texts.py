@@ -5,18 +5,22 @@ import torch
 from methods import METHODS, tiny_model
 
 from benchmarks.right_texts import (
+    AT_RANDOM,
     FEWEST,
+    MARGIN,
+    ROUNDING,
     Distance,
+    Expected,
     Reference,
     Text,
     controls,
     drift,
     forced,
-    furthest,
     gaps,
     greedy,
+    lead_change,
+    limits,
     longest,
-    spread_of,
 )
 
 TOKENS = 10
@@ -36,12 +40,17 @@ def expected(reference):
     return [reference.expected(prompt, TOKENS) for prompt in PROMPTS]
 
 
-def test_the_spread_is_what_the_likeliest_of_one_run_lacks_in_another():
-    one_TV = torch.tensor([[3.0, 1.0, 0.0], [0.0, 4.0, 5.0], [0.0, 9.0, 2.0]])
-    other_TV = torch.tensor([[9.0, 1.0, 0.0], [0.0, 5.0, 4.5], [0.0, 5.0, 2.0]])
-    assert spread_of(one_TV, one_TV) == 0
-    assert spread_of(one_TV, other_TV) == spread_of(other_TV, one_TV) == 1  # at the second place, where they part
-    assert spread_of(one_TV, other_TV + 4) == 1  # the same distribution
+def test_what_leads_change_by_leaves_out_the_largest_tenth():
+    one_TV = torch.tensor([[3.0, 1.0, 0.0]]).repeat(11, 1)
+    other_TV = one_TV.clone()
+    other_TV[:, 1] += 0.5  # the next one gains on the likeliest
+    other_TV[:, 2] += 9.0  # what is neither of both does not count
+    assert lead_change([one_TV, one_TV]) == 0
+    assert lead_change([one_TV, other_TV + 4]) == lead_change([other_TV[:, :2], one_TV[:, :2]]) == 0.5
+    other_TV[-1, 1] = 8.0
+    assert lead_change([one_TV, other_TV]) == 0.5
+    other_TV[-2, 1] = 8.0
+    assert lead_change([one_TV, other_TV]) == 7
 
 
 def test_a_drift_is_a_mean_over_enough_tokens():
@@ -68,11 +77,52 @@ def test_only_the_longest_texts_are_left():
 
 def test_a_prompt_that_was_read_is_read_once(reference, expected):
     each = expected[1]
-    before = each.read.num_read
-    answer, logits_TV = greedy(each.read, TOKENS)
-    assert spread_of(forced(each.read, answer.tokens), logits_TV) <= each.spread.gap
-    assert answer == each.answer == reference.answer(each.prompt, TOKENS)
-    assert each.read.num_read == before == len(each.prompt)
+    assert len(each.readings) == 3 + AT_RANDOM  # at once, 96 and 17 tokens at a time
+    for reading in each.readings:
+        before = reading.read.num_read
+        assert greedy(reading.read, TOKENS) == reading.answer
+        assert reading.read.num_read == before == len(each.prompt)
+    assert each.answer == reference.answer(each.prompt, TOKENS)
+
+
+def test_every_reading_s_own_answer_is_right(expected):
+    """Of a prompt, also where it is far from all other prompts' answers."""
+    for each, limit in zip(expected, limits(expected), strict=True):
+        assert max(ROUNDING, each.spread.gap) * MARGIN <= limit.gap
+        for reading in each.readings:
+            [found] = each.distances([reading.answer], limit)
+            assert not found.exceeds(limit)
+
+
+def prompt(gap, drift, readings=()):
+    return Expected([1], list(readings), Distance(gap, drift))
+
+
+def test_a_prompt_of_two_minds_weakens_the_rule_for_itself_only():
+    found = limits([prompt(0.1, 0.02), prompt(0.2, 0.03), prompt(9.0, 0.0), prompt(0.0, 5.0), prompt(0.3, 0.01)])
+    assert [limit.gap for limit in found] == pytest.approx(
+        [0.4, 0.4, 18, 0.4, 0.6]
+    )  # twice .2 where it is in the middle
+    assert [limit.drift for limit in found] == pytest.approx([0.04, 0.06, 0.04, 10, 0.04])
+    assert limits([prompt(0.0, 0.0)]) == [Distance(MARGIN * ROUNDING, MARGIN * ROUNDING)]
+
+
+class SpokenReading:
+    """Says how far texts are, and counts those that it is asked about."""
+
+    def __init__(self, distance):
+        self.distance, self.asked = distance, 0
+
+    def distances(self, texts):
+        self.asked += len(texts)
+        return [self.distance] * len(texts)
+
+
+def test_the_nearest_reading_counts_and_further_ones_are_not_asked():
+    readings = [SpokenReading(Distance(*each)) for each in ((3, 0.5), (1, 0.9), (0, 0))]
+    texts = [Text((1, 2), (0.0, 0.0)), Text((1, 3), (0.0, 0.0))]
+    assert prompt(0, 0, readings).distances(texts, Distance(1, 0.5)) == [Distance(1, 0.5)] * 2
+    assert [reading.asked for reading in readings] == [2, 2, 0]
 
 
 def first(text: Text, count: int) -> Text:
@@ -81,35 +131,42 @@ def first(text: Text, count: int) -> Text:
 
 def test_the_answer_is_right_as_far_as_it_goes(expected):
     for each in expected:
-        assert each.distances(first(each.answer, count) for count in (0, 1, TOKENS)) == [Distance(0, 0)] * 3
+        texts = [first(each.answer, count) for count in (0, 1, TOKENS)]
+        assert each.distances(texts, Distance(0, 0)) == [Distance(0, 0)] * 3
         assert each.agreed([*each.answer.tokens[:2], -1]) == 2
 
 
 def test_the_token_that_parts_is_looked_at(expected):
     each = expected[0]
-    logits_V = forced(each.read, each.answer.tokens[:3])[-1]
+    logits_V = forced(each.readings[0].read, each.answer.tokens[:3])[-1]
     values, indices = logits_V.topk(3)
     for rank in (1, 2):
         text = Text((*each.answer.tokens[:2], int(indices[rank])), (0.0, 0.0, 0.0))
-        [found] = each.distances([text])
+        [found] = each.readings[0].distances([text])
         assert found.gap == pytest.approx(float(values[0] - values[rank]), abs=1e-4)
 
 
 def test_numbers_that_were_told_of_other_tokens_drift(expected):
-    each = expected[0]
+    each, limit = expected[0], limits(expected)[0]
     moved = Text(each.answer.tokens, tuple(value - 0.5 for value in each.answer.logprobs))
-    [found] = each.distances([moved])
+    [found] = each.readings[0].distances([moved])
     assert found == Distance(0, pytest.approx(0.5, abs=1e-5))
-    assert found.exceeds(furthest(expected))
+    assert each.distances([moved], limit)[0].exceeds(limit)
 
 
 def test_controls_are_further_than_right_texts(reference, expected):
-    limit = furthest(expected)
+    allowed = limits(expected)
     found = controls(reference, expected, seed=0)
     assert found.keys() == {"foreign", "swapped", "wrong_page"}
     for number, text in found["foreign"]:
-        assert expected[number].distances([text])[0].exceeds(limit)
+        assert expected[number].distances([text], allowed[number])[0].exceeds(allowed[number])
     assert {number for number, _ in found["wrong_page"]} <= {1, 2}  # the others have no page
     for number, text in found["swapped"]:
-        assert expected[number].agreed(text.tokens) == len(text.tokens) - 1
-        assert expected[number].distances([text])[0].gap > 0
+        answer, place = expected[number].answer, len(text.tokens) - 1
+        assert expected[number].agreed(text.tokens) == place
+        assert expected[number].distances([text], Distance(0, 0))[0].gap > 0
+        logits_TV = forced(expected[number].readings[0].read, answer.tokens)
+        value_T5 = logits_TV.topk(5, dim=1).values
+        lack_T = value_T5[:, 0] - value_T5[:, -1]
+        assert float(gaps(logits_TV[place : place + 1], text.tokens[-1:])) == pytest.approx(float(lack_T[place]))
+        assert lack_T[place] >= min(1.0, float(lack_T.max()))

@@ -56,6 +56,9 @@ def test_a_short_soak(words, tmp_path, monkeypatch):
     assert row["wrong"] == row["short"] == row["left"] == 0
     assert row["prefix_hit_share"] > 0
     assert row["reference_share"] > 0.5
-    assert row["largest_gap"] <= row["gap_limit"]
-    assert 0 < row["largest_drift"] <= row["drift_limit"]
+    for name in ("gap", "drift"):
+        assert row[f"median_{name}_limit"] <= row[f"largest_{name}_limit"]
+        assert row[f"largest_{name}"] <= row[f"largest_{name}_limit"]
+        assert row[f"largest_{name}_of_limit"] <= 1
+    assert row["largest_drift"] > 0
     assert row["foreign_told"] == 1
