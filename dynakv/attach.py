@@ -19,6 +19,7 @@ from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 
 
+@torch.inference_mode(False)  # parameters that were made in it could be neither served nor trained, not even later
 def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedModel:
     """Give every compressed layer an fp32 identity projection and an unset gate, on the layer's own device.
 

@@ -308,7 +308,7 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
     """
     config = read_config(directory)
     geometry, settings = config.geometry, config.compressor.overridden(**overrides)
-    with fp32_on_cpu():
+    with fp32_on_cpu(), torch.inference_mode(False):  # as `add_compressors` has it
         layers = {
             index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
             for index in geometry.layers

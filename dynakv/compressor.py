@@ -69,6 +69,9 @@ class TokenCompressor(nn.Module):
         """
         if isinstance(self.gate, PlannedBits):
             return self._rounded(states_BTC)
+        if self.training and states_BTC.dtype == torch.float16:  # whose range scaled weights of a gate leave
+            rebuilt_BTC, *rates = self._train_on(states_BTC.float())
+            return rebuilt_BTC.half(), *rates
         if self.training:
             return self._train_on(states_BTC)
         coef_BTC, rank_BT = self.encode(states_BTC)

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, C joint width.
 """
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -84,8 +85,12 @@ class Gate(nn.Module):
 
     def forward(self, coef_BTC: Tensor) -> Tensor:
         """cumsum(p) in fp32 (fp64 for fp64), (B, T, C): the mask read from its last coefficient to its first."""
-        weight_CC, bias_C = self.affine(coef_BTC.dtype)
-        return cumulative(coef_BTC @ weight_CC + bias_C)
+        # Scaled weights of small states leave the range of fp16, and infinite logits would keep next to nothing.
+        is_half = coef_BTC.dtype == torch.float16
+        with torch.autocast(coef_BTC.device.type, enabled=False) if is_half else contextlib.nullcontext():
+            coef_BTC = coef_BTC.float() if is_half else coef_BTC
+            weight_CC, bias_C = self.affine(coef_BTC.dtype)
+            return cumulative(coef_BTC @ weight_CC + bias_C)
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
         """How many coefficients of each token are kept, (B, T) int64 (see :func:`lowrank_kv.bases.hard_rank.hard_rank`)."""

@@ -40,7 +40,7 @@ def gradient_moments(
         blocks_NT: token ids, at least 2 a block.
 
     Raises:
-        UserError: the model has compressors, blocks are too short, or gradients are not finite.
+        UserError: the model has compressors, blocks are too short, inference mode is on, or gradients are not finite.
     """
     check_uncompressed(model)
     if blocks_NT.shape[1] < 2:
@@ -75,7 +75,15 @@ def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -
 
     Args:
         exact_tokens: which tokens a query sees past the probe; None for none.
+
+    Raises:
+        UserError: inference mode is on, in which nothing has gradients.
     """
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "calibration takes gradients, and `torch.inference_mode()` is on, in which there are none; calibrate outside of "
+            "it, or use `torch.no_grad()` in its place"
+        )
     prepare(model)
     modules = attention_modules(model)
     probes = {index: _Probe() for index in geometry_of(model).layers}

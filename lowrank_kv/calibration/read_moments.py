@@ -55,8 +55,8 @@ def read_moments(
         exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
 
     Raises:
-        UserError: the model has compressors or attends otherwise, blocks are too short, or states or gradients are not
-            finite.
+        UserError: the model has compressors or attends otherwise, blocks are too short, inference mode is on, or states
+            or gradients are not finite.
     """
     check_uncompressed(model)
     exact_tokens = exact_tokens or ExactTokens()

@@ -1,6 +1,7 @@
 """Let a stock model run with compressed caches, and undo it."""
 
 import itertools
+import threading
 
 from transformers import PreTrainedModel
 
@@ -13,6 +14,7 @@ from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
 
 _identities = itertools.count(1)
+_ONE_AT_A_TIME = threading.Lock()  # threads may share a model
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -24,28 +26,29 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UserError: the model's attention is another, or cannot be replaced.
     """
-    previous = model.config._attn_implementation
-    if previous != ATTENTION_NAME:
-        check_backend(previous)
-    geometry, identity = geometry_of(model), next(_identities)
-    for module in attention_modules(model).values():
-        if PREPARED not in module.__dict__:
-            # A model loaded from a full checkpoint never had another.
-            underneath = default_backend(model) if previous == ATTENTION_NAME else previous
-            rotary = rotary_function(module)
-            # Last, as `restore` does not know it before the next line.
-            hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
-            setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, underneath, identity))
-        else:
-            check_not_switched(module)
-    if previous != ATTENTION_NAME:
-        model.set_attn_implementation(_of_the_decoder(model, ATTENTION_NAME))
-        if model.config._attn_implementation != ATTENTION_NAME:
-            raise UserError(
-                f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
-            )
-    hook_generation(model)
-    hook_calls(model)
+    with _ONE_AT_A_TIME:
+        previous = model.config._attn_implementation
+        if previous != ATTENTION_NAME:
+            check_backend(previous)
+        geometry, identity = geometry_of(model), next(_identities)
+        for module in attention_modules(model).values():
+            if PREPARED not in module.__dict__:
+                # A model loaded from a full checkpoint never had another.
+                underneath = default_backend(model) if previous == ATTENTION_NAME else previous
+                rotary = rotary_function(module)
+                # Last, as `restore` does not know it before the next line.
+                hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
+                setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, underneath, identity))
+            else:
+                check_not_switched(module)
+        if previous != ATTENTION_NAME:
+            model.set_attn_implementation(_of_the_decoder(model, ATTENTION_NAME))
+            if model.config._attn_implementation != ATTENTION_NAME:
+                raise UserError(
+                    f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
+                )
+        hook_generation(model)
+        hook_calls(model)
     return model
 
 
@@ -65,13 +68,14 @@ def is_prepared(model: PreTrainedModel) -> bool:
 
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared."""
-    previous = None
-    unhook_generation(model)
-    unhook_calls(model)
-    for module in attention_modules(model).values():
-        prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
-        if prepared is not None:
-            prepared.hook.remove()
-            previous = prepared.previous
-    if previous is not None:
-        model.set_attn_implementation(_of_the_decoder(model, previous))
+    with _ONE_AT_A_TIME:
+        previous = None
+        unhook_generation(model)
+        unhook_calls(model)
+        for module in attention_modules(model).values():
+            prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
+            if prepared is not None:
+                prepared.hook.remove()
+                previous = prepared.previous
+        if previous is not None:
+            model.set_attn_implementation(_of_the_decoder(model, previous))

@@ -173,6 +173,23 @@ def _write_through_names(directory: Path) -> None:
 
 def _make_readable(path: Path, mode: int) -> None:
     # tempfile and safetensors make what they create private; a checkpoint is as readable as any other file of the user.
-    umask = os.umask(0)
+    path.chmod(mode & ~_umask())
+
+
+def _umask() -> int:
+    """The process's mask of rights. Who asks for it by setting another leaves files of other threads open for a moment."""
+    if not _STATUS.exists():
+        return _UMASK_AT_IMPORT
+    [line] = [line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("Umask:")]
+    return int(line.split()[1], 8)
+
+
+def _set_and_restored_umask() -> int:
+    umask = os.umask(0o077)
     os.umask(umask)
-    path.chmod(mode & ~umask)
+    return umask
+
+
+_STATUS = Path("/proc/self/status")
+# Elsewhere than on Linux: here, before there are threads.
+_UMASK_AT_IMPORT = 0o022 if _STATUS.exists() else _set_and_restored_umask()

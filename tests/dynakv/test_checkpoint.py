@@ -38,6 +38,24 @@ def test_compressor_round_trip(trained, ids, tmp_path):
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [WEIGHTS, CONFIG]
 
 
+@pytest.mark.parametrize("settings", [{}, {"decoder": "decoupled"}], ids=str)
+def test_what_is_attached_in_inference_mode_serves_and_trains(settings, ids, tmp_path):
+    trained = tiny_model()
+    dynakv_model(trained, 0.4, **settings)
+    dynakv.save_compressor(trained, tmp_path / "c")
+    model, options = tiny_model(), {"max_new_tokens": 4, "do_sample": False}
+    expected = trained.generate(ids, **options)
+    with torch.inference_mode():
+        dynakv.attach(model, tmp_path / "c")
+        layers = dynakv.checkpoint.load_compressors(tmp_path / "c")
+        assert torch.equal(model.generate(ids, **options), expected)
+        layers[0].key.encode(torch.randn(1, 3, layers[0].key.width))
+    assert torch.equal(model.generate(ids, **options), expected)
+    model.train()(ids).logits.sum().backward()
+    gradients = [each.grad for layer in dynakv.cache.compressors(model).values() for each in layer.parameters()]
+    assert all(each is not None for each in gradients)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("decoder", ["exact", "orthogonal"])
 def test_full_checkpoint_loads_with_stock_from_pretrained(ids, tmp_path, decoder):

@@ -216,6 +216,25 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
     assert difference.mean() < 0.02 * whole.std()
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("is_autocast", [False, True])
+@torch.no_grad()
+def test_gates_of_small_states_choose_the_same_ranks_in_fp16(is_training, is_autocast):
+    """Their weights, scaled by the states' energies, leave its range."""
+    generator = torch.Generator().manual_seed(0)
+    side = LayerCompressor(64, 32, DynaKVConfig(), 0).key.train(is_training)
+    side.gate.initialize(torch.logspace(-6, -9, 64), decay=2.0)
+    side.gate.weight.copy_(3 * torch.randn(64, 64, generator=generator))
+    states = (torch.randn(2, 50, 64, generator=generator) * torch.logspace(-3, -4.5, 64)).half()
+    assert float(side.gate.affine(torch.float32)[0].abs().max()) > torch.finfo(torch.float16).max
+    expected = side(states.float())
+    with torch.autocast("cpu", dtype=torch.float16, enabled=is_autocast):
+        found = side(states)
+    assert found[0].dtype == torch.float16
+    assert 0.1 < float(expected[2]) < 0.9
+    torch.testing.assert_close(torch.stack(found[1:]), torch.stack(expected[1:]), atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cache_dtype", ["model", "int8"])
 @pytest.mark.parametrize("rotary", [None, 16, 8])

@@ -60,16 +60,20 @@ class PagedLayer(CodecLayer):
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
         log_choice("paged_attention", "triton", self.dtype, self.device)
         if None in self.appends:
-            log_choice("gated_append", "eager", self.dtype, self.device, "a codec has no gate's weights for a kernel")
+            because = f"a codec has no gate whose weights a kernel could take in {self.dtype}"
+            log_choice("gated_append", "eager", self.dtype, self.device, because)
         else:
             log_choice("gated_append", "triton", self.dtype, self.device)
 
     def _append_of(self, codec: Codec) -> dict[str, Any] | None:
-        """Arguments of the kernel that appends one token of each sequence; None if the codec has no gate for it."""
+        """Arguments of the kernel that appends one token of each sequence; None if the codec has no gate for it,
+        or one whose weights leave the range of the dtype."""
         gate = codec.token_gate(torch.float32)
         if gate is None:
             return None
         weight_CX = append_weights(gate.basis_CC, gate.weight_CC, gate.scale_C, gate.coef_scale_C, self.dtype)
+        if not bool(weight_CX.isfinite().all()):
+            return None
         return {
             "weight_CX": weight_CX.to(self.device).contiguous(),
             "bias_C": gate.bias_C.detach().to(self.device),

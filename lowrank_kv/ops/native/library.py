@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -28,6 +29,7 @@ CPU = torch.device("cpu")  # made once: by name it is looked up at every call
 SWITCH = "LOWRANK_KV_NATIVE"
 # Why there is no library, in short; how it came about is warned of once.
 ABSENT = f"there is no compiled code (no C compiler that serves, or {SWITCH}=0)"
+_OF_OTHERS = 0o022  # the right to write, of group and others
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # Sums may be reordered only where the source says so: the exponential depends on the order of its terms.
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
@@ -50,13 +52,14 @@ def library() -> ctypes.CDLL | None:
     target = home() / "native" / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     try:
         _make_private(target.parent)
-        if not target.exists():
+        if not _is_private(target):
             with tempfile.TemporaryDirectory(dir=target.parent) as directory:
                 built = Path(directory) / target.name
                 files = [str(path) for path in _SOURCES if path.suffix == ".c"]
                 result = subprocess.run([*command, "-o", str(built), *files, "-lm"], capture_output=True, text=True)
                 if result.returncode:
                     return _without(f"compiling them fails: {result.stderr.strip()}")
+                built.chmod(built.stat().st_mode & ~_OF_OTHERS)  # the user's umask may let a group write
                 os.replace(built, target)
         kernels = ctypes.CDLL(str(target))
     except OSError as error:
@@ -82,8 +85,18 @@ def _make_private(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if directory.stat().st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
-    if directory.stat().st_mode & 0o022:
-        directory.chmod(directory.stat().st_mode & ~0o022)
+    if directory.stat().st_mode & _OF_OTHERS:
+        directory.chmod(directory.stat().st_mode & ~_OF_OTHERS)
+
+
+def _is_private(path: Path) -> bool:
+    """Whether there is a file that nobody else can have written; one that was put there while the directory was open to
+    others would run as this user."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & _OF_OTHERS
 
 
 @functools.cache

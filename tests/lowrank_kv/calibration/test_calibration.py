@@ -15,6 +15,7 @@ from lowrank_kv.calibration import calibration
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.calibration.read_moments import read_moments
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, labelled_block
 from ojakv import OjaKVCache
@@ -190,3 +191,9 @@ def test_the_moments_that_are_used_are_those_that_were_hashed(tmp_path, monkeypa
     monkeypatch.setattr(hashlib, "sha256", replace_after_hashing)
     loaded = Calibration.load(tmp_path / "bases")
     assert torch.equal(loaded.moments[1]["key"], calibration.moments[1]["key"])
+
+
+@pytest.mark.parametrize("moments_of", [gradient_moments, read_moments], ids=lambda each: each.__name__)
+def test_gradients_are_refused_in_inference_mode(moments_of):
+    with torch.inference_mode(), pytest.raises(UserError, match=r"use `torch.no_grad\(\)` in its place"):
+        moments_of(tiny_model(), torch.randint(1, 97, (2, 96)), progress=False)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import dynakv
 from dynakv.checkpoint import settings_of
+from lowrank_kv.hf import prepare as prepare_module
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
 
@@ -145,3 +147,26 @@ def test_a_section_keeps_the_keys_that_are_not_given():
     dynakv_model(model, 0.4, eviction={"keep_ratio": 0.5, "window_size": 4, "kernel_size": 1})
     eviction = settings_of(dynakv.configure(model, eviction={"keep_ratio": 0.25})).eviction
     assert (eviction.keep_ratio, eviction.window_size, eviction.kernel_size) == (0.25, 4, 1)
+
+
+def test_threads_prepare_a_model_once(monkeypatch):
+    model, errors, rotary_function = tiny_model(), [], prepare_module.rotary_function
+
+    def slowly(module):
+        time.sleep(0.01)  # the other threads get as far
+        return rotary_function(module)
+
+    def run() -> None:
+        try:
+            prepare_module.prepare(model)
+        except UserError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(prepare_module, "rotary_function", slowly)
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers] == [1, 1, 1]

@@ -115,3 +115,32 @@ def test_nobody_else_may_put_code_where_it_is_kept(kept, monkeypatch):
     native.library.cache_clear()
     with pytest.warns(UserWarning, match="belongs to another user.*LOWRANK_KV_HOME"):
         assert native.library() is None
+
+
+def test_a_library_that_another_can_have_put_there_is_built_anew(built, fresh):
+    """While the directory was open to others."""
+    if built is None:
+        pytest.skip("there is no C compiler")
+    planted = fresh / "native" / built.name
+    planted.parent.mkdir()
+    planted.write_bytes(b"of another")
+    planted.chmod(0o666)
+    assert native.library() is not None
+    assert planted.read_bytes() != b"of another"
+
+
+@pytest.mark.parametrize("kind", ["private", "absent", "open", "foreign", "link"])
+def test_what_is_private(tmp_path, monkeypatch, kind):
+    path, other = tmp_path / "kernels.so", tmp_path / "other.so"
+    other.touch(mode=0o755)
+    if kind == "link":
+        path.symlink_to(other)
+    elif kind != "absent":
+        path.touch(mode=0o755)
+    if kind == "open":
+        path.chmod(0o775)
+    elif kind == "foreign" and os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    elif kind == "foreign":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert native._is_private(path) == (kind == "private")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,3 +229,22 @@ def test_a_replaced_directory_always_has_its_name(tmp_path, monkeypatch):
     assert seen == [True, True]
     assert contents(tmp_path / "it") == {"known": b"second"}
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_a_file_is_as_readable_as_the_user_has_it_and_no_other_becomes_writable(tmp_path, monkeypatch, umask):
+    before = os.umask(umask)
+    try:
+        monkeypatch.setattr(os, "umask", Mock(side_effect=AssertionError("other threads' files would be open")))
+        write_text(tmp_path / "text", "text")
+        assert (tmp_path / "text").stat().st_mode & 0o777 == 0o666 & ~umask
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+
+
+def test_where_the_system_does_not_say_the_rights_are_those_at_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_write, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(atomic_write, "_UMASK_AT_IMPORT", atomic_write._set_and_restored_umask() | 0o007)
+    write_text(tmp_path / "text", "text")
+    assert (tmp_path / "text").stat().st_mode & 0o007 == 0

@@ -307,3 +307,12 @@ def test_a_call_that_is_cut_short_leaves_no_key_without_its_value(model, end):
     cache.crop(0)
     assert {each.get_seq_length() for each in cache.layers} == {20}
     torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_kernel_takes_no_weights_beyond_its_dtype(model):
+    codec = next(iter(dynakv.cache.compressors(model).values())).key
+    layer = mock.Mock(dtype=torch.float16, device=model.device)
+    assert paged_layer.PagedLayer._append_of(layer, codec) is not None
+    codec.gate.input_scale.mul_(1e9)
+    assert paged_layer.PagedLayer._append_of(layer, codec) is None
