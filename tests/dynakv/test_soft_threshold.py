@@ -107,6 +107,17 @@ def test_ranks_are_fixed_at_the_target_by_one_factor_on_all_thresholds(granulari
         assert kept > left, "what is dropped is below all that is kept, by the factor of its own threshold"
 
 
+def test_a_floor_holds_for_each_layer_s_keys_and_values():
+    model = thresholded()
+    for number, side in enumerate(dynakv.token_compressors(model)):
+        side.gate.theta.data.fill_(4.0 if number else -1.0)
+    assert fix_ranks(model, 0.4) == pytest.approx(0.4, abs=0.01)
+    gates = [side.gate for side in dynakv.token_compressors(model)]
+    assert min(gate.rate for gate in gates) < 0.3
+    assert fix_ranks(model, 0.4, floor=0.3) == pytest.approx(0.4, abs=0.01)
+    assert min(gate.rate for gate in gates) == 10 / 32
+
+
 @torch.no_grad()
 def test_bytes_are_those_of_the_ranks():
     model, ids = thresholded(rate=0.4), token_ids(1, 200)

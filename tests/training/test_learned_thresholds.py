@@ -99,7 +99,7 @@ def test_a_run_trains_on_from_its_thresholds(trained, training_values, tmp_path)
     values = merged(training_values, THRESHOLDS)
     train_here(values, tmp_path / "on", initial_checkpoint=str(trained / "checkpoint"), optimizer={"steps": 2})
     first, last = rows(tmp_path / "on")[0], rows(trained)[-1]
-    assert first["hard_rate"] == pytest.approx(last["hard_rate"], abs=0.05)
+    assert first["hard_rate"] == pytest.approx(last["hard_rate"], abs=0.12)  # without the factor that closed the rest
     assert first["alpha"] == pytest.approx(summary(trained)["alpha"])
 
 
@@ -123,7 +123,8 @@ def test_star_kv_is_a_preset_of_the_same_loop(here, four_steps, tmp_path):
     [
         ({"rate": {"target_retain_rate": None}}, "`rate.target_retain_rate` must be given where .* is soft_threshold"),
         ({"rate": {"alpha": 0.0}}, "`rate.alpha` must be positive when there is a target"),
-        ({"rate": {"target_retain_rate": 0.02}}, "`rate.target_retain_rate` must be at least 0.0312"),
+        ({"rate": {"target_retain_rate": 0.02}}, "`rate.target_retain_rate` must be at least 0.125"),
+        ({"rate": {"fix_ranks_from": 2.0}}, "`rate.fix_ranks_from` must be between 0 and 1, got 2"),
         ({"compressor": {"mask": "straight_through"}}, "`compressor.mask` must be `hard`"),
         (
             {"calibration": {"start": "gradient"}},
