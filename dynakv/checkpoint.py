@@ -22,11 +22,8 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.compressor import LayerCompressor
+from dynakv.compressor import AnyGate, LayerCompressor
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
-from dynakv.gate import Gate
-from dynakv.nested_rank import NestedRank
-from dynakv.planned_bits import PlannedBits
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
@@ -352,9 +349,7 @@ def _check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tenso
             check_gate(gate, {name: state[place + name] for name in gate.state_dict()}, place, origin)
 
 
-def check_gate(
-    gate: Gate | NestedRank | PlannedBits, tensors: Mapping[str, Tensor], place: str, origin: str | Path
-) -> None:
+def check_gate(gate: AnyGate, tensors: Mapping[str, Tensor], place: str, origin: str | Path) -> None:
     """Raise :class:`UserError` unless these tensors, whose names begin with `place` in `origin`, can fill the gate."""
     if fault := gate.fault_in(tensors):
         raise UserError(f"{place}{fault}; `{origin}` is damaged: restore it or go back to an earlier checkpoint")

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dynakv.config import NESTED, PLAN, DynaKVConfig
+from dynakv.config import NESTED, PLAN, SOFT_THRESHOLD, DynaKVConfig
 from dynakv.fused_reconstruction import Truncation, gated_reconstruction
 from dynakv.gate import Gate, soft_mask
 from dynakv.nested_rank import NestedRank
 from dynakv.planned_bits import PlannedBits
 from dynakv.projection import RELATIVE, Projection
+from dynakv.soft_threshold import SoftThreshold
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.bases.loss_weighted import WeightedBasis
 from lowrank_kv.bases.pca import Basis
@@ -23,6 +24,8 @@ from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
+
+AnyGate = Gate | NestedRank | PlannedBits | SoftThreshold
 
 
 class TokenCompressor(nn.Module):
@@ -33,7 +36,7 @@ class TokenCompressor(nn.Module):
         self.width, self.config, self.name = width, config, name
         decoder = RELATIVE if config.has_plan else config.decoder
         self.projection = Projection(width, decoder=decoder, name=name)
-        self.gate = _gate(width, config)
+        self.gate = make_gate(width, config)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
@@ -80,6 +83,8 @@ class TokenCompressor(nn.Module):
         return (coef_BTC * prefix_mask(rank_BT, self.width)) @ decoder_CC, rate, rate
 
     def _train_on(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(self.gate, SoftThreshold):
+            return self._shrunk(states_BTC)
         basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
         if isinstance(self.gate, NestedRank):
             rank = self.gate.drawn
@@ -92,6 +97,14 @@ class TokenCompressor(nn.Module):
         )
         gate_CC, gate_C = self.gate.affine(states_BTC.dtype)
         return gated_reconstruction(states_BTC, basis_CC, decoder_CC, gate_CC, gate_C, truncation)
+
+    def _shrunk(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by a soft threshold."""
+        basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
+        factor_R = self.gate.factors()
+        rank = len(factor_R)
+        coef_BTR = states_BTC @ basis_CC[:, :rank] * factor_R.to(states_BTC.dtype)
+        return coef_BTR @ decoder_CC[:rank], factor_R.sum() / self.width, factor_R.new_tensor(rank / self.width)
 
     def _rounded(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same by a plan: rates are shares of bytes, and coefficients are computed in fp32, as for a store."""
@@ -163,11 +176,11 @@ class TokenCompressor(nn.Module):
         return self.projection.fixed_matrices(dtype, device)[1]
 
 
-def _gate(width: int, config: DynaKVConfig) -> Gate | NestedRank | PlannedBits:
+def make_gate(width: int, config: DynaKVConfig) -> AnyGate:
     """What decides how much of a token is kept."""
     if config.rank_policy == PLAN:
         return PlannedBits(width, learns_classes=bool(config.learned_classes))
-    return NestedRank(width) if config.rank_policy == NESTED else Gate(width)
+    return {NESTED: NestedRank, SOFT_THRESHOLD: SoftThreshold}.get(config.rank_policy, Gate)(width)
 
 
 class LayerCompressor(nn.Module):

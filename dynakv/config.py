@@ -20,12 +20,12 @@ from lowrank_kv.utils.errors import UserError
 METHOD = "dynakv"  # in checkpoints, and the `quant_method` of full ones
 MASKS = ("hard", "soft_prefix", "straight_through")
 DECODERS = ("exact", "orthogonal", "decoupled")
-RANK_POLICIES = (GATE, NESTED, PLAN) = ("gate", "nested", "plan")
+RANK_POLICIES = (GATE, NESTED, SOFT_THRESHOLD, PLAN) = ("gate", "nested", "soft_threshold", "plan")
 LEARNED_BY_DEFAULT = PLAN  # by training that is not told what to learn
 
 STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
-STARTS_FROM_PCA = {"decoder": "orthogonal", "rank_policy": "nested"}
+STARTS_FROM_PCA = {"decoder": ("orthogonal",), "rank_policy": (NESTED, SOFT_THRESHOLD)}
 # What a compressor cannot be made to do after its training.
 WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes", "rebuild_cost")
 
@@ -52,8 +52,10 @@ class DynaKVConfig:
         "gate",
         help="what decides how many coefficients are kept: `gate`, learned for every token (paper), or `nested`, one rank "
         "for all tokens of a layer, drawn at random in training and allocated to `rate.target_retain_rate` at its end "
-        "(MatryoshkaKV), or `plan`, for all tokens a number of bits for each coefficient, given before training by what the "
-        "loss asks, so that a token takes `rate.target_retain_rate` of its bytes in 16 bits",
+        "(MatryoshkaKV), or `soft_threshold`, for all tokens of a layer the coefficients above a threshold, learned at a "
+        "price that holds `rate.target_retain_rate`, and then fixed (STAR-KV), or `plan`, for all tokens a number of bits "
+        "for each coefficient, given before training by what the loss asks, so that a token takes "
+        "`rate.target_retain_rate` of its bytes in 16 bits",
         choices=RANK_POLICIES,
     )
     token_classes: int = option(
@@ -154,7 +156,7 @@ class DynaKVConfig:
     @property
     def has_price(self) -> bool:
         """Whether training learns how much of a token is kept, so that keeping has a price."""
-        return self.has_gates or bool(self.learned_classes)
+        return self.rank_policy in (GATE, SOFT_THRESHOLD) or bool(self.learned_classes)
 
     @property
     def has_plan(self) -> bool:
@@ -210,13 +212,13 @@ class DynaKVConfig:
     @property
     def can_start_from_gradients(self) -> bool:
         """Whether training can start otherwise than from a PCA with gates nearly open."""
-        return not any(getattr(self, key) == value for key, value in STARTS_FROM_PCA.items())
+        return not any(getattr(self, key) in refused for key, refused in STARTS_FROM_PCA.items())
 
     def check_gradient_start(self) -> None:
         """Raise :class:`UserError` where training can start only from a PCA with gates nearly open."""
         for key, refused in STARTS_FROM_PCA.items():
             value = getattr(self, key)
-            require(value != refused, key, value, "another, or `calibration.start: pca`")
+            require(value not in refused, key, value, "another, or `calibration.start: pca`")
 
     @property
     def quantization(self) -> IntegerQuantization | None:

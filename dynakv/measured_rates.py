@@ -7,8 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dynakv.checkpoint import SIDES, WEIGHTS, CheckpointConfig, check_gate
-from dynakv.nested_rank import NestedRank
-from dynakv.planned_bits import PlannedBits
+from dynakv.compressor import AnyGate, make_gate
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
@@ -40,8 +39,8 @@ class Rates:
 def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | None:
     """The rates of a compressor checkpoint; None where nobody measured any.
 
-    Ranks of `rank_policy: nested` and plans of bits stand in the weights. The rates of gates are those of the first text
-    that the training run held out, or else those after the calibration of its threshold.
+    Ranks that all tokens of a layer share, and plans of bits, stand in the weights. The rates of gates are those of the
+    first text that the training run held out, or else those after the calibration of its threshold.
     """
     geometry, summary = config.geometry, config.summary
     if not config.compressor.has_gates:
@@ -58,10 +57,9 @@ def measured_rates(directory: str | Path, config: CheckpointConfig) -> Rates | N
 def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
     """Of ranks, or of plans of bits."""
     geometry, has_plan = config.geometry, config.compressor.has_plan
-    make = PlannedBits if has_plan else NestedRank
 
-    def gate(weights: Any, index: int, side: str) -> PlannedBits | NestedRank:
-        found, prefix = make(geometry.width), f"layers.{index}.{side}.gate."
+    def gate(weights: Any, index: int, side: str) -> AnyGate:
+        found, prefix = make_gate(geometry.width, config.compressor), f"layers.{index}.{side}.gate."
         tensors = {name: weights.get_tensor(prefix + name) for name in found.state_dict()}
         found.load_state_dict(tensors)
         check_gate(found, tensors, prefix, path)

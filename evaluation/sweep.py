@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, STARTS_FROM_PCA
+from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, SOFT_THRESHOLD, STARTS_FROM_PCA
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
@@ -262,15 +262,15 @@ def starts_from_gradients(config: SweepConfig, recipe: dict[str, Any]) -> bool:
             f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
             f"`alphas` out, or add `{START}, {PCA}` to its arguments"
         )
-    nested = [v.label for v in gated if setting(v, "compressor", "rank_policy") == NESTED]
-    if nested and config.alphas:
+    shared = [v.label for v in gated if setting(v, "compressor", "rank_policy") in (NESTED, SOFT_THRESHOLD)]
+    if shared and config.alphas:
         raise UserError(
-            f"`alphas` is {config.alphas}, but {', '.join(nested)} draws nested ranks, which have a target and no price: "
+            f"`alphas` is {config.alphas}, but {', '.join(shared)} has one rank for all tokens, which needs a target: "
             f"leave `alphas` out, or take it from `variants`"
         )
     # Training starts so of its own accord where it can.
     free = [variant for variant in gated if starts[variant.label] is None and config.targets]
-    can = [all(setting(v, "compressor", key) != value for key, value in STARTS_FROM_PCA.items()) for v in free]
+    can = [all(setting(v, "compressor", key) not in refused for key, refused in STARTS_FROM_PCA.items()) for v in free]
     return bool(asked) or any(can)
 
 

@@ -62,6 +62,11 @@ class RateConfig:
         "keys, which decoding has to rebuild, and more of values, which it has not (1 in the paper)",
     )
     ramp: float = option(0.4, help="share of the run over which the goal falls from the first hard rate to the target")
+    fix_ranks_from: float = option(
+        0.5,
+        help="with `compressor.rank_policy: soft_threshold`, share of the run after which the ranks that thresholds left "
+        "are fixed, at the target, and only the bases learn",
+    )
     calibrate_threshold: bool = option(
         True,
         help="after training, move the threshold τ so that the training text that comes next has just the target rate",
@@ -93,7 +98,8 @@ class RateConfig:
             self.calibrate_threshold_tokens,
             "at least 1",
         )
-        require(0 <= self.ramp <= 1, "ramp", self.ramp, "between 0 and 1")
+        for key in ("ramp", "fix_ranks_from"):
+            require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "between 0 and 1")
 
 
 @configuration
@@ -161,7 +167,8 @@ class OptimizerConfig:
     )
     lr_gate_bias: float = option(
         5e-2,
-        help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once",
+        help="peak learning rate of the gates' b, one number where W has C: it moves the rate of all tokens at once; and of "
+        "soft thresholds",
     )
     lr_backbone: float = option(1e-5, help="peak learning rate of the backbone, or of its LoRA adapters")
     warmup_ratio: float = option(0.05, help="share of the run over which the learning rates rise")

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
-from dynakv.config import NESTED
+from dynakv.config import NESTED, SOFT_THRESHOLD
 
 from .checkpoint_averaging import load_mean
 from .class_shares import has_classes, measure_class_shares
@@ -21,6 +21,7 @@ from .optimizer import merged_state
 from .reporting import Reporter, write_summary
 from .run_records import write_record
 from .run_state import RunState
+from .soft_thresholds import learn_or_fix
 from .stream_places import readers_of
 from .threshold_calibration import calibrate_threshold
 from .validation import measure
@@ -57,6 +58,8 @@ def finish(
     }
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
+    if config.compressor.rank_policy == SOFT_THRESHOLD:
+        learn_or_fix(engine, config.optimizer.steps)
     # All processes calibrate on the same text: what the first would train on next.
     following = stream.shard(
         world=engine.world if run.places.is_shared else 1,

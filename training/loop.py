@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
+from dynakv.config import SOFT_THRESHOLD
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from lowrank_kv.hf.self_check import self_check
@@ -33,6 +34,7 @@ from .resumable_state import save_state, saved_states
 from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
+from .soft_thresholds import learn_or_fix
 from .step import optimizer_step
 from .stream_places import readers_of
 from .throughput import model_flops
@@ -220,7 +222,7 @@ def _check_projections(engine: Engine, run: RunState) -> None:
 
 
 def _schedule(engine: Engine, step: int) -> None:
-    """Set this step's learning rates and random numbers and, for a straight-through run, its mask."""
+    """Set this step's learning rates and random numbers, the mask of a straight-through run, and what says ranks."""
     config, settings = engine.config, engine.config.optimizer
     factor = learning_rate_factor(step, settings.steps, warmup=settings.warmup_ratio, final=settings.min_lr_ratio)
     for group in engine.optimizer.param_groups:
@@ -230,3 +232,5 @@ def _schedule(engine: Engine, step: int) -> None:
     late = step >= config.straight_through_from * settings.steps
     for compressor in dynakv.token_compressors(engine.model):
         compressor.train_on_hard_mask = late and config.compressor.mask == "straight_through"
+    if config.compressor.rank_policy == SOFT_THRESHOLD:
+        learn_or_fix(engine, step)

@@ -24,7 +24,7 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
         compressor.requires_grad_(True)
         groups["projection"] += compressor.projection.parameters()
         for name, parameter in compressor.gate.named_parameters():
-            groups["gate_bias" if name == "bias" else "gate"].append(parameter)
+            groups["gate_bias" if name in ("bias", "theta") else "gate"].append(parameter)
     if config.trainable == LORA:
         _add_adapters(model, config.lora, config.seed)
     named = {id(parameter) for parameters in groups.values() for parameter in parameters}

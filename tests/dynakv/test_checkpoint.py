@@ -298,6 +298,11 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_was(trained, ids,
         ),
         ({"rank_policy": "nested"}, {"granularity": 16}, "`granularity` cannot be overridden with 16: with"),
         ({"rank_policy": "nested"}, {"mask": "soft_prefix"}, "`mask` cannot be overridden with 'soft_prefix': with"),
+        (
+            {"rank_policy": "soft_threshold"},
+            {"threshold": 0.9},
+            "`threshold` cannot be overridden with 0.9: with `rank_p",
+        ),
     ],
 )
 def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, overrides, message):

@@ -168,7 +168,7 @@ def test_a_sweep_knows_which_recipes_start_from_gradients():
     with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
         starts(alphas=[4.0], variants=[plain, weighted])
     nested = Variant(label="nested", arguments=["--compressor.rank_policy", "nested"])
-    with pytest.raises(UserError, match="`alphas` is .4.0., but nested draws nested ranks"):
+    with pytest.raises(UserError, match="`alphas` is .4.0., but nested has one rank for all tokens"):
         starts(alphas=[4.0], variants=[plain, nested])
     assert not starts({"compressor": {"rank_policy": "nested"}}, targets=[0.5])
     weighs = {"calibration": {"start": "gradient"}}

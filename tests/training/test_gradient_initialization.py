@@ -198,6 +198,7 @@ def test_gates_start_at_a_rank(width, threshold):
         ({"rate": {"target_retain_rate": 0.3}, "initial_checkpoint": "run"}, False, 3e-4),
         ({"rate": {"target_retain_rate": 0.3}, "compressor": {"decoder": "orthogonal"}}, False, 3e-4),
         ({"rate": {"target_retain_rate": 0.3}, "compressor": {"rank_policy": "nested"}}, False, 3e-4),
+        ({"rate": {"target_retain_rate": 0.3}, "compressor": {"rank_policy": "soft_threshold"}}, False, 3e-4),
     ],
 )
 def test_what_a_run_starts_from_where_it_is_not_said(changes, gradients, rate):
@@ -265,6 +266,7 @@ def test_bases_of_a_run_must_have_gradients(training_values, tmp_path):
         ({"rate": {"target_retain_rate": None}}, "rate.target_retain_rate"),
         ({"compressor": {"decoder": "orthogonal"}}, "compressor.decoder.*start: pca.*orthogonal"),
         ({"compressor": {"rank_policy": "nested"}}, "compressor.rank_policy.*start: pca.*nested"),
+        ({"compressor": {"rank_policy": "soft_threshold"}}, "compressor.rank_policy.*start: pca.*soft_threshold"),
     ],
 )
 def test_what_cannot_start_from_gradients(training_values, tmp_path, changes, message):

@@ -174,6 +174,18 @@ FAULTS = {
     "negative rank": ("nested", "rank", lambda tensor: tensor.fill_(-3), "rank is -3, and must be from 1 to 32"),
     "no rank": ("nested", "rank", lambda tensor: tensor.fill_(0), "rank is 0, and must be from 1 to 32"),
     "large rank": ("nested", "rank", lambda tensor: tensor.fill_(10**6), "rank is 1000000, and must be from 1 to 32"),
+    "rank above all": (
+        "soft_threshold",
+        "rank",
+        lambda tensor: tensor.fill_(33),
+        "rank is 33, and must be from 0 to 32",
+    ),
+    "no energy": (
+        "soft_threshold",
+        "energy",
+        lambda tensor: tensor.zero_(),
+        "energy begins with 0, and must be positive",
+    ),
     "no scale": ("gate", "input_scale", lambda tensor: tensor.zero_(), "input_scale has numbers that are not positive"),
 }
 
