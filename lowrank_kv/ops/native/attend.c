@@ -81,9 +81,11 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
     const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
+    prefetch_next(scratch);
     for (int64_t t = 0; t < count; t++) {
         const int64_t slot = slot_of(store, bucket, first + t);
-        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) = weight_of(task, slot, m, scratch);
+        for (int64_t m = 0; m < lanes; m += LANES)
+            *(vector *)(scratch->score + t * lanes + m) = weight_of(task, slot, m, scratch);
     }
     for (int64_t part = 0; part < task->parts; part++) {
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
@@ -175,6 +177,18 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
     }
 }
 
+/* Has a thread's share of the next task prefetched in `calls` calls. */
+static void prefetch_share(const struct task *task, int64_t thread, int64_t calls, struct scratch *scratch) {
+    const struct store *stores[] = {task->keys, task->values};
+    struct share *shares[] = {scratch->next_keys, scratch->next_values};
+    for (int which = 0; which < 2; which++) {
+        memset(shares[which], 0, stores[which]->num_buckets * sizeof(struct share));
+        move_shares(stores[which], task->slots * thread / task->threads, shares[which]);
+        move_shares(stores[which], task->slots * (thread + 1) / task->threads, shares[which]);
+        scratch->next[which] = ahead_of(stores[which], shares[which], task->parts, calls);
+    }
+}
+
 /* Serves all tasks, each thread its share of their slots. */
 static void run(const struct task *tasks, int count, struct scratch *all) {
     const int64_t threads = tasks->threads;
@@ -182,8 +196,12 @@ static void run(const struct task *tasks, int count, struct scratch *all) {
     for (int64_t thread = 0; thread < threads; thread++) {
         struct scratch *scratch = all + thread;
         scratch->latent = scratch->latents;
-        for (const struct task *task = tasks; task < tasks + count; scratch->latent += latents_of(task), task++)
-            serve(tasks, count, task, task->slots * thread / threads, task->slots * (thread + 1) / threads, scratch);
+        for (const struct task *task = tasks; task < tasks + count; scratch->latent += latents_of(task), task++) {
+            const int64_t first = task->slots * thread / threads, end = task->slots * (thread + 1) / threads;
+            memset(scratch->next, 0, sizeof scratch->next);
+            if (task + 1 < tasks + count) prefetch_share(task + 1, thread, (end - first) / (2 * BLOCK) + 1, scratch);
+            serve(tasks, count, task, first, end, scratch);
+        }
     }
 }
 
@@ -227,7 +245,7 @@ int attend(const struct task *tasks, int count) {
     const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes);
     float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
-    struct share *shares = malloc((threads * 2 * buckets + 1) * sizeof(struct share));
+    struct share *shares = malloc((threads * 4 * buckets + 1) * sizeof(struct share));
     if (!memory || !all || !shares) {
         free(memory);
         free(all);
@@ -244,8 +262,10 @@ int attend(const struct task *tasks, int count) {
         scratch->sum = scratch->scaled + lanes;
         scratch->latents = scratch->sum + lanes;
         scratch->scores = scratch->latents + latents;
-        scratch->keys = shares + thread * 2 * buckets;
+        scratch->keys = shares + thread * 4 * buckets;
         scratch->values = scratch->keys + buckets;
+        scratch->next_keys = scratch->values + buckets;
+        scratch->next_values = scratch->next_keys + buckets;
         for (int64_t m = 0; m < 2 * lanes; m++) scratch->largest[m] = -FLT_MAX; /* and `scaled` */
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));

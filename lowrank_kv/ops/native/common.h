@@ -148,7 +148,10 @@ static inline __attribute__((always_inline)) void accumulate(
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_column];
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) sum[i * vectors + j] = multiply_add(paired, sum[i * vectors + j], left, right[j]);
+            for (int j = 0; j < vectors; j++) {
+                vector *own = sum + i * vectors + j;
+                *own = multiply_add(paired, *own, left, right[j]);
+            }
         }
     }
 }

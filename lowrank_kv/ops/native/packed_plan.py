@@ -4,6 +4,7 @@ Shapes: R coefficients, L levels, B blocks of coefficients that are read togethe
 """
 
 import struct
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ _PLAN, _CLASSES = struct.Struct("14q"), struct.Struct("12q")
 _AT_ONCE, _IN_BLOCK = 16, 64  # coefficients that are read together, as floats and as bf16
 _IN_TWO_REGISTERS, _IN_NEXT_TWO_REGISTERS, _ONE_BY_ONE = range(3)
 _KINDS_OF_BLOCKS = 5, 6, 8  # the most bits in each
+
+_tables: WeakValueDictionary[bytes, Tensor] = WeakValueDictionary()  # by their bytes
 
 NOTHING = type(None), ()  # what a copy of addresses is: whoever has it must work out its own
 
@@ -134,7 +137,13 @@ def _byte_levels_of(plan: BitPlan) -> tuple[Tensor, dict[int, int], int]:
     of_6_bits, of_8_bits = (levels.get(width, nothing) for width, nothing in zeros.items())
     up_to_6_bits = torch.cat([F.pad(narrow_L, (0, 64 - len(narrow_L))), of_6_bits])
     tables = [table_L.bfloat16().view(torch.uint8).view(-1, 2).T.flatten() for table_L in (up_to_6_bits, of_8_bits)]
-    return torch.cat(tables), places | {6: 64, 8: 0}, len(narrow_L) - 1
+    return _shared(torch.cat(tables)), places | {6: 64, 8: 0}, len(narrow_L) - 1
+
+
+def _shared(table: Tensor) -> Tensor:
+    """The same table for all plans that have equal ones, as those of a model's layers mostly have: it then stays in the
+    processor's cache from layer to layer."""
+    return _tables.setdefault(table.numpy().tobytes(), table)
 
 
 def _orders() -> list[Tensor]:

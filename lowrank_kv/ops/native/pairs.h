@@ -30,7 +30,7 @@ static void arrange(const struct store *store, const struct share *shares, struc
 
 /* Tokens of one class. */
 struct alike {
-    int64_t count, rank, row_bytes;
+    int64_t count, left, rank, row_bytes; /* left: how many more follow them */
     const struct plan *plan;
     const uint8_t *const *row;
     const int32_t *slot;
@@ -38,7 +38,8 @@ struct alike {
 
 static struct alike tokens_of_class(const struct store *store, const struct arranged *arranged, int k) {
     const struct classes *classes = store->classes;
-    struct alike found = {arranged->count[k], store->buckets->rank, store->buckets->row_bytes, store->plan, arranged->row[k], arranged->slot[k]};
+    struct alike found = {.count = arranged->count[k], .rank = store->buckets->rank, .row_bytes = store->buckets->row_bytes,
+                          .plan = store->plan, .row = arranged->row[k], .slot = arranged->slot[k]};
     if (classes) found.rank = classes->rank[k], found.row_bytes = classes->row_bytes[k], found.plan = classes->plan[k];
     return found;
 }
@@ -48,17 +49,24 @@ static struct alike next_tokens(const struct alike *of, int64_t first, int64_t m
     struct alike found = *of;
     found.row += first, found.slot += first;
     found.count = of->count - first < most ? of->count - first : most;
+    found.left = of->count - first - found.count;
     return found;
 }
 
 /* Scores of at most BLOCK tokens. */
 static void score_pairs(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
     const int64_t sharing = task->heads / task->num_kv_heads, rank = tokens->rank, lanes = task->lanes;
-    for (int64_t t = 0; t < tokens->count; t++) scratch->place[t] = rotation_of(task, tokens->slot[t]);
+    const uint8_t *const *next = tokens->row + tokens->count;
+    for (int64_t t = 0; t < tokens->count; t++) {
+        scratch->place[t] = rotation_of(task, tokens->slot[t]);
+        if (t >= tokens->left) continue;
+        __builtin_prefetch(next[t]);
+        __builtin_prefetch(next[t] + tokens->row_bytes - 1);
+    }
     read_rows(tokens->plan, tokens->row, tokens->count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
     for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
-        const struct rebuilt keys = {scratch->coef, task->decoder + kv_head * task->depth, task->cos, task->sin, scratch->place,
-                                     in_blocks(rank) / 2, task->decoder_stride, (rank + 1) / 2, task->depth, 1};
+        const struct rebuilt keys = {scratch->coef, task->decoder + kv_head * task->depth, task->cos, task->sin,
+                                     scratch->place, in_blocks(rank) / 2, task->decoder_stride, (rank + 1) / 2, task->depth, 1};
         rebuilt_scores(&keys, tokens->count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
                        scratch->score + kv_head * sharing, lanes, &scratch->ahead);
     }
@@ -103,6 +111,7 @@ static void weigh_stretch(const struct task *task, struct scratch *scratch) {
         const struct alike all = tokens_of_class(task->values, &scratch->arranged, k);
         for (int64_t t = 0; t < all.count; t += 2 * BLOCK) {
             const struct alike tokens = next_tokens(&all, t, 2 * BLOCK);
+            prefetch_next(scratch);
             weigh_pairs(task, &tokens, scratch);
         }
     }

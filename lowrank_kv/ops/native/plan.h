@@ -25,9 +25,9 @@ struct plan {
     int64_t blocks;
     const int32_t *block_first; /* the first byte of the coded ones; */
     const uint8_t *block_kind;  /* see `enum kind_of_block`; */
-    const uint8_t *block_lanes; /* (2, blocks, 5, 64), in each `enum order`: for each lane a byte of the row, counted from there,
-                                 * so that four neighbours are in four; the bit of eight lanes where its code begins; its mask;
-                                 * the place of its code 0; and 255 where a code has 8 bits */
+    const uint8_t *block_lanes; /* (2, blocks, 5, 64), in each `enum order`: for each lane a byte of the row, counted from
+                                 * there, so that the codes of four lanes are in four bytes; the bit of eight lanes where its
+                                 * code begins; its mask; the place of its code 0; and 255 where a code has 8 bits */
     const uint8_t *block_levels; /* (2, 128) low and then high bytes of all levels of up to 6 bits, (2, 256) of those of 8 */
 };
 
@@ -98,7 +98,8 @@ struct block_reader {
     int64_t first;
 };
 
-static inline __attribute__((always_inline)) struct block_reader block_reader_of(const struct plan *plan, enum order order, int64_t block) {
+static inline __attribute__((always_inline)) struct block_reader block_reader_of(
+    const struct plan *plan, enum order order, int64_t block) {
     const uint8_t *lanes = plan->block_lanes + (order * plan->blocks + block) * 5 * 64, *levels = plan->block_levels;
     struct block_reader reader = {.first = plan->block_first[block], .levels_of_8_bits = levels + 256};
     reader.window = _mm512_loadu_si512(lanes);
@@ -122,7 +123,8 @@ static inline __attribute__((always_inline)) __m512i bytes_at(const uint8_t *byt
 
 /* The levels of a block's coefficients in bfloat16: those of the even eights, or fours, of lanes, and of the odd ones. */
 static inline __attribute__((always_inline)) void read_levels(
-    const struct block_reader *reader, const enum kind_of_block kind, const uint8_t *row, int64_t row_bytes, __m512i found[2]) {
+    const struct block_reader *reader, const enum kind_of_block kind, const uint8_t *row, int64_t row_bytes,
+    __m512i found[2]) {
     const int64_t bytes = row_bytes - reader->first;
     const __mmask64 inside = bytes < 64 ? ((__mmask64)1 << bytes) - 1 : ~(__mmask64)0;
     const __m512i words = _mm512_permutexvar_epi8(reader->window, _mm512_maskz_loadu_epi8(inside, row + reader->first));
@@ -146,8 +148,10 @@ static inline __attribute__((always_inline)) void read_levels(
 
 #define EACH_KIND(C) C(UP_TO_5_BITS) C(UP_TO_6_BITS) C(UP_TO_8_BITS)
 
-/* The coefficients of rows of one plan as bfloat16, divided by their scales, (count, in_blocks(rank)), zero beyond the rank. */
-static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes, int64_t rank, uint16_t *out) {
+/* The coefficients of rows of one plan as bfloat16, divided by their scales, (count, in_blocks(rank)), zero beyond the
+ * rank. */
+static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes, int64_t rank,
+                      uint16_t *out) {
     const int64_t stride = in_blocks(rank);
     for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
         const struct block_reader reader = block_reader_of(plan, ONE_ROW, block);
@@ -171,8 +175,8 @@ static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64
 
 /* The same of two rows side by side, of which the second one's are zero behind the last of an odd number,
  * (⌈count / 2⌉, in_blocks(rank), 2). */
-static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes, int64_t rank,
-                              uint16_t *out) {
+static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes,
+                              int64_t rank, uint16_t *out) {
     const int64_t stride = 2 * in_blocks(rank);
     for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
         const struct block_reader reader = block_reader_of(plan, TWO_ROWS, block);
@@ -195,6 +199,7 @@ static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *row
         }
     }
     for (int64_t t = 0; t < count; t++)
-        for (int64_t i = 0; i < plan->uncoded; i++) memcpy(out + t / 2 * stride + 2 * i + t % 2, rows[t] + 1 + 2 * i, sizeof(uint16_t));
+        for (int64_t i = 0; i < plan->uncoded; i++)
+            memcpy(out + t / 2 * stride + 2 * i + t % 2, rows[t] + 1 + 2 * i, sizeof(uint16_t));
 }
 #endif

@@ -34,9 +34,17 @@ struct scratch {
     int64_t start;  /* the stretch's first slot */
     struct share *keys, *values; /* of the stretch, in each bucket */
     struct ahead ahead;          /* of its values */
+    struct share *next_keys, *next_values; /* this thread's of the next task, in each bucket */
+    struct ahead next[2];        /* of these */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
     struct arranged arranged;    /* of the stretch, where pairs are multiplied */
 };
+
+/* Prefetches some rows of the next task, which are at full rank and few: while values are summed, nothing else is. */
+static inline void prefetch_next(struct scratch *scratch) {
+    prefetch_some(scratch->next);
+    prefetch_some(scratch->next + 1);
+}
 
 /* Prefetches the rotation of a slot, and returns its offset in `cos` and `sin`. */
 static inline int64_t rotation_of(const struct task *task, int64_t slot) {

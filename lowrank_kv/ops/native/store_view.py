@@ -39,6 +39,9 @@ class RankBucketView:
         plan: of rows that are packed by one.
         classes: of rows that are packed by one of several.
         class_of_rows: with `classes`, the packed class of each row, and the first byte of every 32nd row.
+
+    Attributes:
+        buffers: of rows of several classes: what was read of them, their classes and marks.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class RankBucketView:
         self.rank, self.kind, self.group_size, self.plan, self.classes = rank, kind, group_size, plan, classes
         self.slot_bytes = 0 if slot_N is None else slot_N.itemsize
         self._keepalive = rows_PNY, scale_PNS, slot_N, row_count, class_of_rows  # addresses in them follow
+        self.buffers: tuple[Tensor, ...] = ()
         self.members = _BUCKET.pack(
             rows_PNY.data_ptr(),
             0 if scale_PNS is None else scale_PNS.data_ptr(),
@@ -93,7 +97,7 @@ class RankBucketView:
         classes = PackedClasses(coef.quantization)
         mean_bytes = round(coef.quantization.nbytes(coef.rank))  # only for how many are read ahead
         byte_1NY = coef.stored.buffer[: coef.length * mean_bytes].view(1, -1, 1).expand(1, -1, mean_bytes)
-        return cls(
+        found = cls(
             byte_1NY,
             rank=coef.rank,
             row_count=coef.row_count,
@@ -101,6 +105,8 @@ class RankBucketView:
             classes=classes,
             class_of_rows=(coef.classes.buffer, coef.marks.buffer),
         )
+        found.buffers = coef.stored.buffer, coef.classes.buffer, coef.marks.buffer
+        return found
 
     @classmethod
     def from_full_rank(cls, states_GTD: GrowingTensor) -> "RankBucketView":
@@ -137,6 +143,11 @@ class StoreView:
 
     def __reduce__(self) -> tuple:
         return NOTHING
+
+    def reads(self, rows: Tensor, classes: Tensor, marks: Tensor) -> bool:
+        """Whether the first bucket's rows of several classes are in these very buffers."""
+        found = self._keepalive[0][0].buffers
+        return found[0] is rows and found[1] is classes and found[2] is marks
 
     def append(self, coef_address: int, rank: int) -> bool:
         """Write a row of `rank` coefficients behind those of its rank; False, and nothing is written, if there is no room.
