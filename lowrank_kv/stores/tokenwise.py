@@ -106,12 +106,11 @@ class TokenwiseCoefficients(Coefficients):
                 f"the rows of one layer's keys, or values, of one sequence may take {_MOST_BYTES:,} bytes, and these would "
                 f"take {self.stored.length + len(byte_Y):,}; take a lower rate, or a preset without classes of tokens"
             )
-        first_N = torch.arange(self.length, self.length + len(class_N), device=self.device)
-        is_marked_N = first_N % ROWS_BETWEEN_MARKS == 0
+        first_marked = -self.length % ROWS_BETWEEN_MARKS
         num_marks, num_bytes, num_class_bytes = self.marks.length, self.stored.length, self.classes.length
         stored, classes, marks = self.stored.buffer, self.classes.buffer, self.marks.buffer
         try:
-            self.marks.append(start_N[is_marked_N] + num_bytes, exact=exact)
+            self.marks.append(start_N[first_marked::ROWS_BETWEEN_MARKS] + num_bytes, exact=exact)
             self.stored.append(byte_Y, exact=exact)
             # The last byte of classes may have room, and is written again with those that it has.
             whole = self.length // CLASSES_PER_BYTE

@@ -3,6 +3,8 @@
 Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lowrank_kv.ops import native
@@ -39,51 +41,52 @@ def lowrank_attention(
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
-    groups, _, head_dim = keys.full.buffer.shape
+    shape_HQD, groups = query_HQD.shape, keys.full.buffer.shape[0]
     low, full = keys.coef.length, keys.full.length
-    query_1HQD = contiguous_fp32(query_HQD)[None]
-    mask_of_low, mask_of_full = (None, None) if mask_QT is None else (mask_QT[:, :low], mask_QT[:, low:])
+    query, mask_of_low, mask_of_full = contiguous_fp32(query_HQD), None, None
+    if mask_QT is not None:
+        mask_of_low, mask_of_full = mask_QT[:, :low], mask_QT[:, low:]
     if rotation is None:
-        query_1GMD = query_1HQD.reshape(1, groups, -1, head_dim)
-        low_query_BMX = contiguous_fp32(query_1GMD @ keys.head_basis().float())
-        key_decoder_PRW, rotary, positions = None, None, None
+        query_GMD = query.reshape(groups, -1, shape_HQD[2])
+        low_query = contiguous_fp32(query_GMD @ keys.head_basis().float())
+        key_decoder_PRW, rotary, positions, paired = None, None, None, False
     else:
-        low_query_BMX, key_decoder_PRW, rotary = query_1HQD, keys.decoder_PRW, rotation.table.packed
-    held = _view(keys.coef), _view(values.coef), low
-    paired = rotary is not None and _are_paired(query_HQD, tokens)
+        low_query, key_decoder_PRW, rotary = query, keys.decoder_PRW, rotation.table.packed
+        paired = _are_paired(shape_HQD, groups, tokens)
     decoders = native.PackedDecoders(
         key_decoder_PRW, values.decoder_PRW, paired=paired, key_memo=keys.prepared, value_memo=values.prepared
     )
-    softmax = [native.Tokens(low_query_BMX, *held, decoders, rotary, positions, mask_of_low)]
+    held = _view(keys.coef), _view(values.coef), low
+    softmax = [native.Tokens(low_query, *held, decoders, rotary, positions, mask_of_low)]
     if full:
         held = _full_rank_view(keys.full), _full_rank_view(values.full), full
-        softmax.append(native.Tokens(query_1HQD, *held, mask_QT=mask_of_full))
-    shape_BHQD = 1, *query_HQD.shape
-    [output_QHD] = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
-    output_HQD = output_QHD.transpose(0, 1)
+        softmax.append(native.Tokens(query, *held, mask_QT=mask_of_full))
+    shape_BHQD = 1, *shape_HQD
+    output_1QHD = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    output_HQD = output_1QHD.squeeze(0).transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 
 
-def _are_paired(query_HQD: Tensor, tokens: LowRankTokens) -> bool:
+def _are_paired(shape_HQD: Sequence[int], groups: int, tokens: LowRankTokens) -> bool:
     """Whether both keys and values are planned coefficients that compiled code multiplies two at a time."""
     keys, values, rotation, _, _ = tokens
-    planned = all(isinstance(each.coef.quantization, (BitPlan, TokenPlans)) for each in (keys, values))
-    if not planned or len(keys.basis_PWR) > 1:
+    if not (_is_planned(keys.coef) and _is_planned(values.coef)) or keys.basis_PWR.shape[0] > 1:
         return False
-    return native.multiplies_pairs(
-        keys.coef.dtype,
-        head_dim=query_HQD.shape[2],
-        rotated_dims=2 * rotation.table.cos_BTF.shape[-1],
-        queries=query_HQD.shape[0] * query_HQD.shape[1] // keys.full.buffer.shape[0],
-    )
+    heads, queries, head_dim = shape_HQD
+    rotated_dims = 2 * rotation.table.cos_BTF.shape[-1]
+    return native.multiplies_pairs(keys.coef.dtype, head_dim, rotated_dims, heads * queries // groups)
+
+
+def _is_planned(coef: Coefficients) -> bool:
+    return isinstance(coef.quantization, (BitPlan, TokenPlans))
 
 
 def _view(coef: Coefficients) -> native.StoreView:
     if isinstance(coef, TokenwiseCoefficients):
-        where = [each.buffer.data_ptr() for each in (coef.stored, coef.classes, coef.marks)]
-        if coef.native_view is None or coef.native_view[0] != where:
-            coef.native_view = where, native.StoreView([native.RankBucketView.from_tokenwise(coef)], coef.rank)
-        return coef.native_view[1]
+        view = coef.native_view
+        if view is None or not view.reads(coef.stored.buffer, coef.classes.buffer, coef.marks.buffer):
+            view = coef.native_view = native.StoreView([native.RankBucketView.from_tokenwise(coef)], coef.rank)
+        return view
     if coef.stored.native_view is None:
         coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
     return coef.stored.native_view

@@ -75,4 +75,5 @@ class LowRankTokens(NamedTuple):
     def parts_differ(self) -> bool:
         """Whether each part holds tokens of its own."""
         positions, mask_QT = self.positions, self.mask_QT
-        return (isinstance(positions, Tensor) and positions.dim() == 2) or (mask_QT is not None and mask_QT.dim() == 3)
+        has_own_positions = not (positions is None or isinstance(positions, slice)) and positions.dim() == 2
+        return has_own_positions or (mask_QT is not None and mask_QT.dim() == 3)

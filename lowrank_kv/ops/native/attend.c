@@ -14,40 +14,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ahead.h"
 #include "common.h"
+#include "pairs.h"
 #include "scores.h"
+#include "scratch.h"
 #include "store.h"
 #include "task.h"
-
-enum { BLOCK = 24 }; /* tokens whose keys of one head, and partial sums of their scores, stay in the first cache */
-/* Slots, and bytes of their values, that a thread serves at once at most: they stay in its second cache. */
-enum { STRETCH = 1024, STRETCH_BYTES = 1 << 19 };
-
-/* A block's tokens in another order. */
-struct arranged {
-    int64_t token[BLOCK]; /* counted from the block's first */
-    const uint8_t *row[BLOCK];
-    int64_t end[CLASSES]; /* of the tokens of each class */
-};
-
-/* One thread's own memory. */
-struct scratch {
-    float *coef;    /* (BLOCK, padded rank) */
-    float *key;     /* (BLOCK, decoder_stride), of one head where it fills vectors; or partial sums */
-    float *score;   /* (BLOCK, lanes); pass 2: weights */
-    float *largest; /* (lanes): score so far */
-    float *scaled;  /* (lanes): the same when the two sums were last scaled */
-    float *sum;     /* (lanes): Σ softmax */
-    float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
-    float *latent;  /* of the running one */
-    float *scores;  /* of the stretch (STRETCH, lanes) */
-    int64_t start;  /* the stretch's first slot */
-    struct share *keys, *values; /* of the stretch, in each bucket */
-    struct ahead ahead;          /* of its values */
-    int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
-    struct arranged arranged;
-};
 
 /* Whether keys are rebuilt in registers. */
 static inline int rebuilds_in_registers(const struct task *task) {
@@ -57,120 +29,22 @@ static inline int rebuilds_in_registers(const struct task *task) {
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
 
-/* Caps a token's scores, (lanes), and masks those of queries that may not see it. */
-static void cap_and_mask(const struct task *task, int64_t slot, float *score) {
-    for (int64_t m = 0; m < task->lanes; m++) {
-        if (task->softcap) score[m] = task->softcap * tanhf(score[m] / task->softcap);
-        if (task->mask && !task->mask[m % task->queries * task->mask_stride + slot]) score[m] = -FLT_MAX;
-    }
-}
-
-#if HAS_PAIRS
-/* Puts a block's tokens in order of their classes, so that those of one rank follow one another. */
-static void arrange(const struct store *store, const struct bucket *bucket, int64_t first, int64_t count, struct scratch *scratch) {
-    const struct classes *classes = store->classes;
-    struct arranged *found = &scratch->arranged;
-    const uint8_t *row = row_at(store, bucket, first);
-    if (!classes) {
-        for (int64_t t = 0; t < count; t++, row += bucket->row_bytes) found->token[t] = t, found->row[t] = row;
-        found->end[0] = count;
-        return;
-    }
-    int64_t next[CLASSES] = {0}, sum = 0;
-    for (int64_t t = 0; t < count; t++) next[class_of(bucket, first + t)]++;
-    for (int k = 0; k < CLASSES; k++) {
-        const int64_t of_class = next[k];
-        next[k] = sum;
-        found->end[k] = sum += of_class;
-    }
-    for (int64_t t = 0; t < count; t++) {
-        const int k = class_of(bucket, first + t);
-        found->token[next[k]] = t;
-        found->row[next[k]++] = row;
-        row += classes->row_bytes[k];
-    }
-}
-
-/* The rows of one class, or of all where there are none. */
-struct segment { int64_t first, end, rank, row_bytes; const struct plan *plan; };
-
-static struct segment segment_of(const struct store *store, const struct bucket *bucket, const struct arranged *arranged, int k) {
-    const struct classes *classes = store->classes;
-    if (!classes) return (struct segment){0, arranged->end[0], bucket->rank, bucket->row_bytes, store->plan};
-    return (struct segment){k ? arranged->end[k - 1] : 0, arranged->end[k], classes->rank[k], classes->row_bytes[k], classes->plan[k]};
-}
-
-static inline int segments_of(const struct store *store) { return store->classes ? CLASSES : 1; }
-
-/* Scores of a block's arranged tokens, whose keys of all heads are rebuilt from pairs. */
-static void score_pairs(const struct task *task, const struct bucket *bucket, int64_t count, struct scratch *scratch) {
-    const struct store *store = task->keys;
-    const struct arranged *arranged = &scratch->arranged;
-    const int64_t stride = narrow_stride(store->rank), sharing = task->heads / task->num_kv_heads;
-    for (int k = 0; k < segments_of(store); k++) {
-        const struct segment of = segment_of(store, bucket, arranged, k);
-        if (of.first == of.end) continue;
-        uint16_t *coef = (uint16_t *)scratch->coef + of.first * stride;
-        for (int64_t t = of.first; t < of.end; t++)
-            read_narrow(of.plan, arranged->row[t], of.row_bytes, of.rank, (uint16_t *)scratch->coef + t * stride);
-        for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
-            const struct rebuilt keys = {NULL, NULL, task->cos, task->sin, scratch->place + of.first, stride / 2, task->decoder_stride,
-                                         of.rank, task->depth, (const uint32_t *)coef,
-                                         (const uint32_t *)task->decoder + kv_head * task->depth};
-            rebuilt_scores(&keys, of.end - of.first, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
-                           scratch->score + of.first * task->lanes + kv_head * sharing, task->lanes, &scratch->ahead);
-        }
-    }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t m = 0; m < task->lanes; m += LANES)
-            *(vector *)(scratch->score + t * task->lanes + m) *= scale_of(arranged->row[t][0]);
-}
-
-/* Adds a block's arranged coefficients, times its weights, to `latent`. */
-static void weigh_pairs(const struct task *task, const struct bucket *bucket, int64_t count, struct scratch *scratch) {
-    const struct store *store = task->values;
-    const struct arranged *arranged = &scratch->arranged;
-    const int64_t stride = narrow_stride(store->rank), lanes = task->lanes;
-    for (int64_t t = 0; t < count; t++) /* in place of the coefficients */
-        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) *= scale_of(arranged->row[t][0]);
-    for (int k = 0; k < segments_of(store); k++) {
-        const struct segment of = segment_of(store, bucket, arranged, k);
-        if (of.first == of.end) continue;
-        for (int64_t t = of.first; t < of.end; t++)
-            read_narrow_floats(of.plan, arranged->row[t], of.row_bytes, of.rank, scratch->coef + t * stride);
-        product(task->heads, padded(of.rank), of.end - of.first, scratch->score + of.first * lanes, 1, lanes,
-                scratch->coef + of.first * stride, stride, scratch->latent, padded(store->rank), 1);
-    }
-}
-#endif
-
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
 static void score_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
                         struct scratch *scratch) {
     const struct store *store = task->keys;
     const int64_t lanes = task->lanes;
     int64_t *slot = scratch->slot, *place = scratch->place;
-#if HAS_PAIRS
-    if (task->paired) arrange(store, bucket, first, count, scratch);
-#endif
     for (int64_t t = 0; t < count; t++) {
-        slot[t] = slot_of(store, bucket, first + (task->paired ? scratch->arranged.token[t] : t));
-        if (!task->cos) continue;
-        place[t] = task->pairs * (task->place ? task->place[slot[t]] : slot[t] + task->first_place);
-        for (int64_t f = 0; f < task->pairs; f += 16) { /* needed once the block is rebuilt */
-            __builtin_prefetch(task->cos + place[t] + f);
-            __builtin_prefetch(task->sin + place[t] + f);
-        }
+        slot[t] = slot_of(store, bucket, first + t);
+        if (task->cos) place[t] = rotation_of(task, slot[t]);
     }
     const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;
     /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
     const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
     const int in_registers = rebuilds_in_registers(task);
-#if HAS_PAIRS
-    if (task->paired) score_pairs(task, bucket, count, scratch);
-#endif
-    for (int64_t part = 0; part < task->parts && !task->paired; part++) {
+    for (int64_t part = 0; part < task->parts; part++) {
         float *score = scratch->score + part * part_heads;
         const float *query = task->query + part * part_heads * depth;
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
@@ -185,7 +59,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
             float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
             if (in_registers) {
                 const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, rank, depth, NULL, NULL};
+                                             rows.stride, stride, rank, depth, 0};
                 rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
@@ -196,16 +70,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
             score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
         }
     }
-    for (int64_t t = 0; t < count; t++) {
-        float *found = scratch->score + t * lanes, *score = scratch->scores + (slot[t] - scratch->start) * lanes, *largest = scratch->largest;
-        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(found + m) *= task->scaling;
-        if (task->softcap || task->mask) cap_and_mask(task, slot[t], found);
-        for (int64_t m = 0; m < lanes; m += LANES) {
-            const vector new = *(vector *)(found + m), old = *(vector *)(largest + m);
-            *(vector *)(score + m) = new;
-            *(vector *)(largest + m) = where(new > old, new, old); /* NaN counts only in the sum */
-        }
-    }
+    for (int64_t t = 0; t < count; t++) keep_scores(task, slot[t], scratch->score + t * lanes, scratch);
 }
 
 /* -- pass 2: values ---------------------------------------------------------------------------------------------- */
@@ -216,27 +81,12 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
     const struct store *store = task->values;
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
-    const float *largest = scratch->largest;
-    float *sum = scratch->sum;
-#if HAS_PAIRS
-    if (task->paired) arrange(store, bucket, first, count, scratch);
-#endif
+    prefetch_next(scratch);
     for (int64_t t = 0; t < count; t++) {
-        const int64_t token = first + (task->paired ? scratch->arranged.token[t] : t);
-        const float *score = scratch->scores + (slot_of(store, bucket, token) - scratch->start) * lanes;
-        float *weight = scratch->score + t * lanes;
-        for (int64_t m = 0; m < lanes; m += LANES) {
-            const vector each = exponential(*(const vector *)(score + m) - *(const vector *)(largest + m));
-            *(vector *)(weight + m) = each;
-            *(vector *)(sum + m) += each;
-        }
+        const int64_t slot = slot_of(store, bucket, first + t);
+        for (int64_t m = 0; m < lanes; m += LANES)
+            *(vector *)(scratch->score + t * lanes + m) = weight_of(task, slot, m, scratch);
     }
-#if HAS_PAIRS
-    if (task->paired) {
-        weigh_pairs(task, bucket, count, scratch);
-        return;
-    }
-#endif
     for (int64_t part = 0; part < task->parts; part++) {
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
@@ -309,6 +159,14 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
         const int64_t tokens = last - scratch->start;
         const int64_t calls = rebuilds_in_registers(task) ? prefetch_calls(tokens, task->num_kv_heads, task->depth) : 0;
         scratch->ahead = ahead_of(values, scratch->values, task->parts, calls);
+#if HAS_PAIRS
+        if (task->paired) {
+            score_stretch(task, scratch);
+            rescale(tasks, count, scratch);
+            weigh_stretch(task, scratch);
+            continue;
+        }
+#endif
         for (int64_t p = 0; p < keys->num_buckets; p++)
             for (int64_t t = scratch->keys[p].first, left; (left = scratch->keys[p].end - t) > 0; t += BLOCK)
                 score_block(task, keys->buckets + p, t, left < BLOCK ? left : BLOCK, scratch);
@@ -319,6 +177,18 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
     }
 }
 
+/* Has a thread's share of the next task prefetched in `calls` calls. */
+static void prefetch_share(const struct task *task, int64_t thread, int64_t calls, struct scratch *scratch) {
+    const struct store *stores[] = {task->keys, task->values};
+    struct share *shares[] = {scratch->next_keys, scratch->next_values};
+    for (int which = 0; which < 2; which++) {
+        memset(shares[which], 0, stores[which]->num_buckets * sizeof(struct share));
+        move_shares(stores[which], task->slots * thread / task->threads, shares[which]);
+        move_shares(stores[which], task->slots * (thread + 1) / task->threads, shares[which]);
+        scratch->next[which] = ahead_of(stores[which], shares[which], task->parts, calls);
+    }
+}
+
 /* Serves all tasks, each thread its share of their slots. */
 static void run(const struct task *tasks, int count, struct scratch *all) {
     const int64_t threads = tasks->threads;
@@ -326,8 +196,12 @@ static void run(const struct task *tasks, int count, struct scratch *all) {
     for (int64_t thread = 0; thread < threads; thread++) {
         struct scratch *scratch = all + thread;
         scratch->latent = scratch->latents;
-        for (const struct task *task = tasks; task < tasks + count; scratch->latent += latents_of(task), task++)
-            serve(tasks, count, task, task->slots * thread / threads, task->slots * (thread + 1) / threads, scratch);
+        for (const struct task *task = tasks; task < tasks + count; scratch->latent += latents_of(task), task++) {
+            const int64_t first = task->slots * thread / threads, end = task->slots * (thread + 1) / threads;
+            memset(scratch->next, 0, sizeof scratch->next);
+            if (task + 1 < tasks + count) prefetch_share(task + 1, thread, (end - first) / (2 * BLOCK) + 1, scratch);
+            serve(tasks, count, task, first, end, scratch);
+        }
     }
 }
 
@@ -359,7 +233,7 @@ int attend(const struct task *tasks, int count) {
     int64_t rank = 0, width = 0, latents = 0, buckets = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t larger = task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank;
-        const int64_t most = task->paired ? narrow_stride(larger) : padded(larger);
+        const int64_t most = task->paired ? in_blocks(larger) : padded(larger);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);
@@ -371,7 +245,7 @@ int attend(const struct task *tasks, int count) {
     const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes);
     float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
-    struct share *shares = malloc((threads * 2 * buckets + 1) * sizeof(struct share));
+    struct share *shares = malloc((threads * 4 * buckets + 1) * sizeof(struct share));
     if (!memory || !all || !shares) {
         free(memory);
         free(all);
@@ -388,8 +262,10 @@ int attend(const struct task *tasks, int count) {
         scratch->sum = scratch->scaled + lanes;
         scratch->latents = scratch->sum + lanes;
         scratch->scores = scratch->latents + latents;
-        scratch->keys = shares + thread * 2 * buckets;
+        scratch->keys = shares + thread * 4 * buckets;
         scratch->values = scratch->keys + buckets;
+        scratch->next_keys = scratch->values + buckets;
+        scratch->next_values = scratch->next_keys + buckets;
         for (int64_t m = 0; m < 2 * lanes; m++) scratch->largest[m] = -FLT_MAX; /* and `scaled` */
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));

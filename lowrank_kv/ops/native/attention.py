@@ -4,6 +4,7 @@ Shapes: B batch, H query heads, G KV heads, Q new queries, P parts (1, or G wher
 W width of a part, T tokens in all, R rank, F pairs of a rotation.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -88,7 +89,8 @@ class Tokens(NamedTuple):
 
     Attributes:
         query_BMX: rotated queries (X = D), or queries projected onto the coefficients (X = R) where no decoder rebuilds
-            keys; M = H·Q rows of each sequence, in as many dims as is convenient; as :func:`contiguous_fp32` gives them.
+            keys; M = H·Q rows of each sequence, in as many dims as is convenient, and of one sequence without its dim; as
+            :func:`contiguous_fp32` gives them.
         keys, values: of the same tokens, at least one; each store has its own pieces.
         slots: T.
         decoders: of `keys` and `values`; None where each KV head's coefficients are its keys and values.
@@ -169,7 +171,8 @@ def attend(
     return output_BQHD
 
 
-def multiplies_pairs(dtype: torch.dtype, *, head_dim: int, rotated_dims: int, queries: int) -> bool:
+@functools.cache
+def multiplies_pairs(dtype: torch.dtype, head_dim: int, rotated_dims: int, queries: int) -> bool:
     """Whether compiled code multiplies planned coefficients as bf16, two at a time.
 
     Args:

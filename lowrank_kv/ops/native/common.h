@@ -2,6 +2,10 @@
 #pragma once
 #include <stdint.h>
 
+#if defined(__AVX512VBMI__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
 #elif defined(__AVX__)
@@ -31,6 +35,13 @@ enum { LANES = VECTOR_BYTES / sizeof(float) };
 #define EACH_LANE(C) C(1) C(2) C(3) C(4) C(5) C(6) C(7) C(8)
 #else
 #define EACH_LANE(C) C(1) C(2) C(3) C(4)
+#endif
+
+/* Whether numbers are multiplied as bfloat16, two at a time: two neighbours then take the place of one float. */
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
 #endif
 
 static inline int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -105,11 +116,28 @@ static inline __attribute__((always_inline)) vector totals(const int count, vect
     return sums[0];
 }
 
+#if HAS_PAIRS
+/* Floats as the first and the second numbers of pairs. */
+static inline vector side_by_side(vector first, vector second) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)first));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)second));
+    return (vector)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+#endif
+
+/* sum += left · right, of floats or of pairs; `paired` is a constant. */
+static inline __attribute__((always_inline)) vector multiply_add(const int paired, vector sum, float left, vector right) {
+#if HAS_PAIRS
+    if (paired) return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(left), (__m512bh)right);
+#endif
+    return sum + left * right;
+}
+
 /* sum (rows, vectors) += a · b in registers, with a (rows, depth) of any strides, where the second half of b's vectors lies
- * `far` floats behind the first; `rows` and `vectors` are constants here. */
+ * `far` floats behind the first. With `paired`, both hold pairs. `rows`, `vectors` and `paired` are constants here. */
 static inline __attribute__((always_inline)) void accumulate(
-    const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, int64_t far, vector *sum) {
+    const int rows, const int vectors, const int paired, int64_t depth, const float *a, int64_t a_row, int64_t a_column,
+    const float *b, int64_t b_row, int64_t far, vector *sum) {
     const int half = vectors / 2;
     for (int64_t k = 0; k < depth; k++) {
         vector right[VECTORS];
@@ -120,22 +148,25 @@ static inline __attribute__((always_inline)) void accumulate(
         for (int i = 0; i < rows; i++) {
             const float left = a[i * a_row + k * a_column];
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) sum[i * vectors + j] += left * right[j];
+            for (int j = 0; j < vectors; j++) {
+                vector *own = sum + i * vectors + j;
+                *own = multiply_add(paired, *own, left, right[j]);
+            }
         }
     }
 }
 
 /* c (rows, vectors · LANES) = or += a · b. */
 static inline __attribute__((always_inline)) void tile_product(
-    const int rows, const int vectors, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
-    int64_t b_row, float *c, int64_t c_row, const int adds) {
+    const int rows, const int vectors, const int paired, int64_t depth, const float *a, int64_t a_row, int64_t a_column,
+    const float *b, int64_t b_row, float *c, int64_t c_row, const int adds) {
     vector sum[TILE];
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
             sum[i * vectors + j] = adds ? *(const vector *)(c + i * c_row + j * LANES) : (vector){0};
-    accumulate(rows, vectors, depth, a, a_row, a_column, b, b_row, vectors / 2 * LANES, sum);
+    accumulate(rows, vectors, paired, depth, a, a_row, a_column, b, b_row, vectors / 2 * LANES, sum);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -144,13 +175,13 @@ static inline __attribute__((always_inline)) void tile_product(
 
 #define CASE(R, V)                                                                          \
     case (R) * 8 + (V):                                                                     \
-        tile_product(R, V, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
+        tile_product(R, V, paired, depth, a, a_row, a_column, b, b_row, c, c_row, adds);            \
         break;
 #define ALL_ROWS(V) CASE(1, V) CASE(2, V) CASE(3, V) CASE(4, V) CASE(5, V) CASE(6, V)
 
-/* c (rows, columns) = or += a · b, where `columns` is a multiple of LANES. */
-static inline __attribute__((always_inline)) void product(
-    int64_t all_rows, int64_t columns, int64_t depth, const float *all_a, int64_t a_row, int64_t a_column,
+/* c (rows, columns) = or += a · b, where `columns` is a multiple of LANES; with `paired`, of pairs. */
+static inline __attribute__((always_inline)) void product_of(
+    const int paired, int64_t all_rows, int64_t columns, int64_t depth, const float *all_a, int64_t a_row, int64_t a_column,
     const float *all_b, int64_t b_row, float *all_c, int64_t c_row, const int adds) {
     for (int64_t column = 0; column < columns; column += VECTORS * LANES) {
         const int64_t left = (columns - column) / LANES, vectors = left < VECTORS ? left : VECTORS;
@@ -170,6 +201,12 @@ static inline __attribute__((always_inline)) void product(
             }
         }
     }
+}
+
+static inline __attribute__((always_inline)) void product(
+    int64_t rows, int64_t columns, int64_t depth, const float *a, int64_t a_row, int64_t a_column, const float *b,
+    int64_t b_row, float *c, int64_t c_row, const int adds) {
+    product_of(0, rows, columns, depth, a, a_row, a_column, b, b_row, c, c_row, adds);
 }
 
 static inline float from_bfloat16(uint16_t bits) {

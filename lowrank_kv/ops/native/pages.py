@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lowrank_kv.ops.native.attention import PackedDecoders
 from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.packed_plan import PackedClasses, packed_plan
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
-from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED, PackedClasses, packed_plan
+from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED
 from lowrank_kv.stores.arena import PageLayout, SideLayout
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans

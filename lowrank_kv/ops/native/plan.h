@@ -5,10 +5,6 @@
 
 #include "common.h"
 
-#if defined(__AVX512VBMI__)
-#include <immintrin.h>
-#endif
-
 enum { AT_ONCE = 16 }; /* coefficients that are read together where a register holds as many */
 
 /* How AT_ONCE neighbours find their levels: in the first registers of `table`, or one by one. */
@@ -25,25 +21,22 @@ struct plan {
     const int32_t *first;  /* the first byte; */
     const uint8_t *window; /* (64): for each lane the two bytes of its code, counted from there, and two that are zeroed; */
     const uint8_t *lookup; /* see `enum lookup` */
-    /* For readers of bfloat16, whose registers hold the levels of up to 5 bits: */
-    int64_t wide;                 /* coefficients that come first and have more bits */
-    const uint16_t *narrow_table; /* (64) */
-    const int32_t *narrow_first;  /* of each AT_ONCE_NARROW others the first byte; */
-    const uint8_t *narrow;        /* (4, 64): for each eight of them the eight bytes that hold their codes, counted from there; in
-                                   * these 64 bits where each code begins; its mask; and the place of its code 0 */
+    /* For readers of bfloat16, of each IN_BLOCK coefficients, the uncoded ones among them: */
+    int64_t blocks;
+    const int32_t *block_first; /* the first byte of the coded ones; */
+    const uint8_t *block_kind;  /* see `enum kind_of_block`; */
+    const uint8_t *block_lanes; /* (2, blocks, 5, 64), in each `enum order`: for each lane a byte of the row, counted from
+                                 * there, so that the codes of four lanes are in four bytes; the bit of eight lanes where its
+                                 * code begins; its mask; the place of its code 0; and 255 where a code has 8 bits */
+    const uint8_t *block_levels; /* (2, 128) low and then high bytes of all levels of up to 6 bits, (2, 256) of those of 8 */
 };
 
-enum { AT_ONCE_NARROW = 64 };
+enum { IN_BLOCK = 64 }; /* coefficients */
+enum kind_of_block { UP_TO_5_BITS, UP_TO_6_BITS, UP_TO_8_BITS };
+/* Of the coefficients of a block: so that the numbers of one row, or of two rows side by side, are in order. */
+enum order { ONE_ROW, TWO_ROWS };
 
-/* Whether coefficients of bfloat16 are multiplied two at a time. */
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
-
-/* Numbers that a row takes which is read AT_ONCE_NARROW at a time. */
-static inline int64_t narrow_stride(int64_t rank) { return (rank + 2 * AT_ONCE_NARROW - 1) / AT_ONCE_NARROW * AT_ONCE_NARROW; }
+static inline int64_t in_blocks(int64_t rank) { return (rank + IN_BLOCK - 1) / IN_BLOCK * IN_BLOCK; }
 
 /* 2^((code − 128) / 8). */
 static inline float scale_of(uint8_t code) {
@@ -97,69 +90,116 @@ static void read_row(const struct plan *plan, const uint8_t *row, int64_t row_by
 }
 
 #if HAS_PAIRS
-/* The levels of the 64 coefficients of a block, as two registers of bfloat16. */
-static inline __attribute__((always_inline)) void read_narrow_block(
-    const struct plan *plan, const uint8_t *row, const uint8_t *end, int64_t block, __m512i found[2]) {
-    const uint8_t *at = row + plan->narrow_first[block], *lanes = plan->narrow + block * 4 * AT_ONCE_NARROW;
-    const int64_t bytes = end - at;
+/* What is read of a plan for one block. */
+struct block_reader {
+    __m512i window, begin, mask, place, low[2], high[2];
+    __mmask64 has_8_bits;
+    const uint8_t *levels_of_8_bits;
+    int64_t first;
+};
+
+static inline __attribute__((always_inline)) struct block_reader block_reader_of(
+    const struct plan *plan, enum order order, int64_t block) {
+    const uint8_t *lanes = plan->block_lanes + (order * plan->blocks + block) * 5 * 64, *levels = plan->block_levels;
+    struct block_reader reader = {.first = plan->block_first[block], .levels_of_8_bits = levels + 256};
+    reader.window = _mm512_loadu_si512(lanes);
+    reader.begin = _mm512_loadu_si512(lanes + 64);
+    reader.mask = _mm512_loadu_si512(lanes + 128);
+    reader.place = _mm512_loadu_si512(lanes + 192);
+    reader.has_8_bits = _mm512_movepi8_mask(_mm512_loadu_si512(lanes + 256));
+    for (int half = 0; half < 2; half++) {
+        reader.low[half] = _mm512_loadu_si512(levels + half * 64);
+        reader.high[half] = _mm512_loadu_si512(levels + 128 + half * 64);
+    }
+    return reader;
+}
+
+/* Of 256 bytes the ones at these places. */
+static inline __attribute__((always_inline)) __m512i bytes_at(const uint8_t *bytes, __m512i place) {
+    const __m512i first = _mm512_permutex2var_epi8(_mm512_loadu_si512(bytes), place, _mm512_loadu_si512(bytes + 64));
+    const __m512i second = _mm512_permutex2var_epi8(_mm512_loadu_si512(bytes + 128), place, _mm512_loadu_si512(bytes + 192));
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(place), first, second);
+}
+
+/* The levels of a block's coefficients in bfloat16: those of the even eights, or fours, of lanes, and of the odd ones. */
+static inline __attribute__((always_inline)) void read_levels(
+    const struct block_reader *reader, const enum kind_of_block kind, const uint8_t *row, int64_t row_bytes,
+    __m512i found[2]) {
+    const int64_t bytes = row_bytes - reader->first;
     const __mmask64 inside = bytes < 64 ? ((__mmask64)1 << bytes) - 1 : ~(__mmask64)0;
-    const __m512i words = _mm512_permutexvar_epi8(_mm512_loadu_si512(lanes), _mm512_maskz_loadu_epi8(inside, at));
-    const __m512i shifted = _mm512_multishift_epi64_epi8(_mm512_loadu_si512(lanes + 64), words);
-    const __m512i code = _mm512_and_si512(shifted, _mm512_loadu_si512(lanes + 128));
-    const __m512i place = _mm512_add_epi8(code, _mm512_loadu_si512(lanes + 192));
-    const __m512i low = _mm512_loadu_si512(plan->narrow_table), high = _mm512_loadu_si512(plan->narrow_table + 32);
-    found[0] = _mm512_permutex2var_epi16(low, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(place)), high);
-    found[1] = _mm512_permutex2var_epi16(low, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(place, 1)), high);
-}
-
-/* The coefficients of more bits, as bfloat16; up to AT_ONCE - 1 numbers behind them are written. */
-static inline void read_wide(const struct plan *plan, const uint8_t *row, const uint8_t *end, uint16_t *out) {
-    int64_t i = 0;
-    for (; i < plan->uncoded; i++) out[i] = to_bfloat16(read_one(plan, row, end, i));
-    for (int64_t block = 0; i < plan->wide; block++, i += AT_ONCE)
-        _mm256_storeu_si256((__m256i *)(out + i), (__m256i)_mm512_cvtneps_pbh(levels_of_block(plan, row, end, block)));
-}
-
-/* The same as floats. */
-static inline void read_wide_floats(const struct plan *plan, const uint8_t *row, const uint8_t *end, float *out) {
-    int64_t i = 0;
-    for (; i < plan->uncoded; i++) out[i] = from_bfloat16(to_bfloat16(read_one(plan, row, end, i)));
-    for (int64_t block = 0; i < plan->wide; block++, i += AT_ONCE) {
-        const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(levels_of_block(plan, row, end, block));
-        _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+    const __m512i words = _mm512_permutexvar_epi8(reader->window, _mm512_maskz_loadu_epi8(inside, row + reader->first));
+    const __m512i code = _mm512_and_si512(_mm512_multishift_epi64_epi8(reader->begin, words), reader->mask);
+    const __m512i place = _mm512_add_epi8(code, reader->place);
+    __m512i low, high;
+    if (kind == UP_TO_5_BITS) {
+        low = _mm512_permutexvar_epi8(place, reader->low[0]);
+        high = _mm512_permutexvar_epi8(place, reader->high[0]);
+    } else {
+        low = _mm512_permutex2var_epi8(reader->low[0], place, reader->low[1]);
+        high = _mm512_permutex2var_epi8(reader->high[0], place, reader->high[1]);
     }
-}
-
-/* A row's first `rank` coefficients as bfloat16, divided by its scale, and a zero beside an odd one's last; up to
- * narrow_stride(rank) numbers are written. */
-static void read_narrow(const struct plan *plan, const uint8_t *row, int64_t row_bytes, int64_t rank, uint16_t *out) {
-    const uint8_t *end = row + row_bytes;
-    read_wide(plan, row, end, out);
-    int64_t i = plan->wide;
-    for (int64_t block = 0; i < rank; block++, i += AT_ONCE_NARROW) {
-        __m512i found[2];
-        read_narrow_block(plan, row, end, block, found);
-        _mm512_storeu_si512(out + i, found[0]);
-        _mm512_storeu_si512(out + i + 32, found[1]);
+    if (kind == UP_TO_8_BITS) {
+        low = _mm512_mask_blend_epi8(reader->has_8_bits, low, bytes_at(reader->levels_of_8_bits, place));
+        high = _mm512_mask_blend_epi8(reader->has_8_bits, high, bytes_at(reader->levels_of_8_bits + 256, place));
     }
-    if (rank % 2) out[rank] = 0;
+    found[0] = _mm512_unpacklo_epi8(low, high);
+    found[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-/* The same as floats, and zeros up to padded(rank). */
-static void read_narrow_floats(const struct plan *plan, const uint8_t *row, int64_t row_bytes, int64_t rank, float *out) {
-    const uint8_t *end = row + row_bytes;
-    read_wide_floats(plan, row, end, out);
-    int64_t i = plan->wide;
-    for (int64_t block = 0; i < rank; block++, i += AT_ONCE_NARROW) {
-        __m512i found[2];
-        read_narrow_block(plan, row, end, block, found);
-        for (int half = 0; half < 2; half++) {
-            const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(found[half]));
-            const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(found[half], 1));
-            _mm512_storeu_si512(out + i + half * 32, _mm512_slli_epi32(first, 16));
-            _mm512_storeu_si512(out + i + half * 32 + 16, _mm512_slli_epi32(second, 16));
+#define EACH_KIND(C) C(UP_TO_5_BITS) C(UP_TO_6_BITS) C(UP_TO_8_BITS)
+
+/* The coefficients of rows of one plan as bfloat16, divided by their scales, (count, in_blocks(rank)), zero beyond the
+ * rank. */
+static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes, int64_t rank,
+                      uint16_t *out) {
+    const int64_t stride = in_blocks(rank);
+    for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
+        const struct block_reader reader = block_reader_of(plan, ONE_ROW, block);
+        switch (plan->block_kind[block]) {
+#define READ(KIND)                                                              \
+    case KIND:                                                                  \
+        for (int64_t t = 0; t < count; t++) {                                   \
+            __m512i found[2];                                                   \
+            read_levels(&reader, KIND, rows[t], row_bytes, found);              \
+            _mm512_storeu_si512(out + t * stride + block * IN_BLOCK, found[0]); \
+            _mm512_storeu_si512(out + t * stride + block * IN_BLOCK + 32, found[1]); \
+        }                                                                       \
+        break;
+            EACH_KIND(READ)
+#undef READ
         }
     }
-    for (i = rank; i < padded(rank); i++) out[i] = 0;
+    for (int64_t t = 0; t < count; t++) memcpy(out + t * stride, rows[t] + 1, plan->uncoded * sizeof(uint16_t));
+    for (int64_t t = 0; rank % 2 && t < count; t++) out[t * stride + rank] = 0;
+}
+
+/* The same of two rows side by side, of which the second one's are zero behind the last of an odd number,
+ * (⌈count / 2⌉, in_blocks(rank), 2). */
+static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes,
+                              int64_t rank, uint16_t *out) {
+    const int64_t stride = 2 * in_blocks(rank);
+    for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
+        const struct block_reader reader = block_reader_of(plan, TWO_ROWS, block);
+        switch (plan->block_kind[block]) {
+#define READ(KIND)                                                                          \
+    case KIND:                                                                              \
+        for (int64_t t = 0; t < count; t += 2) {                                            \
+            uint16_t *own = out + t / 2 * stride + 2 * block * IN_BLOCK;                    \
+            __m512i first[2], second[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}; \
+            read_levels(&reader, KIND, rows[t], row_bytes, first);                          \
+            if (t + 1 < count) read_levels(&reader, KIND, rows[t + 1], row_bytes, second);  \
+            for (int half = 0; half < 2; half++) {                                          \
+                _mm512_storeu_si512(own + half * 64, _mm512_unpacklo_epi16(first[half], second[half])); \
+                _mm512_storeu_si512(own + half * 64 + 32, _mm512_unpackhi_epi16(first[half], second[half])); \
+            }                                                                               \
+        }                                                                                   \
+        break;
+            EACH_KIND(READ)
+#undef READ
+        }
+    }
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t i = 0; i < plan->uncoded; i++)
+            memcpy(out + t / 2 * stride + 2 * i + t % 2, rows[t] + 1 + 2 * i, sizeof(uint16_t));
 }
 #endif

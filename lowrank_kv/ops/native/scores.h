@@ -79,33 +79,8 @@ struct rebuilt {
     const float *cos, *sin;      /* (places, depth / 2) */
     const int64_t *place;        /* (tokens): as an offset in them */
     int64_t coef_stride, decoder_stride, rank, depth;
-    /* Where pairs are multiplied at once, two neighbours in bfloat16 take the place of one float; NULL elsewhere. */
-    const uint32_t *coef_pairs, *decoder_pairs; /* (tokens, rank / 2), (rank / 2, depth) */
+    int64_t paired;              /* whether `coef` and `decoder` hold pairs; ranks are then of these */
 };
-
-#if HAS_PAIRS
-/* As `accumulate`, with pairs. */
-static inline __attribute__((always_inline)) void accumulate_pairs(
-    const int rows, const int vectors, int64_t depth, const uint32_t *a, int64_t a_row, const uint32_t *b, int64_t b_row,
-    int64_t far, vector *sum) {
-    const int half = vectors / 2;
-    for (int64_t k = 0; k < depth; k++) {
-        __m512bh right[VECTORS];
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            right[j] = (__m512bh)_mm512_loadu_si512(b + k * b_row + (j < half ? j * LANES : far + (j - half) * LANES));
-#pragma GCC unroll 16
-        for (int i = 0; i < rows; i++) {
-            const __m512bh left = (__m512bh)_mm512_set1_epi32(a[i * a_row + k]);
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) {
-                vector *own = sum + i * vectors + j;
-                *own = (vector)_mm512_dpbf16_ps((__m512)*own, left, right[j]);
-            }
-        }
-    }
-}
-#endif
 
 /* HALF vectors of each half of a key, which are rotated together, are rebuilt at once: as many as leave registers for ROWS
  * tokens. */
@@ -123,14 +98,8 @@ static inline __attribute__((always_inline)) void rebuilt_tile(
     vector key[TILE];
 #pragma GCC unroll 32
     for (int i = 0; i < tokens * VECTORS; i++) key[i] = (vector){0};
-#if HAS_PAIRS
-    if (paired)
-        accumulate_pairs(tokens, VECTORS, (keys->rank + 1) / 2, keys->coef_pairs + first * keys->coef_stride, keys->coef_stride,
-                         keys->decoder_pairs + d, keys->decoder_stride, far, key);
-    else
-#endif
-        accumulate(tokens, VECTORS, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
-                   keys->decoder_stride, far, key);
+    accumulate(tokens, VECTORS, paired, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
+               keys->decoder_stride, far, key);
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         vector *own = key + t * VECTORS;
@@ -195,7 +164,7 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
             prefetch_some(ahead);
-            switch (tokens * 4 + (d > 0) * 2 + (HAS_PAIRS && keys->coef_pairs)) {
+            switch (tokens * 4 + (d > 0) * 2 + (HAS_PAIRS && keys->paired)) {
 #define REBUILT(T)                                                                             \
     case T * 4: rebuilt_tile(T, 0, 0, keys, first, d, queries, query, partial); break;     \
     case T * 4 + 1: rebuilt_tile(T, 0, 1, keys, first, d, queries, query, partial); break; \

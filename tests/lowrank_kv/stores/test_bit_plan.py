@@ -15,7 +15,14 @@ from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.utils.errors import UserError
 
-PLANS = st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=70).map(lambda bits: tuple(sorted(bits, reverse=True)))
+
+def plans(min_size: int = 1, max_size: int = 70) -> st.SearchStrategy[tuple[int, ...]]:
+    widths = st.lists(st.sampled_from(WIDTHS), min_size=min_size, max_size=max_size)
+    return widths.map(lambda bits: tuple(sorted(bits, reverse=True)))
+
+
+PLANS = plans()
+LONG_PLANS = PLANS | plans(60, 150)  # of several blocks of coefficients that are read together
 
 
 def rows_of(count: int, rank: int, seed: int = 0) -> torch.Tensor:
@@ -115,7 +122,10 @@ def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
 # Always the same examples: in bf16 a rare one of large scores is a little more than 2 % off.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    bits=st.tuples(PLANS, PLANS), count=st.integers(1, 90), queries=st.sampled_from([1, 2, 5]), seed=st.integers(0, 99)
+    bits=st.tuples(LONG_PLANS, LONG_PLANS),
+    count=st.integers(1, 90),
+    queries=st.sampled_from([1, 2, 5]),
+    seed=st.integers(0, 99),
 )
 def test_compiled_attention_rebuilds_rotated_keys_in_bf16(bits, count, queries, seed):
     """Two coefficients at a time where the processor can, in the form that bf16 models of usual shapes take."""

@@ -188,6 +188,19 @@ def test_a_view_does_not_keep_buffers_that_were_left():
     assert coef.native_view is None
 
 
+@pytest.mark.skipif(
+    native.unsupported_reason(torch.float32, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
+)
+@pytest.mark.parametrize("which", ["stored", "classes", "marks"])
+def test_a_view_is_made_again_where_buffers_have_moved(which):
+    coef = filled(plans_of([(4, 4), (2,)]), rows_of(40), [40])
+    view = native_attention._view(coef)
+    assert native_attention._view(coef) is view
+    held = getattr(coef, which)
+    held.reserve(held.capacity + 1)
+    assert native_attention._view(coef) is not view
+
+
 @pytest.mark.parametrize("which", ["stored", "classes", "marks"])
 def test_rows_that_are_cut_short_leave_none(which, monkeypatch):
     plans, row_NC = plans_of([(4, 4), (2,)]), rows_of(50)

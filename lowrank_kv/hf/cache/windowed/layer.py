@@ -35,7 +35,7 @@ class WindowedLayer(SequenceLayer):
         self.prompts = CommittedPromptTracker(plan.config)
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
-    @property
+    @functools.cached_property
     def rotates(self) -> bool:
         return self.config.rotates
 
@@ -69,9 +69,11 @@ class WindowedLayer(SequenceLayer):
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
         if self.config.chooses_by_last_queries:
             self.check_not_padded_right(context.mask)
-        places = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
+        start = self.get_seq_length()
         for b, sequence in enumerate(self.sequences):
-            present_Q = None if context.mask is None else present(context.mask, b, places)
+            present_Q = None
+            if context.mask is not None:
+                present_Q = present(context.mask, b, slice(start, start + key_BGQD.shape[2]))
             sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
         self._new = (key_BGQD, value_BGQD)
 
@@ -124,13 +126,10 @@ class WindowedLayer(SequenceLayer):
         if self.prompts.uncommitted is not None:
             return  # all tokens wait until the next call
         for b, sequence in enumerate(self.sequences):
-            sequence.compress_due(
-                None if prompt is None else prompt.of_sequence(b),
-                scaling,
-                self._rotation(b),
-                self._unrotate(b),
-                is_uncommitted=is_uncommitted,
-            )
+            of_sequence = None if prompt is None else prompt.of_sequence(b)
+            steps = sequence.steps_due(of_sequence, is_uncommitted=is_uncommitted)
+            if steps:
+                sequence.compress(steps, of_sequence, scaling, self._rotation(b), self._unrotate(b))
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         outputs = []

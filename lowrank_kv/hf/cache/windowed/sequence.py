@@ -9,7 +9,7 @@ part, R rank, T all tokens seen.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ class WindowedSequence:
 
     def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
-        key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
+        if key_GQD.requires_grad or value_GQD.requires_grad:
+            key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
         count = key_GQD.shape[1]
         # Every decoded token takes this way, which saves it a dozen small operations.
         if count == 1 and present_Q is None:
@@ -76,36 +77,23 @@ class WindowedSequence:
         self.positions.append(count, present_Q, exact=exact)
         self._num_new = key_GQD.shape[1]
 
-    def compress_due(
-        self,
-        prompt: Prompt | None,
-        scaling: float,
-        rotation: Rotation | None,
-        unrotate: Rotate | None,
-        *,
-        is_uncommitted: bool,
-    ) -> None:
-        """Compress the tokens that are due.
+    def steps_due(self, prompt: Prompt | None, *, is_uncommitted: bool) -> Sequence[CompressionStep]:
+        """What :meth:`compress` is to do now: nothing, most of the time.
 
         Args:
             prompt: the prompt to compress, of this one sequence; None where there is none.
-            scaling: the model's score scale.
-            rotation, unrotate: rotate keys at given positions, and back; used where keys are compressed before rotation.
             is_uncommitted: whether the call's tokens may be taken back, so that they wait and nothing depends on them.
         """
         num_uncommitted = self._num_new if is_uncommitted else 0
         num_seen = self.positions.num_present - num_uncommitted
         if prompt is not None and self.config.keep_prompt_full_rank:
             num_earlier = self._num_waiting_before(prompt.start)
-            steps = self.schedule.keep_prompt(
+            return self.schedule.keep_prompt(
                 num_pinned=self.num_pinned,
                 num_earlier=num_earlier,
                 num_prompt=self._num_waiting_before(prompt.end) - num_earlier,
                 num_seen=num_seen,
             )
-            for step in steps:
-                self._compress(step, prompt, scaling, rotation, unrotate)
-            return
         step = self.schedule.due(
             num_pinned=self.num_pinned,
             num_waiting=self.key.full.length - self.num_pinned - num_uncommitted,
@@ -114,7 +102,25 @@ class WindowedSequence:
             is_prompt=prompt is not None,
             goes_on=prompt is not None and prompt.query_end < prompt.end,
         )
-        if step is not None:
+        return () if step is None else (step,)
+
+    def compress(
+        self,
+        steps: Sequence[CompressionStep],
+        prompt: Prompt | None,
+        scaling: float,
+        rotation: Rotation | None,
+        unrotate: Rotate | None,
+    ) -> None:
+        """Compress the tokens that are due.
+
+        Args:
+            steps: of :meth:`steps_due`.
+            prompt: as there.
+            scaling: the model's score scale.
+            rotation, unrotate: rotate keys at given positions, and back; used where keys are compressed before rotation.
+        """
+        for step in steps:
             self._compress(step, prompt, scaling, rotation, unrotate)
 
     def _num_waiting_before(self, position: int) -> int:

@@ -1,0 +1,119 @@
+/* Planned coefficients of one part, multiplied as bfloat16, two at a time.
+ *
+ * The tokens of a stretch are served class by class, so that those of one rank fill whole tiles.
+ */
+#pragma once
+#include <stdint.h>
+
+#include "plan.h"
+#include "scores.h"
+#include "scratch.h"
+
+#if HAS_PAIRS
+static void arrange(const struct store *store, const struct share *shares, struct arranged *found) {
+    const struct classes *classes = store->classes;
+    int64_t count[CLASSES] = {0};
+    for (int64_t p = 0; p < store->num_buckets; p++) {
+        const struct bucket *bucket = store->buckets + p;
+        if (shares[p].first == shares[p].end) continue;
+        const uint8_t *row = row_at(store, bucket, shares[p].first);
+        for (int64_t t = shares[p].first; t < shares[p].end; t++) {
+            const int k = classes ? class_of(bucket, t) : 0;
+            const int64_t i = count[k]++;
+            found->row[k][i] = row;
+            found->slot[k][i] = slot_of(store, bucket, t);
+            row += classes ? classes->row_bytes[k] : bucket->row_bytes;
+        }
+    }
+    memcpy(found->count, count, sizeof count);
+}
+
+/* Tokens of one class. */
+struct alike {
+    int64_t count, left, rank, row_bytes; /* left: how many more follow them */
+    const struct plan *plan;
+    const uint8_t *const *row;
+    const int32_t *slot;
+};
+
+static struct alike tokens_of_class(const struct store *store, const struct arranged *arranged, int k) {
+    const struct classes *classes = store->classes;
+    struct alike found = {.count = arranged->count[k], .rank = store->buckets->rank, .row_bytes = store->buckets->row_bytes,
+                          .plan = store->plan, .row = arranged->row[k], .slot = arranged->slot[k]};
+    if (classes) found.rank = classes->rank[k], found.row_bytes = classes->row_bytes[k], found.plan = classes->plan[k];
+    return found;
+}
+
+/* The next ones, at most so many. */
+static struct alike next_tokens(const struct alike *of, int64_t first, int64_t most) {
+    struct alike found = *of;
+    found.row += first, found.slot += first;
+    found.count = of->count - first < most ? of->count - first : most;
+    found.left = of->count - first - found.count;
+    return found;
+}
+
+/* Scores of at most BLOCK tokens. */
+static void score_pairs(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
+    const int64_t sharing = task->heads / task->num_kv_heads, rank = tokens->rank, lanes = task->lanes;
+    const uint8_t *const *next = tokens->row + tokens->count;
+    for (int64_t t = 0; t < tokens->count; t++) {
+        scratch->place[t] = rotation_of(task, tokens->slot[t]);
+        if (t >= tokens->left) continue;
+        __builtin_prefetch(next[t]);
+        __builtin_prefetch(next[t] + tokens->row_bytes - 1);
+    }
+    read_rows(tokens->plan, tokens->row, tokens->count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
+    for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
+        const struct rebuilt keys = {scratch->coef, task->decoder + kv_head * task->depth, task->cos, task->sin,
+                                     scratch->place, in_blocks(rank) / 2, task->decoder_stride, (rank + 1) / 2, task->depth, 1};
+        rebuilt_scores(&keys, tokens->count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
+                       scratch->score + kv_head * sharing, lanes, &scratch->ahead);
+    }
+    for (int64_t t = 0; t < tokens->count; t++) {
+        const float scale = scale_of(tokens->row[t][0]);
+        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) *= scale;
+        keep_scores(task, tokens->slot[t], scratch->score + t * lanes, scratch);
+    }
+}
+
+/* Adds the weights of at most 2 · BLOCK tokens to `sum`, and their weighted coefficients to `latent`. */
+static void weigh_pairs(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
+    const int64_t lanes = task->lanes, rank = tokens->rank, count = tokens->count;
+    for (int64_t t = 0; t < count; t += 2) {
+        const int are_two = t + 1 < count;
+        const float scale = scale_of(tokens->row[t][0]), scale_of_next = are_two ? scale_of(tokens->row[t + 1][0]) : 0;
+        for (int64_t m = 0; m < lanes; m += LANES) {
+            vector first = weight_of(task, tokens->slot[t], m, scratch) * scale, second = {0};
+            if (are_two) second = weight_of(task, tokens->slot[t + 1], m, scratch) * scale_of_next;
+            *(vector *)(scratch->score + t / 2 * lanes + m) = side_by_side(first, second);
+        }
+    }
+    read_rows_in_twos(tokens->plan, tokens->row, count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
+    product_of(1, task->heads, padded(rank), (count + 1) / 2, scratch->score, 1, lanes, scratch->coef, in_blocks(rank),
+               scratch->latent, padded(task->values->rank), 1);
+}
+
+static void score_stretch(const struct task *task, struct scratch *scratch) {
+    arrange(task->keys, scratch->keys, &scratch->arranged);
+    for (int k = 0; k < CLASSES; k++) {
+        const struct alike all = tokens_of_class(task->keys, &scratch->arranged, k);
+        for (int64_t t = 0; t < all.count; t += BLOCK) {
+            const struct alike tokens = next_tokens(&all, t, BLOCK);
+            score_pairs(task, &tokens, scratch);
+        }
+    }
+}
+
+static void weigh_stretch(const struct task *task, struct scratch *scratch) {
+    arrange(task->values, scratch->values, &scratch->arranged);
+    for (int k = 0; k < CLASSES; k++) {
+        const struct alike all = tokens_of_class(task->values, &scratch->arranged, k);
+        for (int64_t t = 0; t < all.count; t += 2 * BLOCK) {
+            const struct alike tokens = next_tokens(&all, t, 2 * BLOCK);
+            prefetch_next(scratch);
+            weigh_pairs(task, &tokens, scratch);
+        }
+    }
+}
+#endif
