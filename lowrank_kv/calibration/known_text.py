@@ -2,10 +2,9 @@
 
 import warnings
 
+from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import is_hub_id
-
-from .calibration import Calibration
 
 
 def warn_of_known_text(
