@@ -227,7 +227,10 @@ def document_blocks(
             break
     usable = len(ids) // length
     if not usable:
-        raise UserError(f"the text has {len(ids)} tokens, too few for one block of {length}; use a shorter block")
+        raise UserError(
+            f"the text has {len(ids)} tokens, too few for one block of {length}; give more text, or ask for shorter blocks "
+            f"(`length`, of training `dataset.sequence_length`)"
+        )
     # One place more, for a last document without a token.
     is_start = torch.zeros(len(ids) + 1, dtype=torch.bool)
     is_start[starts] = True
