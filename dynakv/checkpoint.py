@@ -157,8 +157,10 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         runs = Path(directory) / "checkpoint"  # of a training run
-        hint = f"; did you mean `{runs}`?" if (runs / CONFIG).is_file() else ""
-        raise UserError(f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}{hint}") from error
+        hint = f"did you mean `{runs}`?" if (runs / CONFIG).is_file() else "`lowrank-kv train` writes one"
+        raise UserError(
+            f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}; {hint}"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
     if not isinstance(values, dict) or values.get("method") != METHOD:

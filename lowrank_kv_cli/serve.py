@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
     parser.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor")
     parser.add_argument("--bases", metavar="DIR", help="calibration, for mixed presets with `read_gradients`")
-    parser.add_argument("--preset", choices=PRESETS, help=f"with --bases [default: {PRESETS[-1]}]")
+    parser.add_argument("--preset", metavar="NAME", help=f"with --bases: {', '.join(PRESETS)} [default: {PRESETS[-1]}]")
     parser.add_argument("--rate", type=float, help="with --bases: bytes of a token over those in 16 bits")
     parser.add_argument(
         "--cache-dtype", choices=tuple(CACHE_DTYPES), help="of gated compressors, and of static-joint-pf"

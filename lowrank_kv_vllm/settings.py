@@ -20,7 +20,7 @@ class ServingConfig:
     checkpoint: str | None = option(None, help="directory of a DynaKV compressor")
     bases: str | None = option(None, help="directory of a calibration, for the mixed presets with `read_gradients`")
     preset: str | None = option(
-        None, help="with `bases`: how they are used [default: tokenwise-mixed]", choices=PRESETS
+        None, help=f"with `bases`: how they are used, one of {', '.join(PRESETS)} [default: {PRESETS[-1]}]"
     )
     rate: float | None = option(
         None,
@@ -59,6 +59,12 @@ class ServingConfig:
         for key in ("preset", "rate", "rebuild_cost"):
             value = getattr(self, key)
             require(self.bases is not None or value is None, key, value, "left out with `checkpoint`, which says it")
+        require(
+            self.preset is None or self.preset in PRESETS,
+            "preset",
+            self.preset,
+            f"one of {', '.join(PRESETS)}: those have nothing of a sequence's own, and sequences share pages",
+        )
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
         require(self.num_sink_tokens >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
         require(

@@ -250,7 +250,10 @@ def document_blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length:
             break
     usable = len(ids) // length
     if not usable:
-        raise UserError(f"the text has {len(ids)} tokens, too few for one block of {length}; use a shorter block")
+        raise UserError(
+            f"the text has {len(ids)} tokens, too few for one block of {length}; give more text, or ask for shorter blocks "
+            f"(`length`, of training `dataset.sequence_length`)"
+        )
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
     return Blocks(*(of[picked] for of in _cut(ids, starts, length)))
 

@@ -82,6 +82,14 @@ def test_nothing_takes_the_place_of_what_serve_tells_vllm(given, tiny_dir, tmp_p
         cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "1"])
 
 
+def test_serve_says_why_it_has_not_every_preset(tiny_dir):
+    command = ["serve", "--model", str(tiny_dir), "--bases", "b", "--preset", "adaptive-mixed"]
+    with pytest.raises(
+        UserError, match="`preset` must be one of .*tokenwise-mixed: those have nothing of a sequence's"
+    ):
+        cli.dispatch(command)
+
+
 def test_help_needs_no_torch():
     code = """
 import sys

@@ -259,5 +259,5 @@ def test_a_long_text_of_few_documents_gives_as_many_blocks_as_there_are(tmp_path
     monkeypatch.setattr(text_data, "_TIMES_NEEDED", 0)
     ids_NT = blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 16, 3)
     assert ids_NT.shape == (3, 16), "documents that are longer than a block give several"
-    with pytest.raises(UserError, match="too few for one block of 100"):
+    with pytest.raises(UserError, match="too few for one block of 100; give more text, or ask for shorter blocks"):
         document_blocks(load(tmp_path / "long.jsonl"), byte_tokenizer(), 100, 1)
