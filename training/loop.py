@@ -13,6 +13,7 @@ import dynakv
 from dynakv.config import SOFT_THRESHOLD
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
+from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
 from lowrank_kv.hf.self_check import self_check
 from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.config import require
@@ -119,6 +120,11 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
         raise UserError(
             f"`model` is {config.model}, a full checkpoint that has a compressor already; name the uncompressed model, and "
             f"a compressor checkpoint to train on from as `initial_checkpoint`"
+        )
+    if config.dataset.isolate_documents and has_recurrent_layers(model.config.get_text_config(decoder=True)):
+        raise UserError(
+            f"`model` is {config.model}, whose recurrent layers carry a state from one document of a block into the next; "
+            f"set `dataset.isolate_documents` to false"
         )
     _check_target(config, geometry_of(model).width)
     if config.self_check and not engine.deepspeed:

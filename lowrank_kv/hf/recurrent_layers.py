@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from lowrank_kv.utils.errors import UserError
@@ -23,6 +23,11 @@ _HOOKS = "_recurrent_hooks"  # attribute of the base model: handles of its hooks
 def is_recurrent(layer: Any) -> bool:
     """Whether a cache layer keeps one state for all tokens."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Whether a model of this configuration has such layers; `config` is that of its text decoder."""
+    return any(map(is_recurrent, DynamicCache(config=config).layers))
 
 
 def counts_tokens(layer: Any) -> bool:
@@ -131,7 +136,7 @@ class WholeCalls(Cache):
 def hook_calls(model: PreTrainedModel) -> None:
     """Let the model tell caches where its calls begin and end, if it has recurrent layers; safe to call again."""
     base, config = model.base_model, model.config.get_text_config(decoder=True)
-    if _HOOKS not in base.__dict__ and any(map(is_recurrent, DynamicCache(config=config).layers)):
+    if _HOOKS not in base.__dict__ and has_recurrent_layers(config):
         base.__dict__[_HOOKS] = (
             base.register_forward_pre_hook(_begin_call, with_kwargs=True),
             base.register_forward_hook(_end_call, with_kwargs=True),

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
+from families import RECURRENT
 from methods import dynakv_model, planned_model, tiny_model
 from training_runs import merged, rows, summary, train_here
 
@@ -191,6 +193,15 @@ def test_a_target_that_no_rank_reaches_is_refused_before_training(training_value
         UserError, match=r"`rate.target_retain_rate` must be at least 0.5: .*`compressor.granularity`, 16"
     ):
         train_here(training_values, tmp_path / "run", **changes)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
+def test_documents_of_a_recurrent_model_cannot_be_kept_apart(training_values, tmp_path, family):
+    family.model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"recurrent layers carry a state .*; set `dataset.isolate_documents` to false"):
+        train_here(training_values, tmp_path / "run", model=str(tmp_path / "model"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
