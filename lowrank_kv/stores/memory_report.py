@@ -25,7 +25,7 @@ class MemoryReport:
         kinds: kind → bytes; every kind of :data:`KINDS` is there.
         full: bytes of an uncompressed cache of the same tokens, in the same layers and the model's dtype.
         process_peak: the most bytes that the process has held so far, its model included (resident, or of CUDA's
-            allocator); equal reports may differ in it.
+            allocator, of all GPUs with parts of the cache); equal reports may differ in it.
     """
 
     kinds: dict[str, int]
@@ -35,11 +35,13 @@ class MemoryReport:
     @classmethod
     def from_tensors(cls, tensors_by_kind: Iterable[tuple[str, Tensor]], full: int) -> "MemoryReport":
         """The bytes of (kind, tensor) pairs; `full` as above."""
-        kinds, device = dict.fromkeys(KINDS, 0), torch.device("cpu")
+        kinds, devices = dict.fromkeys(KINDS, 0), set()
         for kind, tensor in tensors_by_kind:
             kinds[kind] += tensor.nbytes
-            device = tensor.device
-        return cls(kinds=kinds, full=full, process_peak=peak_memory(device))
+            devices.add(tensor.device)
+        # Some of a cache on a GPU may be on the CPU.
+        asked = {device for device in devices if device.type == "cuda"} or {torch.device("cpu")}
+        return cls(kinds=kinds, full=full, process_peak=sum(map(peak_memory, asked)))
 
     @property
     def total(self) -> int:

@@ -206,3 +206,15 @@ def test_padding_does_not_move_the_bases_of_a_short_text(preset):
         both_now = model(both[:, now], attention_mask=seen, position_ids=position[:, now], past_key_values=beside)
         found.append(both_now.logits[:1])
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-2, rtol=0)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_reset_has_no_number_of_sequences():
+    model = tiny_model()
+    cache = dynakv_model(model, 1.0)()
+    model(torch.randint(1, 97, (3, 20)), past_key_values=cache)
+    assert cache.batch_size == 3
+    cache.reset()
+    assert cache.batch_size == -1  # as transformers has it of a fresh one
+    model(torch.randint(1, 97, (2, 20)), past_key_values=cache)
+    assert cache.batch_size == 2

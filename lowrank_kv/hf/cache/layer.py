@@ -261,6 +261,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def reset(self) -> None:
         self.clear()
         self.is_initialized = False
+        self.__dict__.pop("batch_size", None)  # transformers asks layers for it that have one
 
     def offload(self) -> None:
         raise UserError("a compressed cache cannot be offloaded; leave `cache_implementation` unset")

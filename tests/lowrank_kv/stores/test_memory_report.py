@@ -1,10 +1,13 @@
 """What decoding allocates, as the allocator sees it, and what the cache says it holds."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
 from benchmarks.peak_memory import allocations
+from lowrank_kv.stores import memory_report
 from lowrank_kv.stores.growable_tensor import GROWTH
 from lowrank_kv.stores.memory_report import BASES, BUFFERS, COEFFICIENTS, FULL_RANK, KINDS, SCALES
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
@@ -110,3 +113,15 @@ def test_memory_adds_up_and_slack_is_bounded(make):
     else:
         assert memory.kinds[BASES] > 0
         assert memory.kinds[BUFFERS] > 0
+
+
+def test_the_peak_is_that_of_all_gpus_with_parts_of_a_cache(monkeypatch):
+    peaks = {torch.device("cuda", 0): 5, torch.device("cuda", 1): 7, torch.device("cpu"): 1000}
+    monkeypatch.setattr(memory_report, "peak_memory", peaks.get)
+
+    def peak_of(*devices):
+        tensors = [(COEFFICIENTS, Mock(nbytes=1, device=torch.device(device))) for device in devices]
+        return memory_report.MemoryReport.from_tensors(tensors, 9).process_peak
+
+    assert peak_of("cuda:0", "cuda:1", "cuda:0", "cpu") == 12
+    assert peak_of("cpu") == peak_of() == 1000
