@@ -40,8 +40,8 @@ class TokenCompressor(nn.Module):
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
         self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
-        # dtype → U, versions of the gate's tensors, and (U, s, W, b) for compiled code; one mapping for all codecs.
-        self._rounded: dict[torch.dtype, tuple[Tensor, list, tuple[Tensor, ...]]] = {}
+        # dtype → U, and (U, s, W, b) for compiled code, which all caches of this compressor share.
+        self._gate_forms: dict[torch.dtype, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -162,15 +162,14 @@ class TokenCompressor(nn.Module):
         basis_CC, _ = self.projection.fixed_matrices(dtype, gate.weight.device)
         if dtype == torch.float32:
             return basis_CC, gate.input_scale, gate.weight, gate.bias
-        versions = [(tensor.data_ptr(), tensor._version) for tensor in (gate.input_scale, gate.weight, gate.bias)]
-        found = self._rounded.get(dtype)
-        if found is None or found[0] is not basis_CC or found[1] != versions:
-            # As in Projection.fixed_matrices: what is kept outlives the mode of this pass.
-            with torch.inference_mode(False), torch.no_grad():
-                weight_CC, bias_C = (tensor.float() for tensor in gate.affine(dtype))
-                found = basis_CC, versions, (basis_CC.float(), torch.ones_like(bias_C), weight_CC, bias_C)
-            self._rounded[dtype] = found
-        return found[2]
+        # As in Projection: compared by content, and what is kept outlives the mode of this pass.
+        with torch.inference_mode(False), torch.no_grad():
+            weight_CC, bias_C = (tensor.float() for tensor in gate.affine(dtype))
+            found, kept = self._gate_forms.get(dtype, (None, ()))
+            if found is not basis_CC or not (torch.equal(kept[2], weight_CC) and torch.equal(kept[3], bias_C)):
+                kept = basis_CC.float(), torch.ones_like(bias_C), weight_CC, bias_C
+                self._gate_forms[dtype] = basis_CC, kept
+        return kept
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.projection.fixed_matrices(dtype, device)[1]
