@@ -22,6 +22,8 @@ from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.utils.errors import UserError
 
 POSITION_BYTES = 4  # of a position id, int32
+# Tokens at scattered positions whose rotation is computed by itself: that of all tokens takes milliseconds.
+_FEW = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +160,14 @@ class RopeHistory:
 
     def rope_at(self, sequence: int, positions: Positions) -> Rope:
         """The rotation of one sequence's tokens at some positions, for states (1, G, N, D)."""
+        if isinstance(positions, Tensor):
+            positions = positions.to(self._kept[0].buffer.device)
+            if self._all is None and not self.keeps_rows and len(positions) <= _FEW:
+                row = sequence if self._kept[0].buffer.shape[0] > 1 else 0
+                position_1N = self._kept[0].rows[row, positions][None]
+                return Rope(self.rotary.function, *self.rotary.cos_sin(position_1N, self._dtype))
         rope = self.rope()
         row = sequence if rope.cos_BTE.shape[0] > 1 else 0
-        if isinstance(positions, Tensor):
-            positions = positions.to(rope.cos_BTE.device)
         return Rope(rope.function, rope.cos_BTE[row, positions][None], rope.sin_BTE[row, positions][None])
 
     def rotation(self, sequence: int, device: torch.device) -> Rotation:
@@ -198,8 +204,8 @@ class RopeHistory:
     def _table_of_pairs(self) -> RotaryTable | None:
         """:meth:`table`, once per step; None for a family that rotates otherwise."""
         if self._table is None and self.rotary.rotates_halves:
-            if not self.keeps_rows and self._dtype == torch.float32:
-                self._table = self.rotary.compiled_table(self._kept[0].rows)
+            if not self.keeps_rows:
+                self._table = self.rotary.compiled_table(self._kept[0].rows, self._dtype)
             if self._table is None:
                 rope = self.rope()
                 self._table = self.rotary.table_of_rows(rope.cos_BTE, rope.sin_BTE)

@@ -92,12 +92,14 @@ class Rotary:
         layer_type = () if self.layer_type is None else (self.layer_type,)
         return self.module(like, position_BT.long(), *layer_type)
 
-    def compiled_table(self, position_BT: Tensor) -> RotaryTable | None:
-        """The pairs' cos and sin at int32 positions by compiled code, as the module spends milliseconds on them at every
-        step; None where there is no compiled code for them."""
+    def compiled_table(self, position_BT: Tensor, dtype: torch.dtype) -> RotaryTable | None:
+        """The pairs' cos and sin at int32 positions by compiled code, fp32, as the module gives them in a dtype: it spends
+        milliseconds on them at every step. None where there is no compiled code for them."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            return None
         if not native.computes_cos_sin(position_BT.device) or not self.follows_frequencies:
             return None
-        return self._table_of_frequencies(position_BT)
+        return self._table_of_frequencies(position_BT, rounds_to_bf16=dtype == torch.bfloat16)
 
     def table_of_rows(self, cos_BTE: Tensor, sin_BTE: Tensor) -> RotaryTable | None:
         """The pairs' cos and sin, fp32, from those of all dims; None where a pair's two dims rotate by different angles.
@@ -134,9 +136,9 @@ class Rotary:
             for ours_BTF, theirs_BTE in pairs
         )
 
-    def _table_of_frequencies(self, position_BT: Tensor) -> RotaryTable:
+    def _table_of_frequencies(self, position_BT: Tensor, *, rounds_to_bf16: bool = False) -> RotaryTable:
         scaling = getattr(self.module, "attention_scaling", 1.0)
-        return RotaryTable(*native.cos_sin(position_BT, self.module.inv_freq, scaling))
+        return RotaryTable(*native.cos_sin(position_BT, self.module.inv_freq, scaling, rounds_to_bf16=rounds_to_bf16))
 
 
 def rotary_function(module: nn.Module) -> Callable | None:

@@ -2,10 +2,13 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "common.h"
+
 /* cos and sin of place · frequency, each times `scaling`, (count, pairs) each. The product is rounded to a float, as models
- * round it, and below 2^31 quarter turns; reducing it to a quarter turn in double leaves no further error of its size. */
-void angles(const int32_t *place, int64_t count, const float *frequency, int64_t pairs, float scaling, int64_t threads,
-            float *cos, float *sin) {
+ * round it, and below 2^31 quarter turns; reducing it to a quarter turn in double leaves no further error of its size.
+ * `rounds`: to bfloat16, as models in it round both. */
+void angles(const int32_t *place, int64_t count, const float *frequency, int64_t pairs, float scaling, int64_t rounds,
+            int64_t threads, float *cos, float *sin) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < count; t++) {
         const float at = (float)place[t];
@@ -22,6 +25,10 @@ void angles(const int32_t *place, int64_t count, const float *frequency, int64_t
             const float first = quarter & 1 ? sine : cosine, second = quarter & 1 ? cosine : sine;
             cos_row[f] = ((quarter + 1) & 2 ? -first : first) * scaling;
             sin_row[f] = (quarter & 2 ? -second : second) * scaling;
+        }
+        for (int64_t f = 0; rounds && f < pairs; f++) {
+            cos_row[f] = from_bfloat16(to_bfloat16(cos_row[f]));
+            sin_row[f] = from_bfloat16(to_bfloat16(sin_row[f]));
         }
     }
 }

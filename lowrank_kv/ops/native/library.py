@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | None:
     kernels.append.argtypes = [address, address, number]
     kernels.encode.restype = number
     kernels.multiplies_pairs.argtypes = [number, number, number]
-    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, address, address]
+    kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, number, address, address]
     kernels.angles.restype = None
     kernels.project_states.argtypes = [address]
     kernels.classify_rows.argtypes = [address, address, number, number, number, address]

@@ -93,13 +93,14 @@ static void read_row(const struct plan *plan, const uint8_t *row, int64_t row_by
 /* What is read of a plan for one block. */
 struct block_reader {
     __m512i window, begin, mask, place, low[2], high[2];
-    __mmask64 has_8_bits;
+    __mmask64 has_8_bits, inside; /* inside: of the bytes from `first` on, those of the row */
     const uint8_t *levels_of_8_bits;
     int64_t first;
 };
 
 static inline __attribute__((always_inline)) struct block_reader block_reader_of(
-    const struct plan *plan, enum order order, int64_t block) {
+    const struct plan *plan, enum order order, int64_t block, int64_t row_bytes) {
+    const int64_t bytes = row_bytes - plan->block_first[block];
     const uint8_t *lanes = plan->block_lanes + (order * plan->blocks + block) * 5 * 64, *levels = plan->block_levels;
     struct block_reader reader = {.first = plan->block_first[block], .levels_of_8_bits = levels + 256};
     reader.window = _mm512_loadu_si512(lanes);
@@ -107,6 +108,7 @@ static inline __attribute__((always_inline)) struct block_reader block_reader_of
     reader.mask = _mm512_loadu_si512(lanes + 128);
     reader.place = _mm512_loadu_si512(lanes + 192);
     reader.has_8_bits = _mm512_movepi8_mask(_mm512_loadu_si512(lanes + 256));
+    reader.inside = bytes >= 64 ? ~(__mmask64)0 : bytes > 0 ? ((__mmask64)1 << bytes) - 1 : 0;
     for (int half = 0; half < 2; half++) {
         reader.low[half] = _mm512_loadu_si512(levels + half * 64);
         reader.high[half] = _mm512_loadu_si512(levels + 128 + half * 64);
@@ -123,11 +125,9 @@ static inline __attribute__((always_inline)) __m512i bytes_at(const uint8_t *byt
 
 /* The levels of a block's coefficients in bfloat16: those of the even eights, or fours, of lanes, and of the odd ones. */
 static inline __attribute__((always_inline)) void read_levels(
-    const struct block_reader *reader, const enum kind_of_block kind, const uint8_t *row, int64_t row_bytes,
-    __m512i found[2]) {
-    const int64_t bytes = row_bytes - reader->first;
-    const __mmask64 inside = bytes < 64 ? ((__mmask64)1 << bytes) - 1 : ~(__mmask64)0;
-    const __m512i words = _mm512_permutexvar_epi8(reader->window, _mm512_maskz_loadu_epi8(inside, row + reader->first));
+    const struct block_reader *reader, const enum kind_of_block kind, const uint8_t *row, __m512i found[2]) {
+    const __m512i bytes = _mm512_maskz_loadu_epi8(reader->inside, row + reader->first);
+    const __m512i words = _mm512_permutexvar_epi8(reader->window, bytes);
     const __m512i code = _mm512_and_si512(_mm512_multishift_epi64_epi8(reader->begin, words), reader->mask);
     const __m512i place = _mm512_add_epi8(code, reader->place);
     __m512i low, high;
@@ -154,13 +154,13 @@ static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64
                       uint16_t *out) {
     const int64_t stride = in_blocks(rank);
     for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
-        const struct block_reader reader = block_reader_of(plan, ONE_ROW, block);
+        const struct block_reader reader = block_reader_of(plan, ONE_ROW, block, row_bytes);
         switch (plan->block_kind[block]) {
 #define READ(KIND)                                                              \
     case KIND:                                                                  \
         for (int64_t t = 0; t < count; t++) {                                   \
             __m512i found[2];                                                   \
-            read_levels(&reader, KIND, rows[t], row_bytes, found);              \
+            read_levels(&reader, KIND, rows[t], found);                         \
             _mm512_storeu_si512(out + t * stride + block * IN_BLOCK, found[0]); \
             _mm512_storeu_si512(out + t * stride + block * IN_BLOCK + 32, found[1]); \
         }                                                                       \
@@ -169,7 +169,8 @@ static void read_rows(const struct plan *plan, const uint8_t *const *rows, int64
 #undef READ
         }
     }
-    for (int64_t t = 0; t < count; t++) memcpy(out + t * stride, rows[t] + 1, plan->uncoded * sizeof(uint16_t));
+    const int64_t uncoded = plan->uncoded < rank ? plan->uncoded : rank;
+    for (int64_t t = 0; t < count; t++) memcpy(out + t * stride, rows[t] + 1, uncoded * sizeof(uint16_t));
     for (int64_t t = 0; rank % 2 && t < count; t++) out[t * stride + rank] = 0;
 }
 
@@ -179,15 +180,15 @@ static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *row
                               int64_t rank, uint16_t *out) {
     const int64_t stride = 2 * in_blocks(rank);
     for (int64_t block = 0; block * IN_BLOCK < rank; block++) {
-        const struct block_reader reader = block_reader_of(plan, TWO_ROWS, block);
+        const struct block_reader reader = block_reader_of(plan, TWO_ROWS, block, row_bytes);
         switch (plan->block_kind[block]) {
 #define READ(KIND)                                                                          \
     case KIND:                                                                              \
         for (int64_t t = 0; t < count; t += 2) {                                            \
             uint16_t *own = out + t / 2 * stride + 2 * block * IN_BLOCK;                    \
             __m512i first[2], second[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}; \
-            read_levels(&reader, KIND, rows[t], row_bytes, first);                          \
-            if (t + 1 < count) read_levels(&reader, KIND, rows[t + 1], row_bytes, second);  \
+            read_levels(&reader, KIND, rows[t], first);                                     \
+            if (t + 1 < count) read_levels(&reader, KIND, rows[t + 1], second);             \
             for (int half = 0; half < 2; half++) {                                          \
                 _mm512_storeu_si512(own + half * 64, _mm512_unpacklo_epi16(first[half], second[half])); \
                 _mm512_storeu_si512(own + half * 64 + 32, _mm512_unpackhi_epi16(first[half], second[half])); \
@@ -198,8 +199,9 @@ static void read_rows_in_twos(const struct plan *plan, const uint8_t *const *row
 #undef READ
         }
     }
+    const int64_t uncoded = plan->uncoded < rank ? plan->uncoded : rank;
     for (int64_t t = 0; t < count; t++)
-        for (int64_t i = 0; i < plan->uncoded; i++)
+        for (int64_t i = 0; i < uncoded; i++)
             memcpy(out + t / 2 * stride + 2 * i + t % 2, rows[t] + 1 + 2 * i, sizeof(uint16_t));
 }
 #endif

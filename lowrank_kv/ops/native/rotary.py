@@ -39,12 +39,15 @@ def computes_cos_sin(device: torch.device) -> bool:
     return device.type == "cpu" and library() is not None
 
 
-def cos_sin(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def cos_sin(
+    position_BT: Tensor, frequency_F: Tensor, scaling: float, *, rounds_to_bf16: bool = False
+) -> tuple[Tensor, Tensor]:
     """scaling · cos and scaling · sin of position · frequency, a product that is rounded to fp32 first.
 
     Args:
         position_BT: int32, on the CPU.
         frequency_F: radians a token, at most π/2.
+        rounds_to_bf16: whether results are rounded to bf16, as a model in it rounds them.
 
     Returns:
         (B, T, F) each, fp32.
@@ -58,6 +61,7 @@ def cos_sin(position_BT: Tensor, frequency_F: Tensor, scaling: float) -> tuple[T
         frequency_F.data_ptr(),
         len(frequency_F),
         scaling,
+        rounds_to_bf16,
         torch.get_num_threads(),
         cos_BTF.data_ptr(),
         sin_BTF.data_ptr(),

@@ -212,9 +212,34 @@ def test_compiled_code_rotates_by_the_modules_angles(kind):
     rotary = Rotary.from_model(model_of(kind))
     position = torch.tensor([[0, 5, 700, 1_000_003], [9, 8, 7, 6]], dtype=torch.int32)
     cos, sin = rotary.cos_sin(position, torch.float32)
-    found = rotary.compiled_table(position)
+    found = rotary.compiled_table(position, torch.float32)
     for ours, theirs in ((found.cos_BTF, cos), (found.sin_BTF, sin)):
         torch.testing.assert_close(ours, theirs[..., : cos.shape[-1] // 2], atol=3e-7, rtol=0)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C compiler")
+def test_compiled_angles_of_a_bf16_model_are_rounded_as_its_module_rounds_them():
+    rotary = Rotary.from_model(model_of("default"))
+    position = torch.arange(2000, dtype=torch.int32)[None]
+    found = rotary.compiled_table(position, torch.bfloat16)
+    for ours, theirs in zip((found.cos_BTF, found.sin_BTF), rotary.cos_sin(position, torch.bfloat16), strict=True):
+        theirs = theirs[..., : ours.shape[-1]].float()
+        assert torch.equal(ours, ours.bfloat16().float())
+        assert (ours == theirs).float().mean() > 0.999  # fp32 numbers halfway between two of bf16 may round otherwise
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=2**-7)
+    assert rotary.compiled_table(position, torch.float16) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_few_scattered_tokens_have_the_rotation_that_they_have_among_all(kind, batch):
+    model, history = model_of(kind), history_of(model_of(kind))
+    history.extend(rope_of(model, torch.arange(50) + 7 * torch.arange(batch)[:, None]), 50)
+    places = torch.tensor([3, 40, 41, 8])
+    alone = history.rope_at(batch - 1, places)
+    rope = history.rope()
+    for few, of_all in ((alone.cos_BTE, rope.cos_BTE), (alone.sin_BTE, rope.sin_BTE)):
+        torch.testing.assert_close(few[0], of_all[batch - 1, places], atol=1e-6, rtol=0)
 
 
 def test_a_module_that_does_more_than_its_frequencies_say_is_left_to_itself():
