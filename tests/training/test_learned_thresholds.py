@@ -124,7 +124,7 @@ def test_star_kv_is_a_preset_of_the_same_loop(here, four_steps, tmp_path):
         ({"rate": {"target_retain_rate": None}}, "`rate.target_retain_rate` must be given where .* is soft_threshold"),
         ({"rate": {"alpha": 0.0}}, "`rate.alpha` must be positive when there is a target"),
         ({"rate": {"target_retain_rate": 0.02}}, "`rate.target_retain_rate` must be at least 0.125"),
-        ({"rate": {"fix_ranks_from": 2.0}}, "`rate.fix_ranks_from` must be between 0 and 1, got 2"),
+        ({"rate": {"fix_ranks_from": 2.0}}, "`rate.fix_ranks_from` must be between 0 and 1; got 2"),
         ({"compressor": {"mask": "straight_through"}}, "`compressor.mask` must be `hard`"),
         (
             {"calibration": {"start": "gradient"}},
