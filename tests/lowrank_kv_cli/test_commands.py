@@ -140,6 +140,7 @@ print(lowrank_kv.__file__)
 def test_every_script_says_how_it_is_started():
     called_by_others = {
         ROOT / "scripts/import_graph.py",
+        ROOT / "scripts/packed_models.py",
         ROOT / "scripts/docs_site.py",
         ROOT / "scripts/text_measurements.py",
         ROOT / "scripts/tiny_families.py",
