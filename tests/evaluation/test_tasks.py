@@ -11,12 +11,10 @@ from methods import tiny_model
 
 from evaluation.cells import CELLS
 from evaluation.reading import full_cache
-from evaluation.tasks.building import tasks_of
-from evaluation.tasks.item import ItemScore, prompt_pieces
+from evaluation.tasks.item import prompt_pieces
 from evaluation.tasks.long_decoding import TEXTS
 from evaluation.tasks.prompts import Prompts
-from evaluation.tasks.registry import TaskConfig
-from evaluation.tasks.rows import markdown, pooled, row_of
+from evaluation.tasks.rows import markdown
 from evaluation.tasks.run import TasksConfig, run_tasks
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
@@ -249,16 +247,6 @@ def test_a_row_holds_the_mean_of_several_tasks(values, files, tmp_path):
     assert "\n## needles 900 (" in markdown(record)
 
 
-def test_items_of_tasks_that_stand_together_are_drawn_apart():
-    model = tiny_model(vocab_size=257, max_position_embeddings=2048)
-    configs = [TaskConfig(task=["lookup"], items=4, facts=facts, questions=2) for facts in (3, 4)]
-    tasks = [tasks_of([config], model, byte_tokenizer(), None)[0] for config in configs]
-    whole = pooled("both", tasks)
-    assert whole.label == "both"
-    assert [item.cluster for item in whole.items] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [item.context for item in whole.items] == [item.context for task in tasks for item in task.items]
-
-
 def test_problems_are_read_with_their_question(values, files, tmp_path):
     tasks = [{"task": "boxed", "file": files["boxed"], "max_new_tokens": 5}]
     settings = {"keep_prompt_full_rank": True}
@@ -317,43 +305,6 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
     model.generation_config.eos_token_id = [int(expected[5])]
     cut = tokenizer.decode(expected[: expected.tolist().index(int(expected[5]))], skip_special_tokens=True)
     assert fresh(prompt).generate(tokenizer, 12) == cut
-
-
-def test_rows_by_hand():
-    def scores(*values):
-        return {
-            number: ItemScore(score=value, values={"acc": value}, answer="", cache_bytes=1, full_bytes=4)
-            for number, value in enumerate(values)
-        }
-
-    config = TaskConfig(task=["lookup"], items=4, facts=4, questions=2)
-    [task] = tasks_of([config], tiny_model(vocab_size=257, max_position_embeddings=2048), byte_tokenizer(), None)
-    row = row_of("m", task, scores(1, 0, 1, 0), scores(1, 1, 1, 0))
-    assert row["score"] == 50
-    assert row["difference"] == -25
-    assert row["of_full"] == pytest.approx(100 * 2 / 3)
-    assert row["rate"] == 0.25
-    assert row["acc"] == 0.5
-    # Both lists have one right of two: drawn as lists, the mean is never another, and two lists say little of others.
-    assert row["clusters"] == 2
-    assert (row["score_low"], row["score_high"]) == pytest.approx((50 - 50 * 0.6576, 50 + 50 * 0.6576), abs=0.01)
-    assert (row["difference_low"], row["difference_high"]) == (-100, 100)  # of two lists: no more can be said
-    assert row_of("m", task, scores(1, 0), scores(0, 0))["of_full"] is None
-
-
-def test_a_row_of_items_that_all_fail_or_all_tie_has_an_interval():
-    def scores(value):
-        return {n: ItemScore(score=value, values={}, answer="", cache_bytes=1, full_bytes=4) for n in range(92)}
-
-    config = TaskConfig(task=["lookup"], items=92, facts=4, questions=1)
-    [task] = tasks_of([config], tiny_model(vocab_size=257, max_position_embeddings=2048), byte_tokenizer(), None)
-    row = row_of("m", task, scores(0), scores(0))
-    unmet = 100 * 1.959964**2 / (92 + 1.959964**2)  # Wilson's bound for 0 of 92, in per cent
-    assert (row["score_low"], row["score_high"]) == pytest.approx((0, unmet))
-    assert (row["difference_low"], row["difference_high"]) == pytest.approx((-unmet, unmet))
-    whole = row_of("m", task, scores(1), scores(1))
-    assert (whole["score_low"], whole["score_high"]) == pytest.approx((100 - unmet, 100))
-    assert row_of("full", task, scores(0), scores(0))["difference_high"] == 0, "from itself"
 
 
 @pytest.mark.parametrize(
