@@ -131,7 +131,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     were when it was written. Intervals of earlier records of tasks are widened to
     :func:`lowrank_kv.utils.intervals.least_interval`; where they do not say how many clusters they have, each item counts
     as one."""
-    documents = {label: [each["of"]] for label, each in (record.get("summary") or {}).get("documents", {}).items()}
+    documents = (record.get("summary") or {}).get("documents", {})
     windows = {
         (each["method"], each["dataset"]): [WindowScore(**score) for score in each["windows"]]
         for each in (record.get("summary") or {}).get("windows", [])
@@ -139,7 +139,10 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for row in record["rows"]:
         scores = windows.get((row.get("method"), row.get("dataset")))
-        bounds = {} if scores is None else summary(scores, documents.get(row["dataset"]))
+        bounds = {}
+        if scores is not None:
+            told = documents.get(row["dataset"])  # of all windows that were planned, also where a run was ended before
+            bounds = summary(scores, None if told is None else [told["of"][: len(scores)]])
         found = row | {key: value for key, value in bounds.items() if key.endswith(("_low", "_high"))}
         rows.append(found | _least_bounds(row))
     return rows
