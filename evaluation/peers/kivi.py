@@ -7,10 +7,8 @@ are those after their rotary embedding; first 4 and latest 16 tokens stay whole.
 Shapes: G KV heads, D head dim, N tokens, K pages of n tokens, B bytes of D codes, S groups of a row.
 """
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +23,10 @@ from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
 from lowrank_kv.utils.errors import UserError
 
 from .peer import fixed_config
+from .token_pages import PAGE_TOKENS, PagedRows, PagedStore
 
 KIVI = {"kivi-int4": 4, "kivi-int2": 2}  # name → bits
-GROUP = 32  # tokens of a channel, and channels of a token
+GROUP = PAGE_TOKENS  # tokens of a channel, and channels of a token
 
 
 class Page(NamedTuple):
@@ -43,7 +42,7 @@ class Page(NamedTuple):
     least: Tensor
 
 
-class GroupedRows:
+class GroupedRows(PagedRows):
     """Rows of one layer's keys, or values, in groups with a range of their own.
 
     Args:
@@ -52,21 +51,10 @@ class GroupedRows:
     """
 
     def __init__(self, bits: int, dtype: torch.dtype, *, by_channel: bool):
+        super().__init__()
         self.bits, self.dtype, self.by_channel = bits, dtype, by_channel
-        self.runs: list[Page] = []
 
-    @property
-    def length(self) -> int:
-        return sum(run.code_GKnB.shape[1] * run.code_GKnB.shape[2] for run in self.runs)
-
-    def append(self, rows_GND: Tensor) -> None:
-        """Round rows, fp32, in pages of :data:`GROUP` tokens and a last one of what is left."""
-        whole = rows_GND.shape[1] // GROUP * GROUP
-        for page_GKnD in (rows_GND[:, :whole].unflatten(1, (-1, GROUP)), rows_GND[:, None, whole:]):
-            if page_GKnD.numel():
-                self.runs.append(self._rounded(page_GKnD))
-
-    def _rounded(self, page_GKnD: Tensor) -> Page:
+    def encoded(self, page_GKnD: Tensor) -> Page:
         levels = 2**self.bits - 1
         if self.by_channel:
             least, most = page_GKnD.aminmax(dim=2, keepdim=True)
@@ -81,33 +69,15 @@ class GroupedRows:
         packed = (code.unflatten(3, (-1, len(places))) << places.to(code.device)).sum(dim=4, dtype=torch.uint8)
         return Page(packed, step, least)
 
-    def rows(self) -> Tensor:
-        """All rows, (G, N, D), in the model's dtype."""
-        return torch.cat([self._rebuilt(run).flatten(1, 2) for run in self.runs], dim=1)
-
-    def _rebuilt(self, run: Page) -> Tensor:
+    def decoded(self, run: Page) -> Tensor:
         places = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=run.code_GKnB.device)
         code = (run.code_GKnB[..., None] >> places & 2**self.bits - 1).flatten(3)
         shown = _across(code.shape[3])
         return (code * shown(run.step) + shown(run.least)).to(self.dtype)
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        kept, runs = 0, []
-        for run in self.runs:
-            pages, tokens = run.code_GKnB.shape[1:3]
-            whole, rest = divmod(max(0, min(length - kept, pages * tokens)), tokens)
-            # Of a page that is cut, the range of a channel stays that of all its tokens. Copies hold no more than they show.
-            for first, last, rows in ((0, whole, tokens), (whole, whole + 1, rest)):
-                if last > first and rows:
-                    runs.append(Page(*(each[:, first:last, :rows].clone() for each in run)))
-            kept += pages * tokens
-        self.runs = runs
-
-    def clone(self) -> "GroupedRows":
-        twin = copy.copy(self)
-        twin.runs = list(self.runs)  # pages are never written in place
-        return twin
+    def part_of(self, run: Page, pages: slice, rows: int) -> Page:
+        # Of a page that is cut, the range of a channel stays that of all its tokens.
+        return Page(*(each[:, pages, :rows].clone() for each in run))
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         for run in self.runs:
@@ -125,35 +95,6 @@ def _across(head_dim: int) -> Callable[[Tensor], Tensor]:
     return lambda each: each.float().repeat_interleave(head_dim // each.shape[-1], dim=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedOperands:
-    """What rebuilds grouped rows, in the place of :class:`lowrank_kv.ops.lowrank_attention.Operands`."""
-
-    grouped: GroupedRows
-    no_rows_G0D: Tensor
-
-    def rebuild(self) -> Tensor:
-        """(G, N, D)."""
-        return self.grouped.rows() if self.grouped.runs else self.no_rows_G0D
-
-
-class GroupedStore(TokenStore):
-    """One sequence's keys, or values, of one layer, in groups."""
-
-    def __init__(self, initial: InitialBasis, *, bits: int, by_channel: bool, dtype: torch.dtype, **settings: Any):
-        super().__init__(initial, dtype=dtype, **settings)
-        self.coef = GroupedRows(bits, dtype, by_channel=by_channel)
-
-    def operands(self) -> GroupedOperands:
-        return GroupedOperands(self.coef, self.full.buffer[:, :0])
-
-    def projected(self, rows_PNW: Tensor) -> Tensor:
-        return rows_PNW
-
-    def append(self, coef_PNR: Tensor) -> None:
-        self.coef.append(coef_PNR)
-
-
 class KiviLayer(WindowedLayer):
     """One layer in groups of `bits` bits."""
 
@@ -162,8 +103,8 @@ class KiviLayer(WindowedLayer):
         self.bits = bits
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
-        settings = {"head_dim": self.head_dim, "dtype": self.dtype, "name": name, "grows": False}
-        return GroupedStore(initial, bits=self.bits, by_channel=name.endswith("keys"), **settings)
+        grouped = GroupedRows(self.bits, self.dtype, by_channel=name.endswith("keys"))
+        return PagedStore(initial, grouped, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=False)
 
 
 def kivi_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:

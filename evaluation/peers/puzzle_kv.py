@@ -7,10 +7,7 @@ first 4 and latest 16 tokens stay whole.
 Shapes: G KV heads, D head dim, C = G·D, N tokens, K pages of n tokens, R rank.
 """
 
-import copy
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,62 +23,34 @@ from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.memory_report import BASES, COEFFICIENTS
 
 from .peer import MakeCache, TextLength, fixed_config, token_share
+from .token_pages import PAGE_TOKENS, PagedRows, PagedStore
 
-PAGE_TOKENS = 32
 
-
-class Pages:
-    """Rows of one layer's keys, or values, as factors of their pages.
+class Pages(PagedRows):
+    """Rows (…, N, C) as factors of their pages.
 
     Args:
         rank: R of a full page; a shorter one has no more than its tokens.
-
-    Attributes:
-        runs: (left_KnR, right_KRC) of pages of equally many tokens, in order.
     """
 
     def __init__(self, rank: int, dtype: torch.dtype):
+        super().__init__()
         self.rank, self.dtype = rank, dtype
-        self.runs: list[tuple[Tensor, Tensor]] = []
 
-    @property
-    def length(self) -> int:
-        return sum(left_KnR.shape[0] * left_KnR.shape[1] for left_KnR, _ in self.runs)
-
-    def append(self, rows_NC: Tensor) -> None:
-        """Factor rows, fp32, into pages of :data:`PAGE_TOKENS` and a last one of what is left."""
-        whole = len(rows_NC) // PAGE_TOKENS * PAGE_TOKENS
-        for page_KnC in (rows_NC[:whole].unflatten(0, (-1, PAGE_TOKENS)), rows_NC[None, whole:]):
-            if page_KnC.numel():
-                self.runs.append(self._factors(page_KnC))
-
-    def _factors(self, page_KnC: Tensor) -> tuple[Tensor, Tensor]:
+    def encoded(self, page_KnC: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors (…, K, n, R) and (…, K, R, C)."""
         # Of n tokens the n×n products are much smaller than the page, and their eigenvectors are its left factors.
-        left_KnR = torch.linalg.eigh(page_KnC @ page_KnC.mT).eigenvectors.flip(2)[:, :, : self.rank]
+        left_KnR = torch.linalg.eigh(page_KnC @ page_KnC.mT).eigenvectors.flip(-1)[..., : self.rank]
         # Contiguous, because a view would keep all factors in memory.
         return left_KnR.to(self.dtype).contiguous(), (left_KnR.mT @ page_KnC).to(self.dtype)
 
-    def rows(self) -> Tensor:
-        """All rows, (N, C)."""
-        return torch.cat([(left_KnR @ right_KRC).flatten(0, 1) for left_KnR, right_KRC in self.runs])
+    def decoded(self, run: tuple[Tensor, Tensor]) -> Tensor:
+        left_KnR, right_KRC = run
+        return left_KnR @ right_KRC
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` rows."""
-        kept, runs = 0, []
-        for left_KnR, right_KRC in self.runs:
-            pages, tokens, _ = left_KnR.shape
-            whole, rest = divmod(max(0, min(length - kept, pages * tokens)), tokens)
-            if whole:
-                runs.append((left_KnR[:whole].clone(), right_KRC[:whole].clone()))
-            if rest:
-                runs.append((left_KnR[whole : whole + 1, :rest].clone(), right_KRC[whole : whole + 1].clone()))
-            kept += pages * tokens
-        self.runs = runs
-
-    def clone(self) -> "Pages":
-        twin = copy.copy(self)
-        twin.runs = list(self.runs)  # factors are never written in place
-        return twin
+    def part_of(self, run: tuple[Tensor, Tensor], pages: slice, rows: int) -> tuple[Tensor, Tensor]:
+        left_KnR, right_KRC = run
+        return left_KnR[..., pages, :rows, :].clone(), right_KRC[..., pages, :, :].clone()
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         for left_KnR, right_KRC in self.runs:
@@ -89,44 +58,13 @@ class Pages:
             yield BASES, right_KRC
 
 
-@dataclasses.dataclass(frozen=True)
-class PageOperands:
-    """What rebuilds pages, in the place of :class:`lowrank_kv.ops.lowrank_attention.Operands`."""
-
-    pages: Pages
-    no_rows_G0D: Tensor
-
-    def rebuild(self) -> Tensor:
-        """(G, N, D)."""
-        if not self.pages.runs:
-            return self.no_rows_G0D
-        groups, _, head_dim = self.no_rows_G0D.shape
-        return self.pages.rows().unflatten(1, (groups, head_dim)).transpose(0, 1)
-
-
-class PageStore(TokenStore):
-    """One sequence's keys, or values, of one layer, in pages; the rank is that of the plan's basis."""
-
-    def __init__(self, initial: InitialBasis, *, dtype: torch.dtype, **settings: Any):
-        super().__init__(initial, dtype=dtype, **settings)
-        self.coef = Pages(initial.vectors_PWR.shape[2], dtype)
-
-    def operands(self) -> PageOperands:
-        return PageOperands(self.coef, self.full.buffer[:, :0])
-
-    def projected(self, rows_PNW: Tensor) -> Tensor:
-        return rows_PNW  # pages are factored once they are complete
-
-    def append(self, coef_PNR: Tensor) -> None:
-        self.coef.append(coef_PNR[0])
-
-
 class PuzzleLayer(WindowedLayer):
     """One layer in pages."""
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         grows = self.config.compresses_singly
-        return PageStore(initial, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
+        pages = Pages(initial.vectors_PWR.shape[2], self.dtype)  # the rank is that of the plan's basis
+        return PagedStore(initial, pages, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
 
 
 def puzzle_maker(
