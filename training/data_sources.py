@@ -42,7 +42,7 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
     if not count:
         return {}
     documents: dict[str, Documents] = {}
-    for label, name in zip(_labels(dataset.heldout or []), dataset.heldout or [], strict=True):
+    for label, name in zip(labels_of(dataset.heldout or []), dataset.heldout or [], strict=True):
         documents[label] = load_documents(
             name,
             subset=dataset.heldout_subset,
@@ -51,7 +51,7 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
             streaming=dataset.streaming,
         )
     if dataset.heldout_share:
-        for index, label in enumerate(_labels(dataset.name)):
+        for index, label in enumerate(labels_of(dataset.name)):
             rows = _training_documents(dataset, index)
             documents[f"{label} (held-out share)"] = hold_out(rows, dataset.heldout_share)[1]
     return {name: _heldout_batches(name, rows, tokenizer, dataset, count) for name, rows in documents.items()}
@@ -81,7 +81,7 @@ def _heldout_batches(
     ]
 
 
-def _labels(names: list[str]) -> list[str]:
+def labels_of(names: list[str]) -> list[str]:
     """The last component of each name, or the full name where others end alike; repeated names are numbered."""
     short = [Path(name).name for name in names]
     labels = [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]

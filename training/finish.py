@@ -14,6 +14,7 @@ from .checkpoint_averaging import load_mean
 from .class_shares import has_classes, measure_class_shares
 from .config import COMPRESSOR, TrainConfig
 from .data import Batch, TrainingBlocks
+from .data_sources import labels_of
 from .engine import Engine
 from .model_card import write_card
 from .nested_ranks import allocate_ranks
@@ -53,6 +54,7 @@ def finish(
         "engine": {"type": engine.accelerator.distributed_type.value, "zero_stage": engine.stage},
         "threads": torch.get_num_threads(),
         "processes": engine.world,
+        "rounds": dict(zip(labels_of(config.dataset.name), run.places.rounds(), strict=True)),
         "alpha": run.controller.alpha,
         "target_retain_rate": config.rate.target_retain_rate,
     }

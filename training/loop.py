@@ -23,7 +23,7 @@ from lowrank_kv.utils.run_lock import run_lock
 
 from .config import TrainConfig
 from .data import Batch, TrainingBlocks
-from .data_sources import heldout_blocks, training_stream
+from .data_sources import heldout_blocks, labels_of, training_stream
 from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
@@ -90,8 +90,10 @@ def _train(config: TrainConfig, resume: bool) -> Path:
         _schedule(engine, run.step)
         passes = config.optimizer.gradient_accumulation_steps
         step_batches = list(itertools.islice(batches, passes))
+        rounds = run.places.rounds()
         run.places.note(step_batches, run.step * passes)
         _step(engine, run, step_batches, gradient_norms, reporter)
+        _tell_of_repeated_text(run, rounds, config, reporter)
         if inspection_due(run.step, steps, config.report.inspect_every):
             _inspect(engine, run.step, tokenizer, sentence, reporter)
         is_due = config.checkpoint_every and run.step % config.checkpoint_every == 0
@@ -207,6 +209,16 @@ def _step(
     }
     reporter.step(number, values, result.rates)
     run.step = number
+
+
+def _tell_of_repeated_text(run: RunState, before: list[int], config: TrainConfig, reporter: Reporter) -> None:
+    """Say of which texts the last step began a second round, where they had been begun `before` so many times."""
+    for name, earlier, now in zip(labels_of(config.dataset.name), before, run.places.rounds(), strict=True):
+        if earlier < 2 <= now:
+            reporter.say(
+                f"step {run.step} of {config.optimizer.steps} begins {name} again: all of its documents have been trained "
+                f"on. More text in `dataset.name`, or fewer `optimizer.steps`, would train on each of them once"
+            )
 
 
 def _inspect(

@@ -124,6 +124,7 @@ def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str
     facts = {
         "texts": ", ".join(f"`{text}`" for text in texts),
         "tokens": f"{summary['tokens']:,} in {summary['steps']:,} steps",
+        "read more than once": ", ".join(name for name, rounds in summary["rounds"].items() if rounds > 1) or "none",
         "target rate": "none" if target is None else f"{target:g}",
         "ranks": f"`rank_policy: {config.compressor.rank_policy}`",
         "precision of the model": config.dtype,

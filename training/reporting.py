@@ -146,6 +146,11 @@ class Reporter:
                 self.writer.add_scalar(f"{name}/{key}", value, step)
         self.bar.write(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
 
+    def say(self, message: str) -> None:
+        """Print a line above the progress bar."""
+        if self.enabled:
+            self.bar.write(message)
+
     def close(self) -> None:
         if self.enabled:
             self.bar.close()

@@ -47,6 +47,12 @@ class StreamPlaces:
         for number, batch in enumerate(batches, first):
             self._own[number % len(self._own)] = batch.place
 
+    def rounds(self) -> list[int]:
+        """How often this process's readers have begun each data set; 0 before their first block."""
+        places = [place for place in self._own if place is not None]
+        epochs = zip(*([epoch + 1 for epoch, _, _ in place["cursors"]] for place in places), strict=True)
+        return [max(each) for each in epochs] if places else [0] * len(self.engine.config.dataset.name)
+
     def gather(self) -> list[list[Place | None]]:
         """Of all processes, ready for JSON; every process must call this."""
         if self.is_shared:

@@ -1,5 +1,9 @@
 """The run record of a training: one for a run, however often it is resumed, named in its checkpoint."""
 
+import json
+
+import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from lowrank_kv.utils import provenance, run_record
@@ -40,3 +44,22 @@ def test_a_training_writes_a_model_card_that_the_hub_can_read(here, four_steps, 
     assert str(tmp_path) not in card.content
     here("train_dynakv.py", "--config", four_steps, "--heldout_blocks", 3, "--resume", "--optimizer.steps", 6)
     assert "in 6 steps" in (directory / "README.md").read_text()
+
+
+@pytest.mark.parametrize("divided_by", ["blocks", "documents"])
+def test_a_training_says_when_a_text_begins_again(here, four_steps, tmp_path, divided_by):
+    """A step reads 128 tokens of bytes. One text ends in the first step, the other has enough for all of them."""
+    for name, count in (("short.jsonl", 3), ("long.jsonl", 200)):
+        lines = [json.dumps({"text": f"document {number} of {name}"}) for number in range(count)]
+        (tmp_path / name).write_text("\n".join(lines))
+    names = [str(tmp_path / name) for name in ("short.jsonl", "long.jsonl")]
+    values = yaml.safe_load(four_steps.read_text())
+    values["dataset"] |= {"name": names, "heldout": None, "divided_by": divided_by}
+    four_steps.write_text(yaml.safe_dump(values | {"heldout_blocks": 0}))
+    told = here("train_dynakv.py", "--config", four_steps)
+    assert told.count("begins short.jsonl again") == 1
+    assert "begins long.jsonl again" not in told
+    rounds = yaml.safe_load((tmp_path / "run/summary.yaml").read_text())["rounds"]
+    assert rounds["short.jsonl"] > 1 == rounds["long.jsonl"]
+    assert "| read more than once | short.jsonl |" in (tmp_path / "run/checkpoint/README.md").read_text()
+    assert "again" not in here("train_dynakv.py", "--config", four_steps, "--resume", "--optimizer.steps", 6)
