@@ -83,3 +83,18 @@ def test_a_plan_that_was_trained(files, training_values, tmp_path):
         found = texts(served(engine, PROMPTS))
     model = with_compressor(checkpoint, exact_tokens={"num_sink_tokens": 1, "recent_window": 0, "update_period": 1})
     assert found == [greedy(model, DynaKVCache.from_model(model), prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("policy", ["nested", "soft_threshold"])
+def test_ranks_that_all_tokens_of_a_layer_share(files, training_values, tmp_path, policy):
+    learns = {
+        "model": str(files.directory / "model"),
+        "compressor": {"rank_policy": policy},
+        "rate": {"target_retain_rate": 0.4},
+        "optimizer": {"steps": 4},
+    }
+    checkpoint = train_here(training_values, tmp_path / "run", **learns)
+    with serving(files, {"checkpoint": str(checkpoint), "page_margin": 5.0}) as engine:
+        found = texts(served(engine, PROMPTS))
+    model = with_compressor(checkpoint)
+    assert found == [greedy(model, DynaKVCache.from_model(model), prompt) for prompt in PROMPTS]

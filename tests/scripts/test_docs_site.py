@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from evaluation.peers import PEERS
 from lowrank_kv_cli.__main__ import COMMANDS
 from scripts.count_readme import counts
 
@@ -153,3 +154,9 @@ def test_counts_of_a_readme():
     )
     assert counts(text) == {"lines": 6, "words": 13, "python": 5, "figures": 2, "folded": 1}
     assert counts("no code")["python"] is None
+
+
+def test_the_page_of_comparisons_says_what_is_simplified_in_each_peer():
+    rows = [line.split("|") for line in (ROOT / "docs/comparing.md").read_text(encoding="utf-8").splitlines()]
+    told = {name: row[-2].strip() for row in rows if len(row) == 6 for name in re.findall(r"`([\w-]+)`", row[1])}
+    assert {name: told.get(name) for name in PEERS} == {name: peer.simplified for name, peer in PEERS.items()}
