@@ -11,8 +11,10 @@ from torch import Tensor
 
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.stores.quantization import Quantization, coef_scale_of
+from lowrank_kv.utils.derived import derived_from
 
 Encoded = tuple[Tensor, Tensor]  # coefficients (B, T, C), ranks (B, T)
+_SCALED = "coefficient scale, scaled decoder"
 
 
 class Codec(Protocol):
@@ -92,7 +94,6 @@ class ScaledCodec:
     def __init__(self, codec: Codec):
         self.codec, self.width = codec, codec.width
         self.coef_scale_C = coef_scale_of(codec.energies())
-        self._decoders: tuple[Tensor, Tensor] | None = None  # the other codec's, and the same times the scale
         self._rounded: dict[torch.dtype, Tensor] = {}  # the scale as it is in that dtype, fp32
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +102,13 @@ class ScaledCodec:
 
     def decoder(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         unscaled_CC = self.codec.decoder(dtype, device)
-        if self._decoders is None or self._decoders[0] is not unscaled_CC:
-            self._decoders = unscaled_CC, self.coef_scale_C.to(device, dtype)[:, None] * unscaled_CC
-        return self._decoders[1]
+        derived = derived_from(unscaled_CC)
+        scale_C, scaled_CC = derived.get(_SCALED, (None, None))
+        if scale_C is None or not torch.equal(scale_C, self.coef_scale_C):
+            with torch.inference_mode(False), torch.no_grad():  # the next cache may be of a pass with gradients
+                scaled_CC = self.coef_scale_C.to(device, dtype)[:, None] * unscaled_CC
+            derived[_SCALED] = self.coef_scale_C, scaled_CC
+        return scaled_CC
 
     def energies(self) -> Tensor:
         return self.codec.energies() / self.coef_scale_C.square()

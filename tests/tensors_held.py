@@ -2,10 +2,13 @@
 
 import torch
 
+from lowrank_kv.utils.derived import derived_from
+
 
 def found_tensors(cache) -> set[int]:
     """Addresses of every non-empty tensor reachable from the cache's own objects; those of the model, the codecs (and what
-    codecs give out, which must be their own tensors) and the calibrated bases, which all caches share, left out, and the
+    codecs give out, which must be their own tensors, and
+    what is worked out of their decoders) and the calibrated bases, which all caches share, left out, and the
     layers' numbers, of 8 bytes, which an empty cache has, too."""
     sides = [
         layer.plan.pair(layer.index, layer.device) for layer in cache.compressed_layers() if hasattr(layer, "plan")
@@ -15,6 +18,7 @@ def found_tensors(cache) -> set[int]:
         shared.add(layer.number.untyped_storage().data_ptr())
         for codec in (layer.codec.key, layer.codec.value) if hasattr(layer, "codec") else ():
             given = [codec.decoder(layer.dtype, layer.device)]
+            shared |= reachable_tensors(derived_from(given[0]))
             if (gate := codec.token_gate(layer.dtype)) is not None:
                 given += [tensor for tensor in vars(gate).values() if isinstance(tensor, torch.Tensor)]
             shared |= {tensor.untyped_storage().data_ptr() for tensor in given}

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lowrank_kv.utils.errors import UserError
 
 _FLASH = "flash_attention_2"
+_QUERIES_AT_ONCE = 1024  # whose masks are looked at
 MASKED_BACKENDS = ("sdpa", "eager")  # their masks may be of any form
 BACKENDS = (*MASKED_BACKENDS, _FLASH)
 
@@ -85,8 +86,8 @@ def _eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple:
-    """Flash attention is causal, with the last query aligned with the last key; it is told only of padding, and of
-    documents packed into one sequence by their `position_ids`."""
+    """Flash attention is causal, with the last query aligned with the last key; it is told only of padding, of a sliding
+    window, and of documents packed into one sequence by their `position_ids`."""
     seen_BT = None
     if mask is not None:
         if mask.dtype != torch.bool:
@@ -95,10 +96,38 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
                 f"{mask.dtype}; load the model with sdpa or eager attention"
             )
         seen_BT = mask[:, 0].any(dim=1)
-        seen_BT = None if bool(seen_BT.all()) else seen_BT.expand(query.shape[0], -1)
+        is_padded = not bool(seen_BT.all())
+        reads_documents = query.shape[0] == 1 and not is_padded
+        _check_told(
+            mask[:, 0], seen_BT, kwargs.get("sliding_window"), kwargs.get("position_ids") if reads_documents else None
+        )
+        seen_BT = seen_BT.expand(query.shape[0], -1) if is_padded else None
     # transformers looks up which flash attention is meant under the name of the attention that the model has now.
     as_loaded = _Replaced(module, config=_Replaced(module.config, _attn_implementation=_FLASH))
     return ALL_ATTENTION_FUNCTIONS[_FLASH](as_loaded, query, key, value, seen_BT, **kwargs)
+
+
+def _check_told(mask_BQT: Tensor, seen_BT: Tensor, sliding_window: int | None, position_BT: Tensor | None) -> None:
+    """Raise :class:`UserError` where a query that sees something sees other tokens than flash attention shows it."""
+    queries, tokens = mask_BQT.shape[1:]
+    place_T, document_T = torch.arange(tokens, device=mask_BQT.device), None
+    if position_BT is not None and position_BT.shape[1] == tokens:
+        document_T = (position_BT[0].diff(prepend=position_BT[0, :1] - 1) != 1).cumsum(0)
+    # Some queries at a time: together they would take several times the mask's bytes.
+    for mask_BNT, place_N in zip(
+        mask_BQT.split(_QUERIES_AT_ONCE, dim=1), place_T[tokens - queries :].split(_QUERIES_AT_ONCE), strict=True
+    ):
+        shown_NT = place_T <= place_N[:, None]
+        if sliding_window is not None:
+            shown_NT &= place_T > place_N[:, None] - sliding_window
+        if document_T is not None:
+            shown_NT &= document_T == document_T[place_N, None]
+        is_other_BNT = (mask_BNT != shown_NT & seen_BT[:, None]) & mask_BNT.any(dim=2, keepdim=True)
+        if bool(is_other_BNT.any()):
+            raise UserError(
+                f"`attention_mask` hides other tokens than padding and those that come later, which is all that `{_FLASH}` "
+                f"is told of; load the model with sdpa or eager attention, or pass documents in sequences of their own"
+            )
 
 
 class _Replaced:

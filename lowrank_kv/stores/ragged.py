@@ -53,19 +53,12 @@ class Bucket(Coefficients):
         """The positions and the room to grow."""
         return self.stored.buffers[-1]
 
-    def append_at(self, coef_NR: Tensor, position_N: Tensor) -> None:
-        """Add rows at the end, which are at these positions."""
+    def append_at(self, coef_NR: Tensor, position_N: Tensor | int) -> None:
+        """Add rows at the end, which are at these positions; one row's position may be an int."""
         *coef_room, position_room = self.stored.room_for(len(coef_NR))
         self._write(coef_NR, coef_room)
-        position_room.copy_(position_N)
+        position_room[:] = position_N
         self.stored.count_written(len(coef_NR))
-
-    def append_one_at(self, coef_1R: Tensor, position: int) -> None:
-        """Add one row at the end, which is at this position."""
-        *coef_room, position_room = self.stored.room_for(1)
-        self._write(coef_1R, coef_room)
-        position_room.fill_(position)
-        self.stored.count_written(1)
 
     def replace_positions(self, position_N: Tensor) -> None:
         """Give the rows other positions, without room to grow, or store them in another dtype."""
@@ -137,7 +130,7 @@ class RaggedStore:
     def append_one(self, coef_1R: Tensor) -> None:
         """Add one row at the end, all of whose entries are kept."""
         self._prepare_append(1)
-        self._bucket(coef_1R.shape[1]).append_one_at(coef_1R.detach(), self.length)
+        self._bucket(coef_1R.shape[1]).append_at(coef_1R.detach(), self.length)
         self.row_count.value += 1
 
     def buckets(self) -> list[Bucket]:

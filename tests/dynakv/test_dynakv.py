@@ -305,6 +305,23 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
             assert torch.equal(store.dense()[-1], expected_C)
 
 
+@torch.no_grad()
+def test_compiled_appending_leaves_positions_that_int16_does_not_count_to_the_store():
+    if library() is None:
+        pytest.skip("there is no C compiler")
+    codec = LayerCompressor(64, 16, DynaKVConfig(granularity=64), 0).eval().codec()  # all ranks are 64
+    encoder = native.encoder_of(*(side.token_gate(torch.float32) for side in (codec.key, codec.value)), torch.float32)
+    most = torch.iinfo(torch.int16).max
+    stores = [RaggedStore(64, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
+    for store in stores:  # with room for more
+        store.append(torch.zeros(most - 1, 64), torch.full((most - 1,), 64), is_prompt=True)
+    targets, states = [tuple(view_of(store) for store in stores)], torch.randn(2, 1, 4, 2, 16)
+    assert not encoder.encode(*states, None, targets).are_stored
+    assert [store.length for store in stores] == [most - 1, most - 1]
+    assert encoder.encode(*states[..., :1, :], None, targets).are_stored
+    assert [store.length for store in stores] == [most, most]
+
+
 @pytest.mark.parametrize("cache_dtype", ["model", "int8"])
 @torch.no_grad()
 def test_caches_in_bf16_share_the_gates_weights_of_the_model(cache_dtype):

@@ -19,8 +19,8 @@ from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
 _TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "7q2f"))
-# What a basis keeps of its decoder for compiled code: pairs of rows in bf16, or rows in fp32.
-_PAIRS, _ROWS = "native pairs", "native rows"
+# What a basis keeps of its decoder for compiled code: of keys pairs of rows in bf16, or padded rows; rows of values.
+_PAIRS, _KEY_ROWS, _VALUE_ROWS = "native pairs", "native key rows", "native value rows"
 _NO_ROTATION = bytes(ATTEND_ROTARY.size)
 
 
@@ -48,7 +48,6 @@ class PackedDecoders:
             has one part and is rounded to bf16.
 
     Attributes:
-        is_copy: whether it holds copies of these tensors.
         key_address, value_address: where they are; 0 where there are none.
         key_stride: numbers from one row of the keys' to the next.
     """
@@ -64,11 +63,10 @@ class PackedDecoders:
     ):
         key = None
         if key_PRW is not None:
-            name, prepare = (_PAIRS, _pairs) if paired else (_ROWS, _padded)
+            name, prepare = (_PAIRS, _pairs) if paired else (_KEY_ROWS, _padded)
             key = _kept(key_memo, name, prepare, key_PRW)
-        value = _kept(value_memo, _ROWS, contiguous_fp32, value_PRW)
+        value = _kept(value_memo, _VALUE_ROWS, contiguous_fp32, value_PRW)
         self._keepalive = key, value  # addresses in them follow
-        self.is_copy = key is not key_PRW or value is not value_PRW
         self.key_address, self.value_address = 0 if key is None else key.data_ptr(), value.data_ptr()
         self.key_stride = 0 if key is None else key.shape[-1]
         self.packed = _DECODERS.pack(

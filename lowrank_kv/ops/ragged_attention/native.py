@@ -43,12 +43,10 @@ def ragged_attention(
     if sequences[0].rotation is None:
         query_BGMD = query_BHQD.reshape(shape_BHQD[0], groups, -1, shape_BHQD[3]).float()
         head_decoder_GDC = decoders.key_CC.float().unflatten(1, (groups, -1)).permute(1, 2, 0)
-        queries, read_by = (
-            contiguous_fp32(query_BGMD @ head_decoder_GDC),
-            native.PackedDecoders(None, decoders.value_CC),
-        )
+        queries = contiguous_fp32(query_BGMD @ head_decoder_GDC)
     else:
-        queries, read_by = contiguous_fp32(query_BHQD), decoders.compiled()
+        queries = contiguous_fp32(query_BHQD)
+    read_by = decoders.compiled(rebuilds_keys=sequences[0].rotation is not None)
     softmaxes = []
     for keys, values, rotation, position_T, mask_QT in sequences:
         rotary = None if rotation is None else rotation.table.packed

@@ -8,6 +8,7 @@ from threads import threads_of
 from lowrank_kv.ops import ragged_attention as whichever
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import library
+from lowrank_kv.ops.native.ragged_view import append_few
 from lowrank_kv.ops.ragged_attention import RaggedTokens, eager, native, reference
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ragged import RaggedStore
@@ -265,6 +266,28 @@ def test_autocast_changes_nothing_but_precision(operation, dtype, rotated):
         actual = attend(operation, query, *stores, decoders, **options)
     expected = attend(reference, query.double(), *stores, decoders, **options)
     assert (actual.double() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_rows_that_are_appended_or_cropped_between_attentions_are_read(operation, bits):
+    generator = torch.Generator().manual_seed(0)
+    quantization = None if bits is None else IntegerQuantization(bits=bits)
+    stores = [
+        RaggedStore(WIDTH, dtype=torch.float32, device=torch.device("cpu"), quantization=quantization) for _ in range(2)
+    ]
+    decoders = Decoders(*torch.randn(2, WIDTH, WIDTH, generator=generator) / WIDTH**0.5)
+    for step in range(60):
+        for store in stores:
+            ranks = torch.randint(0, 4, (1 + step % 2,), generator=generator) * 8
+            append_few(store, torch.randn(len(ranks), WIDTH, generator=generator), ranks.tolist())
+        if step % 20 == 19:
+            for store in stores:
+                store.crop(store.length // 3)
+        query = torch.randn(HEADS, 1, HEAD_DIM, generator=generator)
+        options = {"scaling": 0.25, "rotation": rotation(stores[0].length, HEAD_DIM, generator)}
+        actual = attend(operation, query, *stores, decoders, **options)
+        expected = attend(reference, query, *stores, decoders, **options)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rising", [True, False], ids=["rising", "mixed"])

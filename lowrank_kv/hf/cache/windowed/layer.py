@@ -16,7 +16,7 @@ from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
-from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence, columns_of, mask_at
+from lowrank_kv.hf.cache.windowed.sequence import CompressionContext, WindowedSequence, columns_of, mask_at
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
@@ -129,7 +129,9 @@ class WindowedLayer(SequenceLayer):
             of_sequence = None if prompt is None else prompt.of_sequence(b)
             steps = sequence.steps_due(of_sequence, is_uncommitted=is_uncommitted)
             if steps:
-                sequence.compress(steps, of_sequence, scaling, self._rotation(b), self._unrotate(b))
+                context = CompressionContext(of_sequence, scaling, self._rotation(b), self._unrotate(b))
+                for step in steps:
+                    sequence.compress(step, context)
 
     def _attend_low_rank(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         outputs = []

@@ -10,6 +10,7 @@ part, R rank, T all tokens seen.
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,21 @@ from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
+
+
+class CompressionContext(NamedTuple):
+    """What a sequence's tokens are compressed by, beside its bases.
+
+    Attributes:
+        prompt: the prompt to compress, of this one sequence; None where there is none.
+        scaling: the model's score scale.
+        rotation, unrotate: rotate keys at given positions, and back; used where keys are compressed before rotation.
+    """
+
+    prompt: Prompt | None
+    scaling: float
+    rotation: Rotation | None
+    unrotate: Rotate | None
 
 
 class WindowedSequence:
@@ -78,7 +94,7 @@ class WindowedSequence:
         self._num_new = key_GQD.shape[1]
 
     def steps_due(self, prompt: Prompt | None, *, is_uncommitted: bool) -> Sequence[CompressionStep]:
-        """What :meth:`compress` is to do now: nothing, most of the time.
+        """The steps that :meth:`compress` is to take now, one after another: none, most of the time.
 
         Args:
             prompt: the prompt to compress, of this one sequence; None where there is none.
@@ -104,36 +120,10 @@ class WindowedSequence:
         )
         return () if step is None else (step,)
 
-    def compress(
-        self,
-        steps: Sequence[CompressionStep],
-        prompt: Prompt | None,
-        scaling: float,
-        rotation: Rotation | None,
-        unrotate: Rotate | None,
-    ) -> None:
-        """Compress the tokens that are due.
-
-        Args:
-            steps: of :meth:`steps_due`.
-            prompt: as there.
-            scaling: the model's score scale.
-            rotation, unrotate: rotate keys at given positions, and back; used where keys are compressed before rotation.
-        """
-        for step in steps:
-            self._compress(step, prompt, scaling, rotation, unrotate)
-
     def _num_waiting_before(self, position: int) -> int:
         return int((self.positions.full_rank.rows[self.num_pinned :] < position).sum())
 
-    def _compress(
-        self,
-        step: CompressionStep,
-        prompt: Prompt | None,
-        scaling: float,
-        rotation: Rotation | None,
-        unrotate: Rotate | None,
-    ) -> None:
+    def compress(self, step: CompressionStep, context: CompressionContext) -> None:
         """Let the bases follow the tokens that are due. Those that the step keeps stay, the others become coefficients.
 
         Where this is cut short, all of them wait as before. A basis that has followed them by then stays, in which the
@@ -141,7 +131,7 @@ class WindowedSequence:
         """
         num_low_rank, num_pinned = self.positions.num_low_rank, step.num_pinned + step.num_kept
         try:
-            is_full_rank_F, position_N = self._store_due(step, prompt, scaling, rotation, unrotate)
+            is_full_rank_F, position_N = self._store_due(step, context)
             key_full, value_full, position_full = self._full_rank_rows(is_full_rank_F, num_pinned)
             positions = self.positions.with_low_rank(position_N, position_full)
         except BaseException:  # an interrupt, too
@@ -152,16 +142,10 @@ class WindowedSequence:
         self.key.full, self.value.full, self.positions = key_full, value_full, positions
         self.num_pinned, self.has_started = num_pinned, True
 
-    def _store_due(
-        self,
-        step: CompressionStep,
-        prompt: Prompt | None,
-        scaling: float,
-        rotation: Rotation | None,
-        unrotate: Rotate | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _store_due(self, step: CompressionStep, context: CompressionContext) -> tuple[Tensor, Tensor]:
         """Append the coefficients of the tokens that are due, but for those that the step keeps. Returns which full-rank
         tokens stay, (F,), and the positions of those that do not."""
+        prompt, scaling, rotation, unrotate = context
         due = slice(step.num_pinned, step.num_pinned + step.num_due)
         position_N = self.positions.full_rank.rows[due].long()
         key_GND, value_GND = self.key.full.rows[:, due], self.value.full.rows[:, due]
