@@ -32,7 +32,7 @@ from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .cells import measured_by
-from .compare import new_comparison, row_of
+from .compare import new_comparison, rows_of_cells
 from .measure import Reading, measured
 from .measurement import cells_in, setting_of
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
@@ -218,9 +218,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
 
     def measure(name: str, method: Method) -> None:
         *_, found = measured(model, [method], ids, cells, reading, setting=setting, record=record)
-        record["rows"] += [
-            row_of(label, text, {text: [cell.score for cell in each]}, texts) for (text, label), each in found.items()
-        ]
+        record["rows"] += rows_of_cells(found, texts)
         record["summary"]["measured_by"][name] = measured_by(cell for each in found.values() for cell in each)
 
     with _moved(model, device):

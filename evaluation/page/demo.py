@@ -11,6 +11,9 @@ from markupsafe import Markup, escape
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowrank_kv.hf.geometry import geometry_of
+
+from ..reading import cache_bytes
 from .build import page
 
 
@@ -51,15 +54,10 @@ def continuation(
         return_dict_in_generate=True,
         pad_token_id=tokenizer.eos_token_id,
     )
-    cache = output.past_key_values
-    if hasattr(cache, "memory"):
-        nbytes = cache.nbytes
-    else:
-        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return Continuation(
         label=label,
         text=tokenizer.decode(output.sequences[0, ids_1T.shape[1] :], skip_special_tokens=True),
-        nbytes=nbytes,
+        nbytes=cache_bytes(output.past_key_values, geometry_of(model).layers),
         seconds=time.perf_counter() - start,
     )
 
