@@ -142,6 +142,13 @@ def row_of(
     return {"method": method, "dataset": dataset, **summary(list(itertools.chain(*scores.values())), documents)}
 
 
+def rows_of_cells(found: Mapping[tuple[str, str], list[Cell]], texts: Mapping[str, Windows]) -> list[dict[str, Any]]:
+    """A row for each (text, method's label) that :func:`evaluation.measure.measured` found cells of."""
+    return [
+        row_of(method, text, {text: [cell.score for cell in each]}, texts) for (text, method), each in found.items()
+    ]
+
+
 def markdown(record: Mapping[str, Any]) -> str:
     """The rows of a comparison as a table, one section for each text."""
     lines = [f"# KV-cache methods on {record['config']['model']}", ""]
@@ -173,9 +180,6 @@ def _record_so_far(
 ) -> dict[str, Any]:
     """The record with rows, the scores and the documents of each window, how many windows were read so far, and which run
     at which commit measured how many cells."""
-    rows = [
-        row_of(method, text, {text: [cell.score for cell in each]}, texts) for (text, method), each in found.items()
-    ]
     by = measured_by(cell for each in found.values() for cell in each)
     scores = [
         {"method": method, "dataset": text, "windows": [dataclasses.asdict(cell.score) for cell in each]}
@@ -189,4 +193,4 @@ def _record_so_far(
         "tokens": sum(texts[text].ids_NT[:count].numel() for text, count in windows.items()),
     }
     told = {"measured_by": by, "windows": scores, "documents": documents_told(texts)}
-    return record | {"n": n, "rows": rows, "summary": told}
+    return record | {"n": n, "rows": rows_of_cells(found, texts), "summary": told}

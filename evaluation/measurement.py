@@ -20,7 +20,7 @@ from ojakv import Calibration
 
 from .cells import Cells
 from .methods import MethodConfig, check_bytes_of
-from .peers.peer import CALIBRATION, READ
+from .peers.peer import READ
 from .scores import WindowScore
 
 
@@ -69,7 +69,7 @@ class MethodsConfig(MeasurementConfig):
         check_bytes_of(self.methods)
         checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
         require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
-        needing = [method.name for method in self.methods if method.needs & {CALIBRATION, READ}]
+        needing = [method.name for method in self.methods if method.needs]
         require(
             not needing or self.bases is not None or self.calibration is not None,
             "bases",

@@ -11,27 +11,28 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynakv.config import GATE, GRADIENT, LEARNED_BY_DEFAULT, NESTED, PCA, PLAN, SOFT_THRESHOLD, STARTS_FROM_PCA
+from dynakv.config import GATE
+from dynakv.training_config import COMPRESSOR, TrainConfig
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.config import configuration, option, read_yaml, require, section, to_dict
+from lowrank_kv.utils.config import configuration, option, parse_config, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.paths import expand, name_of
+from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.provenance import path_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .cells import measured_by
-from .compare import new_comparison, row_of
+from .compare import new_comparison, rows_of_cells
 from .measure import Reading, measured
 from .measurement import cells_in, setting_of
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
@@ -40,7 +41,6 @@ from .texts import TextConfig, check_texts, documents_told, read_texts
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
 TRAIN = ("-m", "lowrank_kv_cli", "train")
-START, COMPRESSOR = "--calibration.start", "compressor"
 CALIBRATION, POINT, CHECKPOINT = "calibration.json", "point.json", "checkpoint"
 
 
@@ -99,30 +99,91 @@ class SweepConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One training run of a sweep; `after` names the one it trains on from, None where it starts from the calibration."""
+    """One training run of a sweep.
+
+    Attributes:
+        variant: label of its curve.
+        name: of its directory.
+        arguments: of the training command, without `--output`.
+        run: what they say.
+    """
 
     variant: str
     name: str
     arguments: list[str]
-    after: str | None
+    run: TrainConfig
 
 
-def points(config: SweepConfig) -> list[Point]:
-    """Every run of the sweep."""
+def points(config: SweepConfig, output: Path) -> list[Point]:
+    """Every run of the sweep, in order.
+
+    Raises:
+        UserError: one of them could not be trained, or not in a sweep.
+    """
     settings = [
         *((f"target-{rate:g}", ["--rate.target_retain_rate", f"{rate:g}"]) for rate in config.targets),
         *((f"alpha-{a:g}", ["--rate.target_retain_rate", "null", "--rate.alpha", f"{a:g}"]) for a in config.alphas),
     ]
     found = []
-    for variant in _variants(config):
+    for variant in config.variants or [Variant(label="dynakv")]:
         after = None
-        for name, arguments in settings:
-            name = f"{variant.label}-{name}"
-            found.append(
-                Point(variant=variant.label, name=name, arguments=[*variant.arguments, *arguments], after=after)
-            )
+        for setting, rate in settings:
+            name = f"{variant.label}-{setting}"
+            arguments = ["--config", config.train, *variant.arguments, *rate, *_start_arguments(after, output)]
+            found.append(Point(variant=variant.label, name=name, arguments=arguments, run=_run_of(name, arguments)))
             after = name if config.staged else None
+    _check(config, found)
     return found
+
+
+def _start_arguments(after: str | None, output: Path) -> list[str]:
+    """What a point starts from, the calibration or the point `after`; the other way is put out, whatever the training run's
+    file says."""
+    if after is None:
+        return ["--calibration.bases", str(output / BASES), "--initial_checkpoint", "null"]
+    return ["--calibration.bases", "null", "--initial_checkpoint", str(output / POINTS / after / CHECKPOINT)]
+
+
+def _run_of(name: str, arguments: list[str]) -> TrainConfig:
+    try:
+        run, _ = parse_config(TrainConfig, arguments, description=__doc__)
+    except UserError as error:
+        raise UserError(f"the run `{name}` of the sweep: {error}") from error
+    return run
+
+
+def _check(config: SweepConfig, runs: list[Point]) -> None:
+    """Raise :class:`UserError` where a sweep cannot have one of its runs."""
+
+    def variants(condition: Callable[[TrainConfig], bool]) -> str:
+        return ", ".join(dict.fromkeys(point.variant for point in runs if condition(point.run)))
+
+    exact = variants(lambda run: run.compressor.prefill == "exact")
+    require(
+        config.prefix > 0 or not exact,
+        "prefix",
+        config.prefix,
+        f"above 0 with exact prompts ({exact}): in one pass nothing they compress is ever read",
+    )
+    planned = variants(lambda run: run.compressor.has_plan)
+    require(
+        not (config.staged and planned),
+        "staged",
+        config.staged,
+        "false with plans of bits: a run that trains on from another keeps its bits, and so its rate",
+    )
+    require(
+        not (config.alphas and planned),
+        "alphas",
+        config.alphas,
+        f"left out where a plan of bits is learned ({planned}), which has a target and no price, or its arguments must say "
+        f"`--compressor.rank_policy, {GATE}`",
+    )
+    for point in runs:
+        trainable = point.run.trainable
+        require(
+            trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
+        )
 
 
 def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
@@ -138,13 +199,8 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     Raises:
         UserError: a run failed, or `output` holds a sweep of other settings.
     """
-    recipe = read_yaml(config.train)
-    needs = {
-        "gradients": starts_from_gradients(config, recipe),
-        "read": has_plans(config, recipe),
-    }  # of the calibration
-    _check_recipe(config, recipe, has_plan=needs["read"])
-    source = expand(recipe["model"])
+    recipe, runs = read_yaml(config.train), points(config, output)
+    source = runs[0].run.model
     name, tokenizer = name_of(source), load_tokenizer(source)
     texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
     device = device_of(config.device)
@@ -152,7 +208,7 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     model = load_model(source, dtype=config.dtype, device="cpu")
     check_length(model, config.block_length, "block_length")
     with _moved(model, device):
-        bases = _calibrate_once(config, source, needs, model, tokenizer, output)
+        bases = _calibrate_once(config, runs, model, tokenizer, output)
     ids = {label: each.ids_NT for label, each in texts.items()}
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, ids, device)
@@ -162,18 +218,15 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
 
     def measure(name: str, method: Method) -> None:
         *_, found = measured(model, [method], ids, cells, reading, setting=setting, record=record)
-        record["rows"] += [
-            row_of(label, text, {text: [cell.score for cell in each]}, texts) for (text, label), each in found.items()
-        ]
+        record["rows"] += rows_of_cells(found, texts)
         record["summary"]["measured_by"][name] = measured_by(cell for each in found.values() for cell in each)
 
     with _moved(model, device):
         measure(FULL, uncompressed(model))
-    for point in points(config):
+    for point in runs:
         directory = output / POINTS / point.name
-        arguments = ["--config", config.train, *point.arguments, *start_arguments(point, output)]
-        _check_same(directory / POINT, {"recipe": recipe, "arguments": arguments})
-        checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *arguments])
+        _check_same(directory / POINT, {"recipe": recipe, "arguments": point.arguments})
+        checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *point.arguments])
         with _moved(model, device):
             measure(point.name, learned(MethodConfig(checkpoint=str(checkpoint), label=point.variant), model))
         record["inputs"].append(path_input("checkpoint", checkpoint) | {"name": point.name})
@@ -181,53 +234,32 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
     return record
 
 
-def _check_recipe(config: SweepConfig, recipe: dict[str, Any], *, has_plan: bool) -> None:
-    """Raise :class:`UserError` where the training run cannot be swept."""
-    require(
-        isinstance(recipe.get("model"), str), "model", recipe.get("model"), f"a hub id or directory in {config.train}"
-    )
-    exact = [variant.label for variant in _variants(config) if _reads_exactly(config, recipe, variant)]
-    require(
-        config.prefix > 0 or not exact,
-        "prefix",
-        config.prefix,
-        f"above 0 with exact prompts ({', '.join(exact)}): in one pass nothing they compress is ever read",
-    )
-    require(
-        not (config.staged and has_plan),
-        "staged",
-        config.staged,
-        "false with plans of bits: a run that trains on from another keeps its bits, and so its rate",
-    )
-    for variant in _variants(config):
-        trainable = _given(variant.arguments, "--trainable", recipe.get("trainable", COMPRESSOR))
-        require(
-            trainable == COMPRESSOR, "trainable", trainable, f"{COMPRESSOR} in a sweep, whose points share a backbone"
-        )
-
-
 def _calibrate_once(
     config: SweepConfig,
-    source: str,
-    needs: dict[str, bool],
+    runs: list[Point],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     output: Path,
 ) -> Path:
-    """The directory of the calibration that all points start from, made where it is not there yet.
-
-    Args:
-        source: hub id or directory of the model.
-        needs: what it must have, as :meth:`Calibration.from_text` takes it.
-    """
+    """The directory of the calibration that all points start from, made where it is not there yet."""
+    needs = needs_of(runs)
     asked = {key: True for key, needed in needs.items() if needed}
-    of_model = {"model": source, "weights": weights_input(model)["sha256"]}
+    of_model = {"model": runs[0].run.model, "weights": weights_input(model)["sha256"]}
     _check_same(output / CALIBRATION, of_model | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
         calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)
-        calibration.save(bases, model=name_of(source), **config.calibration.record())
+        calibration.save(bases, model=name_of(runs[0].run.model), **config.calibration.record())
     return bases
+
+
+def needs_of(runs: list[Point]) -> dict[str, bool]:
+    """What the calibration must have for some of the runs, as :meth:`Calibration.from_text` takes it."""
+    configs = [point.run for point in runs]
+    return {
+        "gradients": any(run.starts_from_gradients and not run.compressor.has_plan for run in configs),
+        "read": any(run.compressor.has_plan for run in configs),
+    }
 
 
 @contextlib.contextmanager
@@ -238,91 +270,6 @@ def _moved(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
         yield
     finally:
         model.to("cpu")
-
-
-def starts_from_gradients(config: SweepConfig, recipe: dict[str, Any]) -> bool:
-    """Whether some of its runs do, so that the calibration must have the loss's gradients.
-
-    Args:
-        config: of the sweep.
-        recipe: what `config.train` holds.
-
-    Raises:
-        UserError: such a run would have a price and no target.
-    """
-
-    def setting(variant: Variant, part: str, key: str) -> str | None:
-        return _setting(config, recipe, variant, part, key)
-
-    gated = [variant for variant in _variants(config) if not _has_plan(config, recipe, variant)]
-    starts = {variant.label: setting(variant, "calibration", "start") for variant in gated}
-    asked = [label for label, start in starts.items() if start == GRADIENT]
-    if asked and config.alphas:
-        raise UserError(
-            f"`alphas` is {config.alphas}, but {', '.join(asked)} starts from gradients, which needs a target: leave "
-            f"`alphas` out, or add `{START}, {PCA}` to its arguments"
-        )
-    shared = [v.label for v in gated if setting(v, "compressor", "rank_policy") in (NESTED, SOFT_THRESHOLD)]
-    if shared and config.alphas:
-        raise UserError(
-            f"`alphas` is {config.alphas}, but {', '.join(shared)} has one rank for all tokens, which needs a target: "
-            f"leave `alphas` out, or take it from `variants`"
-        )
-    # Training starts so of its own accord where it can.
-    free = [variant for variant in gated if starts[variant.label] is None and config.targets]
-    can = [all(setting(v, "compressor", key) not in refused for key, refused in STARTS_FROM_PCA.items()) for v in free]
-    return bool(asked) or any(can)
-
-
-def has_plans(config: SweepConfig, recipe: dict[str, Any]) -> bool:
-    """Whether some of its runs learn plans of bits, so that the calibration must say what is read of a cache."""
-    planned = [variant.label for variant in _variants(config) if _has_plan(config, recipe, variant)]
-    if planned and config.alphas:
-        raise UserError(
-            f"`alphas` is {config.alphas}, but {', '.join(planned)} learns a plan of bits, which has a target and no price: "
-            f"leave `alphas` out, or add `--compressor.rank_policy, {GATE}` to its arguments"
-        )
-    return bool(planned)
-
-
-def _has_plan(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
-    return (_setting(config, recipe, variant, "compressor", "rank_policy") or LEARNED_BY_DEFAULT) == PLAN
-
-
-def _reads_exactly(config: SweepConfig, recipe: dict[str, Any], variant: Variant) -> bool:
-    prefill = _setting(config, recipe, variant, "compressor", "prefill")
-    return prefill == "exact" or (prefill is None and _has_plan(config, recipe, variant))
-
-
-def _setting(config: SweepConfig, recipe: dict[str, Any], variant: Variant, part: str, key: str) -> str | None:
-    """What a variant's runs say in a key of a section; None where nothing does."""
-    values = recipe.get(part) or {}
-    if not isinstance(values, dict):
-        raise UserError(f"`{part}` must be a section with keys, got {values!r} in {config.train}")
-    value = _given(variant.arguments, f"--{part}.{key}", values.get(key))
-    return None if value in ("null", "none") else value
-
-
-def _given(arguments: list[str], flag: str, default: str | None) -> str | None:
-    """The last value that command-line arguments give a flag, as ``--flag value`` or ``--flag=value``."""
-    for place in reversed(range(len(arguments))):
-        name, equals, value = arguments[place].partition("=")
-        if name == flag:
-            if not equals and place + 1 == len(arguments):
-                raise UserError(f"`arguments` ends with `{flag}`, which needs a value")
-            return value if equals else arguments[place + 1]
-    return default
-
-
-def _variants(config: SweepConfig) -> list[Variant]:
-    return config.variants or [Variant(label="dynakv")]
-
-
-def start_arguments(point: Point, output: Path) -> list[str]:
-    """What a point starts from; the other way is put out, whatever the training run's file says."""
-    if point.after is None:
-        return ["--calibration.bases", str(output / BASES), "--initial_checkpoint", "null"]
-    return ["--calibration.bases", "null", "--initial_checkpoint", str(output / POINTS / point.after / CHECKPOINT)]
 
 
 def _train(directory: Path, command: list[str]) -> Path:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed o
 
 import dynakv
 from dynakv.checkpoint import read_config
-from evaluation.demo_page import continuation, page, picture
+from evaluation.page.demo import continuation, demo_page
 from lowrank_kv.hf.loading import DTYPES, load_model, load_tokenizer
 from lowrank_kv.utils import cli, paths, run_record
 from lowrank_kv.utils.atomic_write import write_text
@@ -48,16 +48,13 @@ def main(argv: list[str]) -> None:
         f"lowrank-kv inspect {arguments.checkpoint}",
         "lowrank-kv train --config configs/smollm2-demo.yaml --output runs/mine --dataset.name YOUR_TEXT.jsonl",
     ]
-    pictures = picture(record)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "picture.svg").write_bytes(pictures[".svg"])
-    prompt = tokenizer.decode(ids_1T[0])
-    write_text(arguments.output / "index.html", page(record, pictures, prompt, [full, ours], commands))
+    path, prompt = arguments.output / "index.html", tokenizer.decode(ids_1T[0])
+    write_text(path, demo_page(record, prompt, [full, ours], commands))
     for each in (full, ours):
         print(
             f"\n{each.label}, {each.nbytes:,} bytes ({each.nbytes / full.nbytes:.1%}):\n  {' '.join(each.text.split())}"
         )
-    print(f"\npicture: {arguments.output / 'picture.svg'}\npage:    {arguments.output / 'index.html'}\n\nnext:")
+    print(f"\npage: {path}\n\nnext:")
     print("\n".join(f"  {command}" for command in commands))
 
 

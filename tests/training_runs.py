@@ -10,9 +10,9 @@ import yaml
 from ready_python import program as python
 from safetensors.torch import load_file
 
+from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.config import build
-from training.config import TrainConfig
 from training.loop import train
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,9 @@ Every key of the YAML file can be given on the command line as ``--section.key v
 `lowrank-kv generate`, `compare` and `inspect` read.
 """
 
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import parse_config
 
-from .config import TrainConfig
 from .engine import end_process, is_first_process
 from .loop import train
 from .memory_plan import report

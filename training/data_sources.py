@@ -4,14 +4,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from dynakv.dataset_config import DOCUMENTS, DatasetConfig
+from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
 
-from .config import TrainConfig
 from .data import Batch, TrainingBlocks
-from .dataset_config import DOCUMENTS, DatasetConfig
 
 
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:

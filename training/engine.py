@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.compressor import LayerCompressor
+from dynakv.training_config import FULL, TrainConfig
 from lowrank_kv.hf.loading import shard_while_loading
 from lowrank_kv.utils.build_locks import await_builds, torch_folders
 from lowrank_kv.utils.errors import UserError
-
-from .config import FULL, TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

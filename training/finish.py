@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.config import NESTED, SOFT_THRESHOLD
+from dynakv.training_config import COMPRESSOR, TrainConfig
 
 from .checkpoint_averaging import load_mean
 from .class_shares import has_classes, measure_class_shares
-from .config import COMPRESSOR, TrainConfig
 from .data import Batch, TrainingBlocks
 from .data_sources import labels_of
 from .engine import Engine

@@ -11,13 +11,13 @@ import dynakv
 from dynakv.checkpoint import read_config
 from dynakv.initialization import Moments
 from dynakv.measured_rates import measured_rates
+from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.config import require
 
-from .config import TrainConfig
 from .data import TrainingBlocks
 from .data_sources import warn_of_heldout_text
 from .distillation import uncompressed

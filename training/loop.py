@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.config import SOFT_THRESHOLD
+from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
@@ -21,7 +22,6 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.flops import matmul_flops
 from lowrank_kv.utils.run_lock import run_lock
 
-from .config import TrainConfig
 from .data import Batch, TrainingBlocks
 from .data_sources import heldout_blocks, labels_of, training_stream
 from .divergence_guard import DivergenceGuard, GradientNorms

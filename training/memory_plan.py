@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 import dynakv
+from dynakv.training_config import COMPRESSOR, FULL, TrainConfig
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import load_shape
 from lowrank_kv.utils.config import require
 
-from .config import COMPRESSOR, FULL, TrainConfig
 from .optimizer import build_optimizer
 
 GB = 1e9

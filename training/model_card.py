@@ -6,11 +6,10 @@ from typing import Any
 
 import yaml
 
+from dynakv.training_config import FULL, TrainConfig
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import is_hub_id
-
-from .config import FULL, TrainConfig
 
 CARD = "README.md"
 _TAGS = ["lowrank-kv", "dynakv", "kv-cache", "compression"]

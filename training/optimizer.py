@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dynakv
+from dynakv.training_config import FULL, LORA, LoraConfig, TrainConfig
 from lowrank_kv.hf.geometry import attention_projections
 from lowrank_kv.utils.errors import UserError
 
-from .config import FULL, LORA, LoraConfig, TrainConfig
 from .engine import Engine
 
 

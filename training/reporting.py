@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from dynakv.objective import RetainRates
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.atomic_write import append_line, write_text
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.disk_errors import writing
 from lowrank_kv.utils.peak_memory import peak_memory
 from lowrank_kv.utils.progress import progress_bar
 
-from .config import TrainConfig
 from .inspection import Inspection
 
 HEAT_MAP_EVERY = 20

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from dynakv.objective import RateController
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 
-from .config import TrainConfig
 from .data import TrainingBlocks
 from .divergence_guard import DivergenceGuard
 from .engine import Engine

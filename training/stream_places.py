@@ -2,11 +2,11 @@
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from dynakv.dataset_config import DOCUMENTS
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.errors import UserError
 
-from .config import TrainConfig
 from .data import Batch, Place
-from .dataset_config import DOCUMENTS
 from .engine import Engine
 
 

@@ -26,8 +26,12 @@ MOST_LINES = 6  # of a figure of allocations
 BUDGETS = (0.3, 0.2, 0.1, 0.06)
 
 
-def page(records: Sequence[Mapping[str, Any]]) -> str:
+def page(records: Sequence[Mapping[str, Any]], *, template: str = "report.html.jinja", **more: Any) -> str:
     """The HTML of one or several records.
+
+    Args:
+        template: the report's, or one beside it that extends it.
+        more: what such a template shows; `title` takes the place of the report's.
 
     Raises:
         UserError: none of them has anything that the page shows, or they measured what cannot stand side by side.
@@ -42,14 +46,15 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         )
     newest = max(records, key=lambda record: record["run_id"])
     anatomies = [record["summary"]["anatomy"] for record in records if "anatomy" in record["summary"]]
-    return _template().render(
-        title=f"KV caches of {(newest['config'] or {}).get('model', 'a model')}",
-        runs=[_run(record) for record in records],
+    values = {
+        "title": f"KV caches of {(newest['config'] or {}).get('model', 'a model')}",
+        "runs": [_run(record) for record in records],
         **(_comparison(points) if points else {}),
-        anatomy=_anatomy(anatomies[-1], _colours(points)) if anatomies else None,
-        tasks=tasks,
-        hypotheses=[_hypothesis(record) for record in verdicts],
-    )
+        "anatomy": _anatomy(anatomies[-1], _colours(points)) if anatomies else None,
+        "tasks": tasks,
+        "hypotheses": [_hypothesis(record) for record in verdicts],
+    }
+    return _templates().get_template(template).render(values | more)
 
 
 def _check_alike(records: Sequence[Mapping[str, Any]]) -> None:
@@ -247,8 +252,6 @@ def _hypothesis(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def _templates() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined).get_template(
-        "report.html.jinja"
-    )
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined)

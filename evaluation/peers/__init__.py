@@ -13,7 +13,7 @@ from .kivi import GROUP, KIVI, kivi_maker
 from .kq_svd import kq_svd_maker
 from .kvtc import kvtc_maker
 from .palu import GROUPED_HEADS, palu_maker
-from .peer import CALIBRATION, EVICTION, LOW_RANK, QUANTIZATION, READ, WEIGHTS, MakeCache, Peer, TextLength
+from .peer import CALIBRATION, EVICTION, LOW_RANK, QUANTIZATION, READ, Peer, TextLength
 from .puzzle_kv import puzzle_maker
 from .quantized_cache import QUANTIZED, quantized_maker
 from .rotated import ROTATED, rotated_maker
@@ -21,7 +21,7 @@ from .snapkv import snapkv_maker
 from .streaming_llm import streaming_maker
 from .think import think_maker
 
-__all__ = ["PEERS", "MakeCache", "Peer", "TextLength", "peer"]
+__all__ = ["PEERS", "TextLength"]
 
 
 def _rotated(name: str) -> Peer:
@@ -67,7 +67,7 @@ def _palu(what: str, simplified: str, *, prefill: str = "reconstructed", **setti
         simplified=f"{simplified}ranks in multiples of 4 for each group, by an estimate of the Fisher information",
         family=LOW_RANK,
         build=functools.partial(palu_maker, prefill=prefill, **settings),
-        needs=frozenset({CALIBRATION, READ, WEIGHTS}),
+        needs=frozenset({CALIBRATION, READ}),
         reads_exactly=prefill == "exact",
     )
 
@@ -101,7 +101,7 @@ PEERS: dict[str, Peer] = {
         simplified="ranks by water-filling; first 4 and latest 16 tokens whole",
         family=LOW_RANK,
         build=kq_svd_maker,
-        needs=frozenset({CALIBRATION, WEIGHTS}),
+        needs=frozenset({CALIBRATION}),
     ),
     "eigen-attention": Peer(
         what="a basis of each head's keys before rotation, rotated as they are rebuilt, and one of its values",

@@ -17,15 +17,13 @@ from ojakv.byte_budget import planned_layers
 
 MakeCache = Callable[[], Cache]
 
-# Kinds of peers.
+# Families of peers.
 QUANTIZATION, LOW_RANK, EVICTION = "quantization", "low rank", "fewer tokens or channels"
-FAMILIES = (QUANTIZATION, LOW_RANK, EVICTION)
 
-# What a peer may need besides the model's shape.
+# What a peer may need besides the model.
 CALIBRATION = "calibration"  # second moments of the model's states
 READ = "read moments"  # what is read of a compressed cache (a calibration with `read_gradients: true`)
-WEIGHTS = "weights"  # of the model
-NEEDS = (CALIBRATION, READ, WEIGHTS)
+NEEDS = (CALIBRATION, READ)
 
 
 class TextLength(NamedTuple):
@@ -56,9 +54,9 @@ class Peer:
         what: what it does, in a few words.
         source: the paper and its section, or the package.
         simplified: what is done otherwise than there.
-        family: one of :data:`FAMILIES`.
+        family: :data:`QUANTIZATION`, :data:`LOW_RANK` or :data:`EVICTION`.
         build: makes the maker of caches.
-        needs: some of :data:`NEEDS`.
+        needs: some of :data:`NEEDS`; none where it takes no calibration.
         shares: the least and the largest share of a token's bytes at which it can hold one; equal where its bytes are fixed
             by its bits, and cannot be asked for.
         reads_exactly: whether a prompt attends to its own exact keys and values, not to what is kept of them.
@@ -105,7 +103,7 @@ class Peer:
         else:
             is_served = share is not None and self.shares[0] < share <= self.shares[1]
             require(is_served, "share", share, f"above {self.shares[0]:g} and at most {self.shares[1]:g}")
-        if self.needs & {CALIBRATION, READ}:
+        if self.needs:
             require(calibration is not None, "calibration", None, "given: this peer's bases come from one")
             calibration = calibration.for_model(model)
         return self.build(model, calibration, share, text)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from .choices import CHOICE_TASKS, choice_items
 from .item import Item
 from .long_decoding import long_items
 from .lookup import lookup_items
-from .matching import BeginsWith, BoxedInteger
-from .registry import BOXED, COUNT, LONG, LOOKUP, NEW_TOKENS, WITH_LENGTH, TaskConfig
+from .registry import BOXED, COUNT, LOOKUP, NEW_TOKENS, WITH_LENGTH, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,6 @@ class Task:
     Attributes:
         label: name in the results.
         query: whether the compression knows the question.
-        metric: what its score is called.
         items: all of them.
         inputs: entries of a record for the files it read.
         together: the row of several tasks that it is a part of; None where there is none.
@@ -38,23 +36,14 @@ class Task:
 
     label: str
     query: str
-    metric: str
     items: Sequence[Item]
     inputs: Sequence[dict[str, Any]]
     together: str | None = None
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Order:
-    """One task to be made, at one length."""
-
-    config: TaskConfig
-    name: str
-    length: int | None
-    file: str | None
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    directory: Path
+    @property
+    def metric(self) -> str:
+        """What its score is called."""
+        return self.items[0].metric_name
 
 
 def tasks_of(
@@ -91,113 +80,46 @@ def _tasks(
             continue
         files = {"task": file, "labels": config.labels if name in CHOICE_TASKS else None}
         files["essay"] = config.essay if name in ruler.NEED_ESSAY else None
-        build = next(builder for names, builder in _BUILDERS if name in names)
         for length in config.length if name in WITH_LENGTH else [None]:
-            order = _Order(
-                config=config,
-                name=name,
-                length=length,
-                file=file,
-                model=model,
-                tokenizer=tokenizer,
-                directory=directory,
-            )
-            metric, items = build(order)
             yield Task(
                 label=config.label_of(name, length),
                 query=config.query_of(name),
-                metric=metric,
-                items=items,
+                items=_items(config, name, length, model, tokenizer, directory),
                 inputs=[path_input(role, path) for role, path in files.items() if path is not None],
                 together=config.together_of(length),
             )
 
 
-def _ruler(order: _Order) -> tuple[str, Sequence[Item]]:
-    config = order.config
-    essay = _sentences(config.essay) if order.name in ruler.NEED_ESSAY else ()
-    task = ruler.ruler_task(order.name, essay=essay, file=order.file)
-    items = ruler.ruler_items(
-        order.name,
-        task if config.max_new_tokens is None else dataclasses.replace(task, max_new_tokens=config.max_new_tokens),
-        order.tokenizer,
-        length=order.length,
-        count=config.items or COUNT,
-        seed=config.seed,
-        chat=config.chat,
+def _items(
+    config: TaskConfig,
+    name: str,
+    length: int | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+) -> Sequence[Item]:
+    """The items of one task, at one length."""
+    file, count, seed, chat = config.file_of(name), config.items, config.seed, config.chat
+    if name in ruler.NAMES:
+        task = ruler.ruler_task(name, essay=_sentences(config.essay) if name in ruler.NEED_ESSAY else (), file=file)
+        if config.max_new_tokens is not None:
+            task = dataclasses.replace(task, max_new_tokens=config.max_new_tokens)
+        return ruler.ruler_items(name, task, tokenizer, length=length, count=count or COUNT, seed=seed, chat=chat)
+    if name in longbench.NAMES:
+        new_tokens = config.max_new_tokens
+        return longbench.longbench_items(
+            name, tokenizer, file, count=count, max_length=length, max_new_tokens=new_tokens, chat=chat
+        )
+    if name in CHOICE_TASKS:
+        return choice_items(name, tokenizer, file, labels=config.labels, shots=config.shots, count=count, seed=seed)
+    if name == LOOKUP:
+        return lookup_items(tokenizer, count=count or COUNT, facts=config.facts, questions=config.questions, seed=seed)
+    if name == BOXED:
+        return boxed_items(tokenizer, file, count=count, max_new_tokens=config.max_new_tokens or NEW_TOKENS, chat=chat)
+    prompts = load_documents(file, subset=None, split="train", text_field="text")["text"][:count]
+    return long_items(
+        model, tokenizer, prompts, directory, length=length, temperature=config.temperature, seed=seed, chat=chat
     )
-    return ruler.metric_of(order.name).name, items
-
-
-def _longbench(order: _Order) -> tuple[str, Sequence[Item]]:
-    items = longbench.longbench_items(
-        order.name,
-        order.tokenizer,
-        order.file,
-        count=order.config.items,
-        max_length=order.length,
-        max_new_tokens=order.config.max_new_tokens,
-        chat=order.config.chat,
-    )
-    return longbench.DATASETS[order.name].metric, items
-
-
-def _choices(order: _Order) -> tuple[str, Sequence[Item]]:
-    config = order.config
-    items = choice_items(
-        order.name,
-        order.tokenizer,
-        order.file,
-        labels=config.labels,
-        shots=config.shots,
-        count=config.items,
-        seed=config.seed,
-    )
-    return CHOICE_TASKS[order.name].metric, items
-
-
-def _lookup(order: _Order) -> tuple[str, Sequence[Item]]:
-    config = order.config
-    count = config.items or COUNT
-    return BeginsWith.name, lookup_items(
-        order.tokenizer, count=count, facts=config.facts, questions=config.questions, seed=config.seed
-    )
-
-
-def _boxed(order: _Order) -> tuple[str, Sequence[Item]]:
-    config = order.config
-    return BoxedInteger.name, boxed_items(
-        order.tokenizer,
-        order.file,
-        count=config.items,
-        max_new_tokens=config.max_new_tokens or NEW_TOKENS,
-        chat=config.chat,
-    )
-
-
-def _long(order: _Order) -> tuple[str, Sequence[Item]]:
-    config = order.config
-    prompts = load_documents(order.file, subset=None, split="train", text_field="text")["text"][: config.items]
-    return "equal top-1", long_items(
-        order.model,
-        order.tokenizer,
-        prompts,
-        order.directory,
-        length=order.length,
-        temperature=config.temperature,
-        seed=config.seed,
-        chat=config.chat,
-    )
-
-
-_BUILDERS: list[tuple[Sequence[str], Callable[[_Order], tuple[str, Sequence[Item]]]]] = [
-    (ruler.NAMES, _ruler),
-    (longbench.NAMES, _longbench),
-    (tuple(CHOICE_TASKS), _choices),
-    ((LOOKUP,), _lookup),
-    ((BOXED,), _boxed),
-    ((LONG,), _long),
-]
 
 
 def _sentences(path: str) -> tuple[str, ...]:

@@ -74,6 +74,10 @@ class ChoiceItem(Item):
         }
 
     @property
+    def metric_name(self) -> str:
+        return self.metric
+
+    @property
     def num_after(self) -> int:
         return max(map(len, self.questions)) + max(map(len, self.continuations))
 

@@ -59,6 +59,11 @@ class Item(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def metric_name(self) -> str:
+        """What its score is called."""
+
+    @property
+    @abc.abstractmethod
     def num_after(self) -> int:
         """Tokens that a cache may hold after the context: those of the question and of the answer."""
 
@@ -102,6 +107,10 @@ class GenerationItem(Item):
             "max_new_tokens": self.max_new_tokens,
             "metric": self.metric.content(),
         }
+
+    @property
+    def metric_name(self) -> str:
+        return self.metric.name
 
     @property
     def num_after(self) -> int:

@@ -48,6 +48,10 @@ class LongItem(Item):
         return {"context": self.context, "text": self.text, "edges": self.edges}
 
     @property
+    def metric_name(self) -> str:
+        return "equal top-1"
+
+    @property
     def num_after(self) -> int:
         return len(self.text)
 

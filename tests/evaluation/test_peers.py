@@ -9,7 +9,7 @@ from window_scores import score_windows
 
 from evaluation.anatomy.shares import states_of, token_shares
 from evaluation.peers import PEERS, TextLength
-from evaluation.peers.peer import CALIBRATION, NEEDS, READ
+from evaluation.peers.peer import NEEDS
 from evaluation.peers.puzzle_kv import PAGE_TOKENS, puzzle_maker
 from evaluation.peers.quantized_cache import quantized_tensors
 from evaluation.reading import cache_bytes
@@ -148,7 +148,7 @@ def test_what_is_needed_and_served_is_said_and_checked(model, calibration):
     for each in PEERS.values():
         assert all((each.what, each.source, each.simplified))
         assert each.needs <= set(NEEDS)
-        if each.needs & {CALIBRATION, READ}:
+        if each.needs:
             with pytest.raises(UserError, match="`calibration` must be given"):
                 each.maker(model, None, 0.8)
         if not each.is_fixed:

@@ -14,12 +14,12 @@ from window_scores import score_windows
 
 import dynakv
 from evaluation.compare import row_of
-from evaluation.sweep import SweepConfig, Variant, points, start_arguments, starts_from_gradients, sweep
+from evaluation.sweep import SweepConfig, Variant, needs_of, points, sweep
 from evaluation.texts import TextConfig, read_texts
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import run_record
+from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import CalibrationText
 
 
 def by_hand(settings, recipe, checkpoint) -> dict:
@@ -114,81 +114,129 @@ def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):
         assert not (tmp_path / "third/checkpoint").exists()
 
 
-def test_a_sweep_says_when_its_recipe_has_no_model(tmp_path):
-    (tmp_path / "train.yaml").write_text("optimizer:\n  steps: 3\n")
-    texts = [TextConfig(label="t", name="t")]
-    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
-    with pytest.raises(UserError, match="`model` must be a hub id or directory in .*train.yaml; got None"):
+ROOT = Path(__file__).parents[2]
+OUTPUT = Path("out")
+
+
+@pytest.fixture
+def sweep_of(tmp_path):
+    """The configuration of a sweep whose training run has a model, a text and the given sections."""
+
+    def made(recipe=None, **options) -> SweepConfig:
+        path = tmp_path / "train.yaml"
+        path.write_text(yaml.safe_dump({"model": "m", "dataset": {"name": "text.txt"}} | (recipe or {})))
+        return SweepConfig(train=str(path), texts=[TextConfig(label="t", name="t")], **options)
+
+    return made
+
+
+def with_policy(policy: str) -> dict:
+    return {"compressor": {"rank_policy": policy}}
+
+
+def test_a_sweep_says_when_its_recipe_has_no_model(sweep_of, tmp_path):
+    config = sweep_of(with_policy("gate"), targets=[0.5])
+    Path(config.train).write_text("optimizer:\n  steps: 3\n")
+    with pytest.raises(
+        UserError, match="the run `dynakv-target-0.5` of the sweep: `model` is missing from .*train.yaml"
+    ):
         sweep(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_points_of_a_staged_sweep_train_on_from_each_other():
-    texts, calibration = [TextConfig(label="text", name="text.txt")], CalibrationText(name=["text.txt"])
+def test_a_sweep_refuses_a_run_that_could_not_be_trained_before_it_begins(sweep_of, tmp_path):
+    misspelt = Variant(label="other", arguments=["--compressor.decodr", "orthogonal"])
+    config = sweep_of(with_policy("gate"), targets=[0.5], variants=[Variant(label="one"), misspelt])
+    with pytest.raises(UserError, match="the run `other-target-0.5` of the sweep: unknown argument .*decodr"):
+        sweep(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("sweep-*.yaml")), ids=lambda path: path.stem)
+def test_every_run_of_our_sweeps_could_be_trained(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LOWRANK_KV_HOME", "home")
+    config, _ = parse_config(SweepConfig, ["--config", str(path)], description="")
+    names = [point.name for point in points(config, OUTPUT)]
+    assert len(set(names)) == max(1, len(config.variants)) * len(config.targets)
+
+
+def test_points_of_a_staged_sweep_train_on_from_each_other(sweep_of):
+    def starts(config) -> list[tuple[str, str | None, str | None]]:
+        runs = points(config, OUTPUT)
+        return [(each.name, each.run.calibration.bases, each.run.initial_checkpoint) for each in runs]
+
     recipes = [Variant(label="exact"), Variant(label="other", arguments=["--compressor.decoder", "decoupled"])]
-    config = SweepConfig(
-        train="x.yaml",
-        targets=[0.5, 0.3],
-        alphas=[4],
-        staged=True,
-        variants=recipes,
-        texts=texts,
-        calibration=calibration,
-    )
-    assert [(point.name, point.after) for point in points(config)] == [
-        ("exact-target-0.5", None),
-        ("exact-target-0.3", "exact-target-0.5"),
-        ("exact-alpha-4", "exact-target-0.3"),
-        ("other-target-0.5", None),
-        ("other-target-0.3", "other-target-0.5"),
-        ("other-alpha-4", "other-target-0.3"),
-    ]
-    assert all(point.after is None for point in points(dataclasses.replace(config, staged=False)))
     # Whatever the run's own file says, a point starts from one of the two.
-    begun, gone_on = (start_arguments(point, Path("out")) for point in points(config)[:2])
-    assert begun == ["--calibration.bases", "out/bases", "--initial_checkpoint", "null"]
-    checkpoint = "out/points/exact-target-0.5/checkpoint"
-    assert gone_on == ["--calibration.bases", "null", "--initial_checkpoint", checkpoint]
+    recipe = with_policy("gate") | {"calibration": {"bases": "mine"}, "initial_checkpoint": "earlier"}
+    config = sweep_of(recipe, targets=[0.5, 0.3], alphas=[4], staged=True, variants=recipes)
+    assert starts(config) == [
+        ("exact-target-0.5", "out/bases", None),
+        ("exact-target-0.3", None, "out/points/exact-target-0.5/checkpoint"),
+        ("exact-alpha-4", None, "out/points/exact-target-0.3/checkpoint"),
+        ("other-target-0.5", "out/bases", None),
+        ("other-target-0.3", None, "out/points/other-target-0.5/checkpoint"),
+        ("other-alpha-4", None, "out/points/other-target-0.3/checkpoint"),
+    ]
+    assert all(each[1:] == ("out/bases", None) for each in starts(dataclasses.replace(config, staged=False)))
 
 
-def test_a_sweep_knows_which_recipes_start_from_gradients():
-    def starts(recipe=None, **options):
-        config = SweepConfig(train="train.yaml", texts=[TextConfig(label="t", name="t")], **options)
-        return starts_from_gradients(config, {"model": "m", "compressor": {"rank_policy": "gate"}} | (recipe or {}))
+def test_a_sweep_knows_what_its_calibration_must_have(sweep_of):
+    def needs(recipe=None, **options) -> list[str]:
+        found = needs_of(points(sweep_of(with_policy("gate") | (recipe or {}), prefix=64, **options), OUTPUT))
+        return [key for key, needed in found.items() if needed]
 
     plain = Variant(label="plain")
     weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
     unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
+    gated = Variant(label="gated", arguments=["--compressor.rank_policy", "gate"])
     orthogonal = Variant(label="orthogonal", arguments=["--compressor.decoder", "orthogonal"])
-    # Where nothing is said, runs that have a target and can.
-    assert starts(targets=[0.5])
-    assert not starts(alphas=[4.0])
-    assert not starts(targets=[0.5], variants=[orthogonal, unweighted])
-    assert starts(targets=[0.5], variants=[unweighted, weighted])
-    with pytest.raises(UserError, match="`alphas` is .4.0., but weighted starts from gradients"):
-        starts(alphas=[4.0], variants=[plain, weighted])
+    # Where nothing is said, runs that have a target and can start from gradients.
+    assert needs(targets=[0.5]) == ["gradients"]
+    assert needs(alphas=[4.0]) == []
+    assert needs(targets=[0.5], variants=[orthogonal, unweighted]) == []
+    assert needs(targets=[0.5], variants=[unweighted, weighted]) == ["gradients"]
     nested = Variant(label="nested", arguments=["--compressor.rank_policy", "nested"])
-    with pytest.raises(UserError, match="`alphas` is .4.0., but nested has one rank for all tokens"):
-        starts(alphas=[4.0], variants=[plain, nested])
-    assert not starts({"compressor": {"rank_policy": "nested"}}, targets=[0.5])
+    for variant, why in ((weighted, "`calibration.start` is gradient"), (nested, "`compressor.rank_policy` is nested")):
+        named = f"the run `{variant.label}-alpha-4` of the sweep: `rate.target_retain_rate` must be given where {why}"
+        with pytest.raises(UserError, match=named):
+            needs(alphas=[4.0], variants=[plain, variant])
+    assert needs(with_policy("nested"), targets=[0.5]) == []
     weighs = {"calibration": {"start": "gradient"}}
-    assert starts(weighs, targets=[0.5])
-    assert not starts({"compressor": {"rank_policy": "plan"}}, targets=[0.5])
-    assert not starts(weighs, alphas=[4.0], variants=[unweighted])
+    assert needs(weighs, targets=[0.5]) == ["gradients"]
+    assert needs(with_policy("plan"), targets=[0.5]) == ["read"]
+    assert needs(with_policy("plan"), targets=[0.5], variants=[plain, gated]) == ["gradients", "read"]
+    assert needs(weighs, alphas=[4.0], variants=[unweighted]) == []
+
+
+@pytest.mark.parametrize("flag", ["--compressor.rank_policy", "--compressor.rank-policy"])
+def test_arguments_of_a_variant_are_read_as_training_reads_them(sweep_of, flag):
+    plan = sweep_of(with_policy("plan"), alphas=[4.0], prefix=64)
+    with pytest.raises(UserError, match="`alphas` must be left out where a plan of bits is learned .dynakv.*got .4.0."):
+        points(plan, OUTPUT)
+    gated = dataclasses.replace(plan, variants=[Variant(label="gated", arguments=[flag, "gate"])])
+    [point] = points(gated, OUTPUT)
+    assert point.run.compressor.rank_policy == "gate"
+    nested = sweep_of(
+        with_policy("gate"), targets=[0.5], variants=[Variant(label="nested", arguments=[flag, "nested"])]
+    )
+    assert not any(needs_of(points(nested, OUTPUT)).values())
 
 
 @pytest.mark.parametrize("compressor", [{"rank_policy": "gate", "prefill": "exact"}, {"rank_policy": "plan"}, {}])
-def test_exact_prompts_are_not_scored_in_one_pass(compressor, tmp_path):
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"model": "m", "compressor": compressor}))
-    texts = [TextConfig(label="t", name="t")]
-    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5])
+def test_exact_prompts_are_not_scored_in_one_pass(sweep_of, compressor):
+    config = sweep_of({"compressor": compressor}, targets=[0.5])
     with pytest.raises(UserError, match="`prefix` must be above 0 with exact prompts"):
-        sweep(config, tmp_path / "out")
+        points(config, OUTPUT)
 
 
-def test_plans_of_bits_are_not_staged(tmp_path):
-    (tmp_path / "train.yaml").write_text("model: m\n")
-    texts = [TextConfig(label="t", name="t")]
-    config = SweepConfig(train=str(tmp_path / "train.yaml"), texts=texts, targets=[0.5, 0.3], staged=True, prefix=64)
+def test_plans_of_bits_are_not_staged(sweep_of):
+    config = sweep_of(targets=[0.5, 0.3], staged=True, prefix=64)
     with pytest.raises(UserError, match="`staged` must be false with plans of bits"):
-        sweep(config, tmp_path / "out")
+        points(config, OUTPUT)
+
+
+def test_a_backbone_is_not_trained_in_a_sweep(sweep_of):
+    config = sweep_of(with_policy("gate") | {"trainable": "lora"}, targets=[0.5])
+    with pytest.raises(UserError, match="`trainable` must be compressor in a sweep"):
+        points(config, OUTPUT)

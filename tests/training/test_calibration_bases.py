@@ -3,12 +3,12 @@
 import pytest
 from training_runs import train_here
 
+from dynakv.dataset_config import DatasetConfig
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 from training.data_sources import warn_of_heldout_text
-from training.dataset_config import DatasetConfig
 
 
 @pytest.mark.parametrize(

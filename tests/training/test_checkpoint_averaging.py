@@ -9,9 +9,9 @@ from training_runs import assert_is_mean, merged, summary, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynakv
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.data_sources import heldout_blocks
 from training.validation import measure
 

@@ -11,6 +11,7 @@ from training_runs import merged, rows, train_here
 import dynakv
 from dynakv.gate import Gate
 from dynakv.objective import RateRecorder, RetainRates
+from dynakv.training_config import TrainConfig
 from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.pca import pca_basis
 from lowrank_kv.calibration.calibration import Calibration
@@ -21,7 +22,6 @@ from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.initialization import DEFAULT_PRICE
 
 SIDES = ("key", "value")

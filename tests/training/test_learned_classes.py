@@ -11,9 +11,9 @@ from training_runs import EXACT, PLANNED, merged, summary, train_here
 
 import dynakv
 from dynakv.objective import RateRecorder, objective
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits
 

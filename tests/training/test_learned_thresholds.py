@@ -9,10 +9,10 @@ import yaml
 from training_runs import STILL, losses, merged, rows, summary, train_here
 
 import dynakv
+from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.data_sources import heldout_blocks
 from training.validation import measure
 

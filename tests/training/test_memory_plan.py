@@ -8,10 +8,10 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 import dynakv
+from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.loading import recompute_activations
 from lowrank_kv.utils.config import build, read_yaml
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.memory_plan import GB, advised, plans, report, size_of_run, table
 from training.optimizer import build_optimizer
 

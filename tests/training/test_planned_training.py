@@ -11,12 +11,12 @@ from training_runs import EXACT, PLANNED, STILL, losses, merged, summary, train_
 import dynakv
 from dynakv.checkpoint import load_compressors
 from dynakv.measured_rates import measured_rates
+from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.bit_plans import coded_bases
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli.planned_cache import dynakv_nbytes
 from lowrank_kv_cli.saved import describe
-from training.config import TrainConfig
 from training.data import Batch
 from training.distillation import summed_kl, teacher_logits
 from training.inspection import inspect

@@ -341,8 +341,8 @@ def test_matryoshka_is_a_preset_of_the_same_loop_and_reports_itself(here, four_s
     ],
 )
 def test_mistakes_are_named_before_anything_runs(four_steps, tmp_path, arguments, message):
+    from dynakv.training_config import TrainConfig
     from lowrank_kv.utils.config import parse_config
-    from training.config import TrainConfig
     from training.loop import train
 
     with pytest.raises(UserError) as caught:

@@ -13,9 +13,9 @@ import yaml
 from ready_python import program
 from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
 
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.initialization import DEFAULT_PRICE
 from training.resumable_state import check_same_run, saved_states, step_directory
 

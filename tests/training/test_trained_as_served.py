@@ -12,6 +12,7 @@ from training_runs import merged, rows, summary, train_here
 import dynakv
 import training.loop as loop
 from dynakv.measured_rates import measured_rates
+from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.gradient_moments import gradient_moments, probes_of
 from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.exact_tokens import ExactTokens
@@ -19,7 +20,6 @@ from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
-from training.config import TrainConfig
 from training.data_sources import heldout_blocks
 from training.distillation import uncompressed
 from training.measure_command import main as measure_command

@@ -11,9 +11,9 @@ from ready_python import program
 from training_runs import merged, train_here
 from transformers import AutoTokenizer
 
+from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import build
 from training import data_sources, engine
-from training.config import TrainConfig
 from training.schedule import learning_rate_factor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/single.yaml")

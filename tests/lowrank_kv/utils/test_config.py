@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dynakv.training_config import DatasetConfig, OptimizerConfig, RateConfig, TrainConfig
 from evaluation.compare import CompareConfig
 from evaluation.sweep import SweepConfig, Variant
 from lowrank_kv.eviction import Eviction
@@ -13,7 +14,6 @@ from lowrank_kv.utils.config import build, configuration, option, parse_config, 
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import expand
 from lowrank_kv.utils.text_data import CalibrationText
-from training.config import DatasetConfig, OptimizerConfig, RateConfig, TrainConfig
 
 ROOT = Path(__file__).parents[3]
 

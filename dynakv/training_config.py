@@ -3,9 +3,8 @@
 import dataclasses
 
 from dynakv.config import GRADIENT, LEARNED_BY_DEFAULT, PCA, STARTS, DynaKVConfig
+from dynakv.dataset_config import DatasetConfig
 from lowrank_kv.utils.config import configuration, option, require, section, within
-
-from .dataset_config import DatasetConfig
 
 PLANNED_RATE = 0.1
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
