@@ -1,4 +1,4 @@
-"""Learned (DynaKV) and online (OjaKV) low-rank compression of a language model's key-value cache."""
+"""Compress the key-value cache of language models: plans of bits, learned (DynaKV) and online (OjaKV) low rank."""
 
 import argparse
 import importlib
@@ -40,12 +40,14 @@ COMMANDS = {
 EPILOG = """\
 first steps, without training (TEXT.jsonl has a document a line, under the key `text`):
 
-    lowrank-kv calibrate --model MODEL --name TEXT.jsonl --read_gradients true --output bases/mine
-    lowrank-kv generate --model MODEL --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+    lowrank-kv calibrate --model MODEL --dtype bfloat16 --name TEXT.jsonl --tokens 61440 --read_gradients true \\
+        --output bases/mine
+    lowrank-kv generate --model MODEL --dtype bfloat16 --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
 
 and with it:
 
-    lowrank-kv train --model MODEL --dataset.name TEXT.jsonl --calibration.bases bases/mine --output runs/mine
+    lowrank-kv train --model MODEL --dtype bfloat16 --dataset.name TEXT.jsonl --calibration.bases bases/mine \\
+        --output runs/mine
     lowrank-kv compare --config compare.yaml --output runs/comparison  # `lowrank-kv compare --help` shows a compare.yaml
 
 `lowrank-kv COMMAND --help` describes a command. `python -m lowrank_kv_cli` is the same program, for launchers:
