@@ -54,6 +54,10 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
             ("--prompt", "x", "--device", "cuda:99"),
             "`device` must be one that torch can use here, such as cpu; got 'cuda:99'",
         ),
+        (
+            ("--prompt", "x", "--device", "meta"),
+            "`device` must be one that torch can use here, such as cpu; got 'meta', which has shapes and no numbers",
+        ),
         (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
         (
             ("--prompt", "x", "--evict", "0"),
