@@ -1,5 +1,7 @@
 """The keys of a training run that say what text it reads."""
 
+import math
+
 from lowrank_kv.utils.config import configuration, option, require
 
 BLOCKS, DOCUMENTS = DIVISIONS = ("blocks", "documents")
@@ -59,7 +61,8 @@ class DatasetConfig:
                 require(len(values) in (1, len(self.name)), key, values, "one for all or one for each name")
         if self.weights is not None:
             require(len(self.weights) == len(self.name), "weights", self.weights, "one number for each name")
-            require(min(self.weights) > 0, "weights", self.weights, "positive numbers")
+            is_drawn_by = min(self.weights) > 0 and math.isfinite(sum(self.weights))
+            require(is_drawn_by, "weights", self.weights, "positive numbers, of a finite sum")
         require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
         require(self.workers >= 0, "workers", self.workers, "zero or positive")
         require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")

@@ -129,15 +129,17 @@ class PlannedBits(nn.Module):
         ends = {width: end for width, end in zip(_CODED, _ENDS, strict=True) if width in bits}
         return BitPlan(bits, {width: self.levels[end - 2**width : end].clone() for width, end in ends.items()})
 
+    # Without gradients: a pass that recomputes activations finds the plan made, and must save what the first pass saved.
+    @torch.no_grad()
     def _token_plans(self, plans: tuple[BitPlan, ...]) -> TokenPlans:
         # Copies: a cache keeps to what it was made with.
         gate = ImportanceGate(
-            linear_C=self.linear.detach().clone(),
-            square_C=self.square.detach().clone(),
-            rest_3=self.rest.detach().clone(),
+            linear_C=self.linear.clone(),
+            square_C=self.square.clone(),
+            rest_3=self.rest.clone(),
             leading=int(self.leading),
         )
-        bounds_K = self._rising_bounds(len(plans)).detach().clone()
+        bounds_K = self._rising_bounds(len(plans)).clone()
         return TokenPlans(gate=gate, bounds_K=bounds_K, plans=plans, shares=tuple(self.shares[: len(plans)].tolist()))
 
     def _rising_bounds(self, classes: int) -> Tensor:

@@ -5,6 +5,7 @@ import dataclasses
 from dynakv.config import GRADIENT, LEARNED_BY_DEFAULT, PCA, STARTS, DynaKVConfig
 from dynakv.dataset_config import DatasetConfig
 from lowrank_kv.utils.config import configuration, option, require, section, within
+from lowrank_kv.utils.drawing import check_seed
 
 PLANNED_RATE = 0.1
 COMPRESSOR, LORA, FULL = TRAINABLE = ("compressor", "lora", "full")
@@ -261,7 +262,7 @@ class TrainConfig:
         self._fill_in()
         require(self.keep_checkpoints >= 1, "keep_checkpoints", self.keep_checkpoints, "at least 1")
         self._check_average()
-        require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2³¹")
+        check_seed(self.seed, "seed")
         require(self.log_every >= 1, "log_every", self.log_every, "at least 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1, or null")
         for key in ("checkpoint_every", "heldout_blocks"):

@@ -8,9 +8,11 @@ With `--read_gradients true` it also writes what plans of bits are made from, by
 `--gradients true`, what training of gates can start from.
 """
 
+from pathlib import Path
+
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
-from lowrank_kv.utils.atomic_write import check_replaceable
+from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
@@ -40,8 +42,9 @@ class CalibrateConfig(CalibrationText):
 
 def main(argv: list[str]) -> None:
     config, _ = parse_config(CalibrateConfig, argv, description=__doc__)
+    # Before the model, which may take minutes to load: a wrong place, or a text that is not there, should not.
+    check_directory(Path(config.output).parent)
     check_replaceable(config.output, MOMENTS)
-    # Before the model, which may take minutes to load: a text that is not there should not.
     blocks_NT = config.blocks(load_tokenizer(config.model))
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")

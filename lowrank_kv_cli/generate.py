@@ -20,6 +20,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
+from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import UserError
 
 TEMPERATURE = 0.8
@@ -55,14 +56,15 @@ def main(argv: list[str]) -> None:
                 f"`--{name}` is of sampling: give `--sample`, too, or leave it out for the likeliest tokens"
             )
     temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
-    if not temperature > 0:  # NaN, too
-        raise UserError(f"`--temperature` must be positive, got {temperature}; leave out --sample for greedy")
+    check_temperature(temperature, "--temperature", greedy="leave out `--sample` for the likeliest tokens")
+    seed = arguments.seed or 0
+    check_seed(seed, "--seed")
     model, tokenizer = load(arguments)
     inputs = encode(tokenizer, arguments).to(model.device)
     if not inputs["input_ids"].numel():
         raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
-    torch.manual_seed(arguments.seed or 0)
+    torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if arguments.sample else {"do_sample": False}
     output = model.generate(
         **inputs,

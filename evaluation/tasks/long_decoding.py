@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.atomic_write import write_text
-from lowrank_kv.utils.config import require
 from lowrank_kv.utils.progress import progress_bar
 
 from ..measurement import identity_of
@@ -111,7 +110,6 @@ def long_items(
     Raises:
         UserError: prompt and text are longer than the model's positions.
     """
-    require(temperature >= 0, "temperature", temperature, "zero, which is greedy, or positive")
     items, identity = [], identity_of(model)
     for number, text in enumerate(prompts):
         context, end = prompt_pieces(tokenizer, text, "", chat=chat)

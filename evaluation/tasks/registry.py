@@ -1,6 +1,7 @@
 """Tasks by their names and settings, as a configuration lists them."""
 
 from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import nearest
 
 from . import longbench, ruler
@@ -76,6 +77,9 @@ class TaskConfig:
         for key in ("items", "facts", "questions", "max_new_tokens"):
             value = getattr(self, key)
             require(value is None or value >= 1, key, value, "at least 1")
+        check_seed(self.seed, "seed")
+        if self.temperature:
+            check_temperature(self.temperature, "temperature", greedy="0 takes the likeliest tokens")
         require(self.shots >= 0, "shots", self.shots, "zero or positive")
         from_files = [name for name in self.names if name in FROM_FILES]
         require(not from_files or self.file is not None, "file", None, f"given for {', '.join(from_files)}")

@@ -18,16 +18,18 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
     """Where to run: a GPU where there is one, unless `name` says otherwise.
 
     Raises:
-        UserError: torch knows no such device, or cannot use it here.
+        UserError: torch knows no such device, or cannot use it here, or it is `meta`, which has no numbers.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    must_be = f"`device` must be one that torch can use here, such as cpu; got {str(name)!r}"
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
-        raise UserError(
-            f"`device` must be one that torch can use here, such as cpu; got {str(name)!r}: {why}"
-        ) from error
+        raise UserError(f"{must_be}: {why}") from error
+    if device.type == "meta":
+        raise UserError(f"{must_be}, which has shapes and no numbers")
+    return device
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowrank_kv.utils.disk_errors import writing
+from lowrank_kv.utils.disk_errors import making, writing
 from lowrank_kv.utils.errors import UserError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -55,9 +55,10 @@ def new_directory(target: str | Path, known_by: str) -> Iterator[Path]:
     target = Path(target)
     check_replaceable(target, known_by)
     with writing(target):
-        check_directory(target.parent).mkdir(parents=True, exist_ok=True)
-        put_back(target)
-        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
+        with making(target):
+            check_directory(target.parent).mkdir(parents=True, exist_ok=True)
+            put_back(target)
+            partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-partial-"))
         try:
             _make_readable(partial, 0o777)
             yield partial
@@ -125,8 +126,9 @@ def write_bytes(target: str | Path, content: bytes) -> None:
     """
     target = Path(target)
     with writing(target):
-        check_directory(target.parent).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+        with making(target):
+            check_directory(target.parent).mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
         partial = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,8 +65,8 @@ def section(cls: type, **defaults: Any) -> Any:
 def configuration(cls: type[Config]) -> type[Config]:
     """Make a class of options a frozen, keyword-only dataclass that checks itself, whoever builds it.
 
-    Every field's type and choices are checked, then what ``__post_init__`` asks for with :func:`require`. A number given for
-    a float becomes one, and a mapping given for a section that section.
+    Every field's type and choices are checked, and that numbers are finite, then what ``__post_init__`` asks for with
+    :func:`require`. A number given for a float becomes one, and a mapping given for a section that section.
     """
     check_values = getattr(cls, "__post_init__", None)
 
@@ -126,6 +127,10 @@ def _checked(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     if "section" in field.metadata and (value is None or isinstance(value, Mapping)):  # None of an empty one in a file
         value = {**field.metadata["defaults"], **(value or {})}
     value = _coerce(value, hint, field.name)
+    numbers = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, float)]
+    if not all(map(math.isfinite, numbers)):
+        # The help says what stands for no limit, where there may be none.
+        require(False, field.name, value, f"finite ({field.metadata['help']})")
     choices = field.metadata.get("choices")
     if choices and value is not None:
         require(value in choices, field.name, value, f"one of {', '.join(choices)}")
@@ -145,14 +150,14 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
         [item_hint] = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]
         return [_coerce(item, item_hint, f"{key}[{i}]") for i, item in enumerate(items)]
-    if hint is float and isinstance(value, str):
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
         # YAML 1.1 reads `3e-4` (no dot) as a string.
         try:
             return float(value)
         except ValueError as error:
             raise _refusal(key, f"must be a number, got {value!r}") from error
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        except OverflowError:  # of an integer; a string of its digits is infinite
+            return math.inf
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise _refusal(key, f"must be of type {hint.__name__}, got {value!r}")
     return expand(value) if hint is str else value

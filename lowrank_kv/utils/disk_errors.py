@@ -47,3 +47,13 @@ def writing(target: str | Path) -> Iterator[None]:
         if mended is None:
             raise
         raise mended from error
+
+
+@contextlib.contextmanager
+def making(target: str | Path) -> Iterator[None]:
+    """Raise :class:`UserError` where a directory that is there takes no new file or directory, as those of /proc: the system
+    says then that the new one does not exist."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"`{target}` cannot be made there: {error.strerror.lower()}; choose another place") from error

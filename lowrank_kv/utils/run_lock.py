@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv.utils.atomic_write import check_directory
-from lowrank_kv.utils.disk_errors import writing
+from lowrank_kv.utils.disk_errors import making, writing
 from lowrank_kv.utils.errors import UserError
 
 LOCK = ".run.lock"
@@ -39,7 +39,8 @@ def run_lock(output: str | Path) -> Iterator[None]:
     path = check_directory(output) / LOCK
     with writing(output):
         is_new = not path.parent.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with making(output):
+            path.parent.mkdir(parents=True, exist_ok=True)
         handle = _locked(path)
     try:
         with writing(output):

@@ -50,10 +50,12 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         streaming: read while iterating, without a local copy; the result then has no length.
 
     Raises:
-        UserError: nothing there, no such column, or no text in it.
+        UserError: no name, nothing there, no such column, or no text in it.
     """
     import datasets
 
+    if not name.strip():
+        raise UserError(f"`name` of a data set is {name!r}; name a file or a hub id, or leave out the comma too many")
     name = os.path.expanduser(name)
     format = _format(name)
     if format is None and Path(name).is_file():

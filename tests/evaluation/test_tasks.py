@@ -325,6 +325,11 @@ def test_generation_stops_where_an_answer_is_settled_or_ends():
         ),
         ({"tasks": [{"task": "niah_single_2"}]}, "`.*essay` must be given for niah_single_2"),
         ({"tasks": [{"task": "lookup", "items": 0}]}, "`.*items` must be at least 1"),
+        ({"tasks": [{"task": "lookup", "seed": 10**20}]}, "`.*seed` must be at least 0 and below 2³¹"),
+        (
+            {"tasks": [{"task": "lookup", "temperature": 1e-40}]},
+            "`.*temperature` must be at least 1e-06 and finite; 0 takes the likeliest tokens",
+        ),
         (
             {"tasks": [{"task": "lookup", "facts": 2, "questions": 3}]},
             "`questions` must be between 1 and the 2 `facts`",

@@ -75,6 +75,21 @@ def test_a_model_that_is_not_there_is_named(command, tmp_path):
         cli.dispatch([command, "--model", "./nowhere", *needed.get(command, [])])
 
 
+@pytest.mark.parametrize(
+    "command", [["calibrate", "--name"], ["train", "--dataset.sequence_length", "64", "--dataset.name"]]
+)
+def test_a_trailing_comma_names_no_text(command, tiny_dir, text_file, tmp_path):
+    words = [*command, f"{text_file},", "--model", str(tiny_dir), "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="^`name` of a data set is ''; name a file or a hub id, or leave out the comma"):
+        cli.dispatch(words)
+
+
+def test_a_place_that_is_none_is_refused_before_the_work(text_file):
+    words = ["--model", "./nowhere", "--name", str(text_file), "--output", f"{text_file}/in/bases"]
+    with pytest.raises(UserError, match=f"`{text_file}/in` cannot be a directory"):
+        cli.dispatch(["calibrate", *words])
+
+
 @pytest.mark.parametrize("given", ["--additional-config", "--additional_config={}", "--additional-config.other"])
 def test_nothing_takes_the_place_of_what_serve_tells_vllm(given, tiny_dir, tmp_path):
     calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])

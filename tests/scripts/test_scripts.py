@@ -54,6 +54,10 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
             ("--prompt", "x", "--device", "cuda:99"),
             "`device` must be one that torch can use here, such as cpu; got 'cuda:99'",
         ),
+        (
+            ("--prompt", "x", "--device", "meta"),
+            "`device` must be one that torch can use here, such as cpu; got 'meta', which has shapes and no numbers",
+        ),
         (("--prompt", "x", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1, got 0"),
         (
             ("--prompt", "x", "--evict", "0"),
@@ -62,7 +66,20 @@ def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
         (("--prompt", "x", "--chat"), "`--chat` needs a chat template"),
         (("--prompt", "x", "--temperature", "1.2"), "`--temperature` is of sampling: give `--sample`, too"),
         (("--prompt", "x", "--seed", "0"), "`--seed` is of sampling: give `--sample`, too"),
-        (("--prompt", "x", "--sample", "--temperature", "nan"), "`--temperature` must be positive, got nan"),
+        *(
+            (
+                ("--prompt", "x", "--sample", "--temperature", value),
+                "`--temperature` must be at least 1e-06 and finite; leave out `--sample`",
+            )
+            for value in ("nan", "inf", "0.0", "1e-40")
+        ),
+        *(
+            (
+                ("--prompt", "x", "--sample", "--seed", value),
+                f"`--seed` must be at least 0 and below 2³¹; got {value}",
+            )
+            for value in ("-1", "99999999999999999999")
+        ),
         (("--prompt", "x", "--max-new-tokens", "600"), "is 601 tokens, but this model has 512 positions"),
     ],
 )

@@ -63,6 +63,21 @@ def test_a_run_that_goes_on_is_the_same_run(training_values, tmp_path):
         assert torch.equal(tensor, resumed[name]), name
 
 
+def test_recomputed_activations_train_the_same_compressor(training_values, tmp_path):
+    """With all that a run does by default."""
+    values = {**training_values, "compressor": {}, "rate": {"calibrate_threshold_tokens": 128}}
+    changes = {"calibration": {"start": None, "tokens": 640}, "optimizer": {"steps": 2}}
+    kept, recomputed = (
+        load_file(
+            train_here(values, tmp_path / f"recomputed-{on}", gradient_checkpointing=on, **changes)
+            / "compressor.safetensors"
+        )
+        for on in (False, True)
+    )
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, recomputed[name]), name
+
+
 @torch.no_grad()
 def test_a_checkpoint_is_served_as_it_was_trained(tmp_path):
     model = tiny_model()

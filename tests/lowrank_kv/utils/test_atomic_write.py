@@ -21,6 +21,7 @@ from lowrank_kv.utils import atomic_write
 from lowrank_kv.utils.atomic_write import append_line, new_directory, put_back, write_text
 from lowrank_kv.utils.disk_errors import writing
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.run_lock import run_lock
 from ojakv import Calibration
 
 ROOT = Path(__file__).parents[3]
@@ -87,6 +88,15 @@ def test_what_a_disk_refuses_is_one_paragraph_and_other_errors_stay(number):
         raise OSError(number, os.strerror(number))
     with pytest.raises(FileNotFoundError), writing("there"):
         raise FileNotFoundError(errno.ENOENT, "nothing there")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no such file system")
+@pytest.mark.parametrize("target", ["/proc/it", "/proc/in/it"])
+@pytest.mark.parametrize("write", [lambda to: new_directory(to, "known"), run_lock, lambda to: write_text(to, "x")])
+def test_a_file_system_that_takes_nothing_new_is_one_paragraph(write, target):
+    """It says that what would be new is not there."""
+    with pytest.raises(UserError, match=r"^`/proc.* cannot be (made|written).*; choose another place$"), write(target):
+        pass
 
 
 def test_safetensors_says_it_in_other_words(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,44 @@ def test_mistakes_are_named(tmp_path, text, message):
         parse(tmp_path, text=text)
 
 
+@pytest.mark.parametrize("value", ["-inf", "nan", "1e999", ".inf", "1" + 400 * "0"])
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("optimizer.max_grad_norm", "0 does not clip"),
+        ("max_loss_increase", "0 never does"),
+        ("rate.alpha", "by default"),
+        ("dataset.weights", "equal by default"),
+    ],
+)
+def test_numbers_are_finite(tmp_path, key, remedy, value):
+    with pytest.raises(
+        UserError, match=rf"^`{key}` must be finite \(.*{remedy}.*\); got .* in .*c.yaml and the command"
+    ):
+        parse(tmp_path, f"--{key}={value}")
+
+
+def test_every_float_of_every_section_is_finite():
+    def floats(cls, prefix=""):
+        for field in dataclasses.fields(cls):
+            if "section" in field.metadata:
+                yield from floats(field.metadata["section"], f"{prefix}{field.name}.")
+            elif "float" in str(field.type):
+                yield f"{prefix}{field.name}"
+
+    keys = list(floats(TrainConfig))
+    assert len(keys) >= 25
+    for key in keys:
+        values = {"model": "m", "dataset": {**TEXT}}
+        *sections, name = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = math.inf
+        with pytest.raises(UserError, match=f"`{key}` must be finite .*; got .*inf"):
+            TrainConfig(**values)
+
+
 def test_unknown_argument_names_the_nearest(tmp_path):
     with pytest.raises(UserError, match="--optimizer.step`; did you mean `--optimizer.steps`"):
         parse(tmp_path, "--optimizer.step", "3")
@@ -167,6 +206,14 @@ def test_home_expands(monkeypatch, tmp_path):
         (lambda: OptimizerConfig(steps="7"), "`steps` must be of type int, got '7' in OptimizerConfig"),
         (lambda: OptimizerConfig(steps=True), "`steps` must be of type int, got True"),
         (lambda: DatasetConfig(name="t.txt", weights=["much"]), r"`weights\[0\]` must be a number, got 'much'"),
+        (
+            lambda: DatasetConfig(name=["a", "b"], weights=[1e308, 1e308]),
+            "`weights` must be positive numbers, of a finite",
+        ),
+        (
+            lambda: OptimizerConfig(max_grad_norm=math.inf),
+            "`max_grad_norm` must be finite .*; got inf in OptimizerConfig",
+        ),
         (lambda: CalibrationText(tokens=1.5), "`tokens` must be of type int"),
         (lambda: Eviction(keep_ratio=2), r"`keep_ratio` must be in \(0, 1\]"),
         (lambda: Variant(label="a b"), "`label` must be letters, digits"),
