@@ -13,7 +13,7 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import PREPARED, TRANSFORM
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.exact_tokens import ExactTokens
-from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.geometry import attention_modules, geometry_of, model_within
 from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
@@ -92,11 +92,15 @@ def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the compressors off; the model is, and saves itself as, the stock one it was before."""
-    _remove_compressors(model)
-    restore(model)
-    if full_checkpoint.is_declared(model, METHOD):
-        del model.config.quantization_config
+    """Take the compressors off; the model is, and saves itself as, the stock one it was before.
+
+    A wrapper of the model serves as well (:func:`lowrank_kv.hf.geometry.model_within`). Returns what it was given.
+    """
+    stock = model_within(model)
+    _remove_compressors(stock)
+    restore(stock)
+    if full_checkpoint.is_declared(stock, METHOD):
+        del stock.config.quantization_config
     return model
 
 

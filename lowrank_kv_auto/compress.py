@@ -10,6 +10,7 @@ import dynakv
 from dynakv import checkpoint
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
+from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.errors import UserError, nearest
@@ -53,10 +54,11 @@ def compress(
         The same model.
 
     Raises:
-        UserError: nothing of this name, an argument that does not fit the source, a calibration or a compressor that is
-            damaged or of another model shape, or the model does not pass the check. A model that was compressed
-            before may then be stock.
+        UserError: the model wraps another, nothing has this name, an argument does not fit the source, a calibration or a
+            compressor is damaged or of another model shape, or the model does not pass the check. A model that was
+            compressed before may then be stock.
     """
+    check_model(model)
     # Nothing but a preset has bases beside it.
     if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
         return _with_preset(model, str(source), rate, bases, settings, self_check)
@@ -79,7 +81,8 @@ def compress(
 def uncompress(model: PreTrainedModel) -> PreTrainedModel:
     """Make `model` the stock one it was before :func:`compress`; caches that it filled cannot be continued.
 
-    A model that is not compressed stays as it is. Returns the same model.
+    A model that is not compressed stays as it is. A wrapper that was put around the model since (of peft, `torch.compile`,
+    `nn.DataParallel`) serves as well. Returns what it was given.
     """
     return dynakv.detach(model)
 

@@ -11,7 +11,7 @@ from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
-from lowrank_kv.hf.geometry import geometry_of
+from lowrank_kv.hf.geometry import geometry_of, model_within
 from lowrank_kv.hf.prepare import restore
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.budget import Budget
@@ -33,10 +33,12 @@ class OjaKVLayer(WindowedLayer):
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model the stock one that it was before a cache or a calibration was made with it; its caches serve no longer.
 
+    A wrapper of the model serves as well (:func:`lowrank_kv.hf.geometry.model_within`). Returns what it was given.
+
     Raises:
         UserError: it has a DynaKV compressor, which `dynakv.detach` takes off.
     """
-    if has_compressors(model):
+    if has_compressors(model_within(model)):
         raise UserError("the model has a DynaKV compressor; call dynakv.detach(model), which undoes everything")
     restore(model)
     return model

@@ -96,6 +96,21 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
+def model_within(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that a wrapper holds, such as one of peft, `torch.compile` or `nn.DataParallel`; a model that
+    nothing wraps is itself.
+
+    Raises:
+        UserError: there is none, or there are several that are no parts of one another.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if found and set(found) <= set(found[0].modules()):
+            return found[0]
+    check_model(model)
+    return model
+
+
 def geometry_of(model: PreTrainedModel) -> KVGeometry:
     """The geometry of any stock decoder.
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention, begin_call, check_not_switched
 from lowrank_kv.hf.backends import check_backend, default_backend
 from lowrank_kv.hf.default_cache import hook_generation, unhook_generation
-from lowrank_kv.hf.geometry import attention_modules, geometry_of
+from lowrank_kv.hf.geometry import attention_modules, check_model, geometry_of, model_within
 from lowrank_kv.hf.recurrent_layers import hook_calls, unhook_calls
 from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
@@ -24,8 +24,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     flash_attention_2) underneath; :func:`restore` switches it back.
 
     Raises:
-        UserError: the model's attention is another, or cannot be replaced.
+        UserError: the model wraps another, or its attention is another, or cannot be replaced.
     """
+    check_model(model)
     with _ONE_AT_A_TIME:
         previous = model.config._attn_implementation
         if previous != ATTENTION_NAME:
@@ -67,7 +68,9 @@ def is_prepared(model: PreTrainedModel) -> bool:
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared."""
+    """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared. A wrapper of the model
+    serves as well (:func:`model_within`), and may have been put around it since."""
+    model = model_within(model)
     with _ONE_AT_A_TIME:
         previous = None
         unhook_generation(model)

@@ -14,6 +14,7 @@ from lowrank_kv.eviction import Eviction, check_croppable, check_not_padded_righ
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.prompt_tracker import PromptTracker
 from lowrank_kv.stores.memory_report import BUFFERS
+from lowrank_kv.utils.errors import UserError
 
 
 class SequenceState(Protocol):
@@ -159,6 +160,43 @@ class SequenceLayer(CompressedLayer):
 def present(mask: Tensor, b: int, positions: slice) -> Tensor:
     """False for padding: tokens of a sequence that no query of the call may see. A later call cannot bring them back."""
     return mask_of_row(mask, b)[:, positions].any(dim=0)
+
+
+def new_present(mask: Tensor | None, b: int, new: slice, padding: Tensor) -> Tensor | None:
+    """The same of the new tokens of a call, (Q,) bool; None where none of them is padding.
+
+    Args:
+        mask: of the call, (B or 1, 1, Q, T) bool; None where only causality masks.
+        new: the positions of its tokens.
+        padding: positions of earlier calls' padding, which is not stored, rising.
+
+    Raises:
+        UserError: the call would attend to such padding.
+    """
+    has_padding = padding.shape[0] > 0
+    if mask is None:
+        if has_padding:
+            raise _is_lost(int(padding[0]), b, "is left out, or all ones, and so shows")
+        return None
+    row_QT = mask_of_row(mask, b)
+    is_present_Q = row_QT[:, new].any(dim=0)
+    is_plain = is_present_Q.all()
+    if has_padding:
+        is_plain &= ~row_QT[:, padding].any()
+    if bool(is_plain):  # one look at the device for both, as it is taken for every decoded token
+        return None
+    is_shown_P = row_QT[:, padding].any(dim=0)
+    if bool(is_shown_P.any()):
+        raise _is_lost(int(padding[is_shown_P][0]), b, "shows")
+    return is_present_Q
+
+
+def _is_lost(position: int, b: int, shows: str) -> UserError:
+    return UserError(
+        f"`attention_mask` {shows} the token at position {position} of sequence {b}, which was hidden from every query of "
+        f"the call that brought it: the cache took it for padding and did not store it; pass the mask of that call and, "
+        f"behind it, ones for the tokens since, or read the text into a fresh cache by the mask that it is to have"
+    )
 
 
 def mask_of_row(mask: Tensor, b: int) -> Tensor:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from methods import METHODS, calibration_of, dynakv_model, tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import dynakv
+import lowrank_kv
+import ojakv
 from dynakv.checkpoint import settings_of
 from lowrank_kv.hf import prepare as prepare_module
+from lowrank_kv.hf.prepare import restore
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
 
@@ -140,6 +143,76 @@ def test_wrapped_models_are_refused_by_name(tmp_path):
     dynakv.attach(wrapped.get_base_model(), tmp_path / "c")
     with pytest.raises(UserError, match="got a DataParallel"):
         OjaKVCache.from_model(nn.DataParallel(tiny_model()), OjaKVConfig(), bases=calibration_of(tiny_model()))
+
+
+def in_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+WRAPPERS = {
+    "peft": in_lora,
+    "parallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "twice": lambda model: torch.compile(in_lora(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize(
+    ("source", "take_off"),
+    [
+        ("compressor", lowrank_kv.uncompress),
+        ("preset", lowrank_kv.uncompress),
+        ("compressor", dynakv.detach),
+        ("preset", ojakv.detach),
+    ],
+    ids=["uncompress-compressor", "uncompress-preset", "dynakv.detach", "ojakv.detach"],
+)
+def test_a_compressed_model_is_stock_again_whatever_wraps_it(source, take_off, wrap, ids, tmp_path):
+    model = tiny_model()
+    expected = written(model, ids, None)
+    if source == "compressor":
+        trained = tiny_model()
+        dynakv_model(trained, 0.4)
+        dynakv.save_compressor(trained, tmp_path / "c")
+        lowrank_kv.compress(model, tmp_path / "c")
+    else:
+        lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=0.2)
+    wrapped = wrap(model)
+    assert take_off(wrapped) is wrapped
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "quantization_config")
+    assert not {"init_continuous_batching", "_prepare_cache_for_generation"} & model.__dict__.keys()
+    assert type(model(ids).past_key_values) is DynamicCache
+    assert torch.equal(written(model, ids, None), expected)
+
+
+@pytest.mark.parametrize("take_off", [lowrank_kv.uncompress, dynakv.detach, ojakv.detach, restore])
+def test_what_holds_no_model_or_two_is_refused_and_left_as_it_is(take_off, ids):
+    models = [tiny_model(), tiny_model()]
+    for model in models:
+        lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=0.2)
+    for wrong, name in ((nn.ModuleList(models), "ModuleList"), (nn.Linear(2, 2), "Linear"), (None, "NoneType")):
+        with pytest.raises(UserError, match=f"`model` must be a transformers model, got a {name}"):
+            take_off(wrong)
+    assert all(isinstance(model(ids).past_key_values, OjaKVCache) for model in models)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+@pytest.mark.parametrize("wrap", [in_lora, nn.DataParallel], ids=["peft", "parallel"])
+def test_a_wrapper_that_cannot_be_compressed_keeps_the_compression_within(wrap, ids, tmp_path):
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    dynakv.save_compressor(model, tmp_path / "c")
+    calibration = calibration_of(tiny_model())
+    for source, more in ((tmp_path / "c", {}), ("ojakv-joint", {}), ("ojakv-joint", {"bases": calibration})):
+        with pytest.raises(UserError, match="`model` must be a transformers model, got a .*; pass the model it wraps"):
+            lowrank_kv.compress(wrap(model), source, **more)
+    with pytest.raises(UserError, match="pass the model it wraps"):
+        prepare_module.prepare(wrap(model))
+    assert isinstance(model(ids).past_key_values, dynakv.DynaKVCache)
 
 
 def test_a_section_keeps_the_keys_that_are_not_given():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
-from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row, present
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row, new_present
 from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
@@ -69,12 +69,12 @@ class WindowedLayer(SequenceLayer):
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
         if self.config.chooses_by_last_queries:
             self.check_not_padded_right(context.mask)
-        start = self.get_seq_length()
+        new = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
+        present_BQ = [
+            new_present(context.mask, b, new, each.positions.padding) for b, each in enumerate(self.sequences)
+        ]
         for b, sequence in enumerate(self.sequences):
-            present_Q = None
-            if context.mask is not None:
-                present_Q = present(context.mask, b, slice(start, start + key_BGQD.shape[2]))
-            sequence.append(key_BGQD[b], value_BGQD[b], present_Q)
+            sequence.append(key_BGQD[b], value_BGQD[b], present_BQ[b])
         self._new = (key_BGQD, value_BGQD)
 
     def attend_cached(

@@ -82,8 +82,6 @@ class WindowedSequence:
             self.positions.append_one()
             self._num_new = 1
             return
-        if present_Q is not None and bool(present_Q.all()):
-            present_Q = None
         if present_Q is not None:
             key_GQD, value_GQD = key_GQD[:, present_Q], value_GQD[:, present_Q]
         # A prompt is compressed at once, so it needs no room behind it; a few tokens leave room for those that follow.
