@@ -29,7 +29,7 @@ from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import build, check_entries, to_dict
+from lowrank_kv.utils.config import build, check_entries, require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
@@ -86,7 +86,11 @@ def write_compressor(
         state: the tensors, as :func:`compressor_state` names them; sharded training gathers them first.
         summary: anything worth keeping beside the weights, such as held-out rates.
         base_model: of the compressor; by default the name of `model`.
+
+    Raises:
+        UserError: the summary is no dictionary, as that of a checkpoint that is loaded is.
     """
+    require(isinstance(summary, dict | None), "summary", summary, "a dictionary, or left out")
     config = CheckpointConfig(
         method=METHOD,
         base_model=base_model or str(model.config._name_or_path),
@@ -117,7 +121,8 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
     """Write a compressor checkpoint, whole or not at all; an earlier one in `directory` is replaced.
 
     Raises:
-        UserError: a projection cannot be inverted, or `directory` holds something else; nothing is written.
+        UserError: a projection cannot be inverted, the summary is no dictionary, or `directory` holds something else;
+            nothing is written.
     """
     _save(model, directory, summary, None)
 

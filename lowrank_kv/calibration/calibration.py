@@ -34,8 +34,8 @@ from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import check_entries, within
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.config import check_entries, require, within
+from lowrank_kv.utils.errors import UserError, nearest
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
@@ -174,8 +174,20 @@ class Calibration:
             record: what else says what was read (:meth:`lowrank_kv.utils.text_data.CalibrationText.record`).
 
         Raises:
-            UserError: `directory` holds something else.
+            UserError: `directory` holds something else, or a calibration that is loaded has no such record; nothing is
+                written.
         """
+        for key in record:
+            if key not in RECORD:
+                raise UserError(f"`{key}` is nothing that a calibration records; {nearest(key, list(RECORD))}")
+        require(isinstance(model, str), "model", model, "a name")
+        for key, kind in RECORD.items():
+            value = {"text": text, **record}.get(key)
+            require(isinstance(value, kind), key, value, f"of type {kind}")
+        if not self.moments:
+            raise UserError(
+                f"{self.origin} has only what is read of a compressed cache, and cannot be saved; make one by `from_text`"
+            )
         flat = {
             f"layers.{i}.{side}": moment.cpu().contiguous()
             for i, sides in self.moments.items()

@@ -38,6 +38,15 @@ def test_compressor_round_trip(trained, ids, tmp_path):
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [WEIGHTS, CONFIG]
 
 
+@pytest.mark.parametrize("summary", [[1], "better", 0.5])
+def test_a_summary_that_could_not_be_loaded_is_not_saved(tmp_path, summary):
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    with pytest.raises(UserError, match="`summary` must be a dictionary, or left out; got "):
+        dynakv.save_compressor(model, tmp_path / "c", summary=summary)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("settings", [{}, {"decoder": "decoupled"}], ids=str)
 def test_what_is_attached_in_inference_mode_serves_and_trains(settings, ids, tmp_path):
     trained = tiny_model()

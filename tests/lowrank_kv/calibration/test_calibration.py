@@ -16,6 +16,7 @@ from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.read_moments import read_moments
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, labelled_block
 from ojakv import OjaKVCache
@@ -126,6 +127,27 @@ def test_what_a_damaged_calibration_lacks_is_named(tmp_path, entries, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     with pytest.raises(UserError, match=message):
         Calibration.load(tmp_path / "bases")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": "book.txt"}, r"`text` must be of type list \| None; got 'book.txt'"),
+        ({"length": "long"}, r"`length` must be of type int \| None; got 'long'"),
+        ({"model": None}, "`model` must be a name; got None"),
+        ({"format": "mine"}, "`format` is nothing that a calibration records; valid keys: "),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, changes, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        calibration_of(tiny_model()).save(tmp_path / "bases", **{"model": "tiny", "text": ["random"], **changes})
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_only_read_compressed_is_not_saved(tmp_path):
+    found = Calibration.of_reads(tiny_model(), token_ids(2, 64), exact_tokens=ExactTokens(), progress=False)
+    with pytest.raises(UserError, match="has only what is read of a compressed cache, and cannot be saved"):
+        found.save(tmp_path / "bases", model="tiny", text=["random"])
 
 
 def test_a_calibration_says_what_it_read_and_an_older_one_less(tmp_path):
