@@ -223,6 +223,15 @@ def device_of(module: nn.Module, model: PreTrainedModel) -> torch.device:
     return model.device if tensor is None else tensor.device
 
 
+def check_not_offloaded(device: torch.device, name: str) -> None:
+    """Raise :class:`UserError`, which names what is there, where a device is none that has memory."""
+    if device.type == "meta":
+        raise UserError(
+            f"{name} of the model has no memory: its layer is offloaded to the CPU or to disk; load the model without "
+            f"offloading, e.g. with fewer layers to a GPU and `device_map` over more of them"
+        )
+
+
 def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Name in the model → linear projection, of all that stand directly in attention modules."""
     attention = set(attention_modules(model).values())
