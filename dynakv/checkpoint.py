@@ -26,7 +26,7 @@ from dynakv.compressor import AnyGate, LayerCompressor
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
-from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.hf.geometry import KVGeometry, check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.config import build, check_entries, require, to_dict
@@ -328,11 +328,7 @@ def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: 
         missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
         raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")
     for name, tensor in targets.items():
-        if tensor.is_meta:
-            raise UserError(
-                f"{name} of the model has no memory: its layer is offloaded to the CPU or to disk; load the model without "
-                f"offloading, e.g. with fewer layers to a GPU and `device_map` over more of them"
-            )
+        check_not_offloaded(tensor.device, name)
         if tensor.shape != state[name].shape:
             raise UserError(
                 f"`{origin}` does not fit this model: {name} is {tuple(state[name].shape)}, needed {tuple(tensor.shape)}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lowrank_kv.hf.geometry import check_not_offloaded
 from lowrank_kv.utils.errors import UserError
 
 # A kind of decoder that no configuration names: `rank_policy: plan` learns so.
@@ -97,7 +98,7 @@ class Projection(nn.Module):
         """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
 
         Raises:
-            UserError: U is not finite, or has to be inverted and is singular or has a condition number above 10⁴.
+            UserError: U is offloaded or not finite, or must be inverted and is singular or has a condition number above 10⁴.
         """
         versions = [(parameter.data_ptr(), parameter._version) for parameter in self._parameters.values()]
         found = self._fixed.get((dtype, device))
@@ -112,8 +113,10 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def check_condition(self) -> None:
-        """Raise :class:`UserError` naming the layer when a parameter is not finite, or U must be inverted and its condition
-        number is above 10⁴."""
+        """Raise :class:`UserError` naming the layer when a parameter is offloaded or not finite, or U must be inverted and
+        its condition number is above 10⁴."""
+        for parameter in self.parameters():
+            check_not_offloaded(parameter.device, f"the projection U of {self.name}")
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters()):
             raise self._ill_conditioned("holds NaN or infinite entries")
         if self.decoder_kind in ("exact", RELATIVE) and (condition := self.condition()) > MAX_CONDITION:

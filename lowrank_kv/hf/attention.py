@@ -148,6 +148,11 @@ class _UncachedCall:
         return backend(prepared.previous)(prepared.module, query, key, value, mask, **kwargs)
 
 
+def is_prepared(model: PreTrainedModel) -> bool:
+    """Whether :func:`lowrank_kv.hf.prepare.prepare` was called on the model."""
+    return any(PREPARED in module.__dict__ for module in attention_modules(model).values())
+
+
 def has_compressors(model: PreTrainedModel) -> bool:
     """Whether some attention module of the model compresses its keys and values where there is no cache."""
     return any(TRANSFORM in module._modules for module in attention_modules(model).values())

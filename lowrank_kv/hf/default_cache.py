@@ -11,10 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from lowrank_kv.hf.attention import is_prepared
 from lowrank_kv.hf.cache_argument import CACHE, cache_name
 from lowrank_kv.utils.errors import UserError
 
-# Attribute of the base model: (cache class, maker of caches, handle of the forward pre-hook).
+# Attribute of the base model: (cache class, maker of caches, whether it was set on the base model itself, handle of the
+# forward pre-hook).
 _DEFAULT = "_default_cache"
 
 
@@ -44,7 +46,8 @@ def set_default_cache(
     """
     _remove_default_cache(model)
     base, maker = model.base_model, make_cache or cache_class.from_model
-    base.__dict__[_DEFAULT] = (cache_class, maker, base.register_forward_pre_hook(_make_cache, with_kwargs=True))
+    handle, is_on_base = base.register_forward_pre_hook(_make_cache, with_kwargs=True), model is base
+    base.__dict__[_DEFAULT] = (cache_class, maker, is_on_base, handle)
     return model
 
 
@@ -64,7 +67,7 @@ def _prepare_cache_for_generation(
 ) -> None:
     name = cache_name(model_kwargs)
     cache = model_kwargs.get(name)
-    cache_class, make_cache, _ = self.base_model.__dict__.get(_DEFAULT, (None, None, None))
+    cache_class, make_cache, *_ = self.base_model.__dict__.get(_DEFAULT, (None, None))
     is_compressed = cache_class is not None or hasattr(cache, "compressed_layers")
     if is_compressed:
         _check_own_assistant(generation_config)
@@ -83,13 +86,13 @@ def _prepare_cache_for_generation(
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The pre-hook of a base model with a default cache."""
-    cache_class, make_cache, _ = base.__dict__[_DEFAULT]
+    cache_class, make_cache, is_on_base, _ = base.__dict__[_DEFAULT]
     names = _argument_names(type(base))
     kwargs |= dict(zip(names, args, strict=False))
     args = args[len(names) :]
     name = cache_name(kwargs)
     cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
-    _check_cache(cache, cache_class)
+    _check_cache(cache, cache_class, is_on_base=is_on_base)
     if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
@@ -105,10 +108,12 @@ def _argument_names(base_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
-def _check_cache(cache: Cache | None, cache_class: type[Cache]) -> None:
+def _check_cache(cache: Cache | None, cache_class: type[Cache], *, is_on_base: bool = False) -> None:
     if cache is not None and not isinstance(cache, cache_class):
+        # `generate()` of a model around it makes its caches itself, and nobody passed this one.
+        whole = "compress the whole model if generate() made this cache, else " if is_on_base else ""
         raise UserError(
-            f"`{CACHE}` is a {type(cache).__name__}, which would bypass the compressor of this model; leave it "
+            f"`{CACHE}` is a {type(cache).__name__}, which would bypass the compressor of this model; {whole}leave it "
             f"out or pass one of {cache_class.__name__}, or take the compression off first: lowrank_kv.uncompress(model)"
         )
 
@@ -143,8 +148,11 @@ def _prompt_length(generation_config: Any, model_kwargs: dict) -> int:
     return getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
 
 
-def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+def _init_continuous_batching(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Every way into continuous batching starts here."""
+    if not is_prepared(self):  # its base model was given to be restored, which does not know of it
+        unhook_generation(self)
+        return self.init_continuous_batching(*args, **kwargs)
     raise UserError(
         "continuous batching (`generate_batch`, `cache_implementation='paged'`) keeps keys and values uncompressed in a "
         "paged cache of its own; call generate() with a left-padded batch, or take the compression off first: "

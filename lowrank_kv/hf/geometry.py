@@ -1,10 +1,12 @@
 """The shape of a model's key–value cache, and the modules that fill it."""
 
 import dataclasses
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -212,6 +214,22 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
             f"{type(model).__name__} has no attention module with a `layer_idx`; this family is not supported"
         )
     return dict(sorted(found.items()))
+
+
+def device_of(module: nn.Module, model: PreTrainedModel) -> torch.device:
+    """Where a module of a model is, by its parameters, or by its buffers where a quantized module packs its weights in them;
+    one that has neither is where the model is."""
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return model.device if tensor is None else tensor.device
+
+
+def check_not_offloaded(device: torch.device, name: str) -> None:
+    """Raise :class:`UserError`, which names what is there, where a device is none that has memory."""
+    if device.type == "meta":
+        raise UserError(
+            f"{name} of the model has no memory: its layer is offloaded to the CPU or to disk; load the model without "
+            f"offloading, e.g. with fewer layers to a GPU and `device_map` over more of them"
+        )
 
 
 def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:

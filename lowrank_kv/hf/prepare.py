@@ -62,11 +62,6 @@ def _of_the_decoder(model: PreTrainedModel, attention: str) -> str | dict[str, s
     return {"": attention, parts[0]: attention} if parts else attention
 
 
-def is_prepared(model: PreTrainedModel) -> bool:
-    """Whether :func:`prepare` was called on the model."""
-    return any(PREPARED in module.__dict__ for module in attention_modules(model).values())
-
-
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared. A wrapper of the model
     serves as well (:func:`model_within`), and may have been put around it since."""

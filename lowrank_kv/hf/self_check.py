@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from lowrank_kv.hf.attention import has_compressors
+from lowrank_kv.hf.attention import has_compressors, is_prepared
 from lowrank_kv.hf.backends import check_backend
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
@@ -22,7 +22,7 @@ from lowrank_kv.hf.cache_argument import CACHE
 from lowrank_kv.hf.default_cache import has_default_cache
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import position_limit
-from lowrank_kv.hf.prepare import is_prepared, prepare, restore
+from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 

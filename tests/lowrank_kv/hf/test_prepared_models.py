@@ -215,6 +215,47 @@ def test_a_wrapper_that_cannot_be_compressed_keeps_the_compression_within(wrap, 
     assert isinstance(model(ids).past_key_values, dynakv.DynaKVCache)
 
 
+class Packed(nn.Module):
+    """A projection that keeps its weight in buffers, eight bits a number, as quantized layers do."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale_N1 = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("packed", (linear.weight.detach() / scale_N1).round().to(torch.int8))
+        self.register_buffer("scale", scale_N1)
+
+    def forward(self, states):
+        return nn.functional.linear(states, self.packed * self.scale)
+
+
+class Bare(nn.Module):
+    """A projection with no tensor that torch knows of."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weights = [linear.weight.detach()]
+
+    def forward(self, states):
+        return nn.functional.linear(states, self.weights[0])
+
+
+@pytest.mark.parametrize("projection", [Packed, Bare])
+def test_attention_without_parameters_is_calibrated_and_compressed(projection, ids, tmp_path):
+    model = tiny_model()
+    for layer in model.model.layers:
+        for name, linear in list(layer.self_attn.named_children()):
+            setattr(layer.self_attn, name, projection(linear))
+    expected = written(model, ids, None)
+    plain = tiny_model()
+    dynakv_model(plain, 1.0)
+    dynakv.save_compressor(plain, tmp_path / "c")
+    lowrank_kv.compress(model, tmp_path / "c")
+    assert torch.equal(written(model, ids, None), expected)
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(lowrank_kv.uncompress(model)), rate=1.0)
+    assert isinstance(model(ids).past_key_values, OjaKVCache)
+    assert torch.equal(written(model, ids, None), expected)
+
+
 def test_a_section_keeps_the_keys_that_are_not_given():
     model = tiny_model()
     dynakv_model(model, 0.4, eviction={"keep_ratio": 0.5, "window_size": 4, "kernel_size": 1})

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import dynakv
 from lowrank_kv.hf import self_check as module_under_test
+from lowrank_kv.hf.attention import is_prepared
 from lowrank_kv.hf.cache_argument import cache_name
-from lowrank_kv.hf.prepare import is_prepared
 from lowrank_kv.hf.self_check import self_check
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
