@@ -31,7 +31,7 @@ _NEEDED, _AXIS = {"alt", "x", "y", "panels", "series"}, {"field", "label", "scal
 _KEYS = _NEEDED | {"dark", "width"}
 _PANEL, _SERIES = {"title", "where"}, {"label", "points", "run", "runs", "where", "ours"}
 _WIDTH = 4.2  # inches
-_MARKERS = "s^vDP"  # of the lines that are not ours
+_MARKERS = "s^vDPX<>"  # of the lines that are not ours
 
 
 def drawing(published: Published, identifier: str) -> dict[str, Any]:

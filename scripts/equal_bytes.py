@@ -1,0 +1,84 @@
+"""Compare methods of a comparison at equal bytes, where their own bytes differ.
+
+    python -m scripts.equal_bytes RECORD --method "learned 0.06" --against "adaptive-mixed 0.04" "adaptive-mixed 0.06" …
+
+In each window the methods `--against` make a line: log KL, linear in the bytes held between two neighbours. The script says by how
+much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
+(`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method `--against` is
+compared as it is, whatever its bytes.
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowrank_kv.utils import cli, run_record
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.intervals import clusters_of, interval
+
+Windows = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, help="of `lowrank-kv compare`")
+    parser.add_argument("--method", required=True, help="its name in the record")
+    parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the record")
+    arguments = parser.parse_args(argv)
+    summary = run_record.load(arguments.record)["summary"]
+    windows = {(each["method"], each["dataset"]): each["windows"] for each in summary["windows"]}
+    of = {text: summary["documents"][text]["of"] for _, text in windows}
+    for name in (arguments.method, *arguments.against):
+        if name not in {method for method, _ in windows}:
+            raise UserError(f"`{name}` is no method of {arguments.record}; it has {sorted({each for each, _ in windows})}")
+    found = {text: differences(windows, text, arguments.method, arguments.against) for text in of}
+    for text in of:
+        print(f"{text}: {told([found[text]], [of[text]])}")
+    print(f"all: {told(list(found.values()), list(of.values()))}")
+
+
+def differences(windows: Windows, text: str, method: str, against: Sequence[str]) -> list[float]:
+    """log KL of a method less that of the line of others at its bytes, for each window.
+
+    Raises:
+        UserError: the method's bytes lie beyond those of the others.
+    """
+    lines = [[(held(each), math.log(each["kl"])) for each in windows[other, text]] for other in against]
+    return [
+        math.log(each["kl"]) - _on_line(sorted(points), held(each), f"window {number} of {text}")
+        for number, (each, points) in enumerate(zip(windows[method, text], zip(*lines, strict=True), strict=True))
+    ]
+
+
+def held(window: Mapping[str, Any]) -> float:
+    """Bytes over those of an uncompressed cache."""
+    return window["cache_bytes"] / window["full_bytes"]
+
+
+def _on_line(points: Sequence[tuple[float, float]], x: float, where: str) -> float:
+    if len(points) == 1:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    raise UserError(
+        f"`--against` must hold fewer and more bytes than `--method` does; in {where} it holds {x:.3f}, and they from "
+        f"{points[0][0]:.3f} to {points[-1][0]:.3f}"
+    )
+
+
+def told(values: Sequence[Sequence[float]], documents: Sequence[Sequence[int]]) -> str:
+    """What these differences say; of each text its windows, and the document that each is of."""
+    value_N = torch.tensor(list(itertools.chain(*values)), dtype=torch.float64)
+    low, high = interval(value_N, cluster_N=clusters_of(documents))
+    mean, low, high = (f"{math.expm1(value):+.1%}" for value in (value_N.mean(), low, high))
+    return f"{mean} ({low} to {high}), less in {int((value_N < 0).sum())} of {len(value_N)} windows"
+
+
+if __name__ == "__main__":
+    cli.run(main)
