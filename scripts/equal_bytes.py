@@ -2,10 +2,10 @@
 
     python -m scripts.equal_bytes RECORD --method "learned 0.06" --against "adaptive-mixed 0.04" "adaptive-mixed 0.06" …
 
-In each window the methods `--against` make a line: log KL, linear in the bytes held between two neighbours. The script says by how
-much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
-(`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method `--against` is
-compared as it is, whatever its bytes.
+In each window the methods `--against` make a line: log KL, linear in the bytes held between two neighbours. The script says
+by how much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
+(`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method
+`--against` is compared as it is, whatever its bytes.
 """
 
 import argparse
@@ -35,7 +35,9 @@ def main(argv: list[str]) -> None:
     of = {text: summary["documents"][text]["of"] for _, text in windows}
     for name in (arguments.method, *arguments.against):
         if name not in {method for method, _ in windows}:
-            raise UserError(f"`{name}` is no method of {arguments.record}; it has {sorted({each for each, _ in windows})}")
+            raise UserError(
+                f"`{name}` is no method of {arguments.record}; it has {sorted({each for each, _ in windows})}"
+            )
     found = {text: differences(windows, text, arguments.method, arguments.against) for text in of}
     for text in of:
         print(f"{text}: {told([found[text]], [of[text]])}")
