@@ -251,6 +251,7 @@ def test_a_card_says_of_what_the_divergence_is(trainable, says, training_values)
     found = {
         "tokens": 1,
         "steps": 1,
+        "rounds": {"te*.jsonl": 1, "c4": 1},
         "heldout": {"text": {"hard_rate": 0.1, "perplexity": 2.0, "kl": 0.1, "scored": 9}},
     }
     record = {"run_id": "id", "code": {"version": "1", "commit": "c"}}
