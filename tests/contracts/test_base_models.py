@@ -3,7 +3,7 @@
 import pytest
 import torch
 from methods import METHODS, calibration_of, tiny_model
-from transformers import DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import lowrank_kv
 from lowrank_kv.utils.errors import UserError
@@ -29,7 +29,9 @@ def test_generate_is_stock_again_once_the_base_is_restored(method, ids):
     assert type(result.past_key_values) is DynamicCache
     assert torch.equal(result.sequences, stock)
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=0)
-    said = model.generate_batch(ids[:1].tolist(), generation_config=config, progress_bar=False)
+    # Left to itself, its cache takes most of the machine's memory.
+    small = ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=64)
+    said = model.generate_batch(ids[:1].tolist(), generation_config=config, continuous_batching_config=small)
     assert [len(each.generated_tokens) for each in said.values()] == [2]
     assert not {"init_continuous_batching", "_prepare_cache_for_generation"} & model.__dict__.keys()
 
