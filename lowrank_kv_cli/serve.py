@@ -3,7 +3,7 @@
     lowrank-kv serve --model MODEL --bases DIR --preset tokenwise-mixed --rate 0.1 --port 8000
     lowrank-kv serve --model MODEL --checkpoint DIR --max-model-len 8192
 
-Whatever is not listed here goes to vLLM as it is. It needs vLLM's build for CPUs; GPUs are not served yet (docs/serving.md).
+Whatever is not listed here goes to vLLM as it is. The server needs vLLM's build for CPUs (docs/serving.md).
 """
 
 import argparse
