@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,13 @@ def four_steps(training_values, tmp_path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """For every test of a file: ``pytestmark = pytest.mark.usefixtures("without_gradients")``."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="session")

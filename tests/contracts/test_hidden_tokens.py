@@ -8,18 +8,14 @@ from transformers import DynamicCache
 
 from lowrank_kv.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 PROMPT = 40
 NAMES = ("ojakv-joint", "ojakv-pf", "adaptive-mixed", "dynakv-plan")
 every_method = pytest.mark.parametrize(
     "method", [m for m in METHODS if m.name in NAMES], ids=lambda method: method.name
 )
 STORES_ALL = [method for method in METHODS if method.name == "dynakv"]
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

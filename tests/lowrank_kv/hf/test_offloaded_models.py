@@ -10,16 +10,12 @@ import dynakv
 import lowrank_kv
 from lowrank_kv.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 OFFLOADED = (
     "of the model has no memory: its layer is offloaded to the CPU or to disk; load the model without offloading"
 )
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
