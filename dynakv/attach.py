@@ -13,7 +13,7 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import PREPARED, TRANSFORM
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.exact_tokens import ExactTokens
-from lowrank_kv.hf.geometry import attention_modules, device_of, geometry_of, model_within
+from lowrank_kv.hf.geometry import attention_modules, device_of_module, geometry_of, model_within
 from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
@@ -33,7 +33,7 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
             raise UserError(f"layer {index} already has a compressor; call dynakv.detach(model) first")
     try:
         for index in geometry.layers:
-            with device_of(modules[index], model):
+            with device_of_module(modules[index], model):
                 layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
             modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
     except BaseException:  # whatever ended it, an interrupt, too: no layer has a compressor, or all have

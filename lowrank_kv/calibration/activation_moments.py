@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.hf.attention import PREPARED, has_compressors
 from lowrank_kv.hf.cache.layer import join_heads
-from lowrank_kv.hf.geometry import attention_modules, check_not_offloaded, device_of, geometry_of
+from lowrank_kv.hf.geometry import attention_modules, check_not_offloaded, device_of_module, geometry_of
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
@@ -67,7 +67,7 @@ def check_uncompressed(model: PreTrainedModel) -> None:
 def empty_moments(model: PreTrainedModel, sides: Sequence[str]) -> dict[int, dict[str, SecondMoment]]:
     """Layer index → side → a moment of no rows, on the layer's device. Raises :class:`UserError` for an offloaded layer."""
     geometry, modules = geometry_of(model), attention_modules(model)
-    devices = {index: device_of(modules[index], model) for index in geometry.layers}
+    devices = {index: device_of_module(modules[index], model) for index in geometry.layers}
     for index, device in devices.items():
         check_not_offloaded(device, f"the attention of layer {index}")
     return {

@@ -216,7 +216,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
-def device_of(module: nn.Module, model: PreTrainedModel) -> torch.device:
+def device_of_module(module: nn.Module, model: PreTrainedModel) -> torch.device:
     """Where a module of a model is, by its parameters, or by its buffers where a quantized module packs its weights in them;
     one that has neither is where the model is."""
     tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
