@@ -7,6 +7,7 @@ from dynakv.attach import add_compressors, configure, detach, open_gates, see_ex
 from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
 from dynakv.checkpoint import attach, initialize_from_checkpoint, save_compressor, save_full
 from dynakv.config import DECODERS, DynaKVConfig
+from dynakv.export import export_compressor
 from dynakv.initialization import initialize_from_coders, initialize_from_gradients, initialize_from_moments
 from lowrank_kv.hf.compile_decoding import compile_decoding
 
@@ -20,6 +21,7 @@ __all__ = [
     "compressors",
     "configure",
     "detach",
+    "export_compressor",
     "initialize_from_checkpoint",
     "initialize_from_coders",
     "initialize_from_gradients",

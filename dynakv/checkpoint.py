@@ -1,8 +1,8 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
-A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits) and
-`config.json`, which says what model shape it is for and has the SHA-256 of the tensors and of its own entries. A full
-checkpoint is an ordinary transformers directory (see :mod:`lowrank_kv.hf.full_checkpoint`).
+A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits, fewer if
+exported: :mod:`dynakv.packed_projections`) and `config.json`, which says what model shape it is for and has the SHA-256 of the
+tensors and of its own entries. A full checkpoint is an ordinary transformers directory (:mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.compressor import AnyGate, LayerCompressor
+from dynakv.compressor import AnyGate, LayerCompressor, kind_of_projection
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
+from dynakv.packed_projections import unpacked
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, check_not_offloaded, geometry_of, warn_of_another
@@ -98,7 +99,12 @@ def write_compressor(
         compressor=settings_of(model),
         summary=summary or {},
     )
-    save_file(state, directory / WEIGHTS)
+    write_files(directory, state, config)
+
+
+def write_files(directory: Path, state: Mapping[str, Tensor], config: CheckpointConfig) -> None:
+    """Write tensors and the configuration that has their hash into an existing directory."""
+    save_file(dict(state), directory / WEIGHTS)
     # As they are read back: in JSON the keys of a mapping are text, and sort otherwise than numbers.
     entries = json.loads(json.dumps(to_dict(config)))
     del entries["weights_sha256"]
@@ -231,7 +237,7 @@ def attach(
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
     _check_model(model, config, directory)
-    state = _checked_state(Path(directory), config)
+    state = checked_state(directory, config)
     if self_check:
         check_by_itself(model)
     add_compressors(model, settings)
@@ -263,7 +269,7 @@ def initialize_from_checkpoint(model: PreTrainedModel, directory: str | Path) ->
                 f"`compressor.{key}` is {wanted!r}, and the checkpoint `{directory}` was trained with {trained!r}; set "
                 f"`compressor.{key}` to that, or start without `initial_checkpoint`"
             )
-    load_state(model, _checked_state(Path(directory), config), str(directory))
+    load_state(model, checked_state(directory, config), str(directory))
 
 
 def _check_model(model: PreTrainedModel, config: CheckpointConfig, directory: str | Path) -> None:
@@ -272,16 +278,16 @@ def _check_model(model: PreTrainedModel, config: CheckpointConfig, directory: st
     warn_of_another(model, config.base_model, what, "attach it to the model it was trained on, or train one for this")
 
 
-def _checked_state(directory: Path, config: CheckpointConfig) -> dict[str, Tensor]:
-    """The tensors of a checkpoint. Raises :class:`UserError` for a file that is damaged."""
-    path = directory / WEIGHTS
+def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, unpacked. Raises :class:`UserError` for a file that is damaged."""
+    path = Path(directory) / WEIGHTS
     state = read_state(path)
     if config.weights_sha256 is not None and _hash_of_file(path) != config.weights_sha256:
         raise UserError(
             f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
             f"checkpoint"
         )
-    return state
+    return unpacked(state, kind_of_projection(config.compressor), config.geometry.width, str(path))
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -317,7 +323,7 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
             index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
             for index in geometry.layers
         }
-    _fill(layers, _checked_state(Path(directory), config), str(directory))
+    _fill(layers, checked_state(directory, config), str(directory))
     return layers
 
 

@@ -28,14 +28,18 @@ from lowrank_kv.hf.rope import Rope
 AnyGate = Gate | NestedRank | PlannedBits | SoftThreshold
 
 
+def kind_of_projection(config: DynaKVConfig) -> str:
+    """The `decoder` of :class:`Projection` that a compressor of these settings has."""
+    return RELATIVE if config.has_plan else config.decoder
+
+
 class TokenCompressor(nn.Module):
     """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
 
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
         self.width, self.config, self.name = width, config, name
-        decoder = RELATIVE if config.has_plan else config.decoder
-        self.projection = Projection(width, decoder=decoder, name=name)
+        self.projection = Projection(width, decoder=kind_of_projection(config), name=name)
         self.gate = make_gate(width, config)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False

@@ -35,6 +35,7 @@ COMMANDS = {
         "lowrank_kv_cli.training.measure_command",
         "measure on a text how much a compressor keeps, for the pages of a server",
     ),
+    "export": ("lowrank_kv_cli.export", "write a compressor in few bytes, to be shared"),
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\

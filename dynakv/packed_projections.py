@@ -1,0 +1,107 @@
+"""Projections of a checkpoint that is shared, as integers of eight bits.
+
+Of a projection U alone is kept, an integer for each entry and one scale for each of its columns, which is a coefficient's
+direction. The way back is taken anew from what was kept, so that U · V stays I whatever was rounded.
+
+Shapes: C joint width.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from dynakv.projection import RELATIVE, Projection
+from lowrank_kv.utils.errors import UserError
+
+PLACE, CODES, SCALE = ".projection.", ".projection.codes", ".projection.scale"
+_LARGEST = 127
+# Which of a projection's kinds have one matrix and its inverse.
+PACKABLE = ("exact", RELATIVE)
+
+
+def is_packed(names: Iterable[str]) -> bool:
+    """Whether tensors of these names hold packed projections."""
+    return any(name.endswith(CODES) for name in names)
+
+
+@torch.no_grad()
+def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
+    """The tensors of a compressor with its projections packed.
+
+    Args:
+        state: as :func:`dynakv.checkpoint.compressor_state` names them.
+        decoder: kind of the projections, one of :data:`PACKABLE`.
+
+    Returns:
+        `layers.….projection.codes` (C, C) int8 and `….scale` (C,) fp32 for each projection, and all other tensors.
+    """
+    found = {name: tensor for name, tensor in state.items() if PLACE not in name}
+    for projection in projections_in(state, decoder):
+        place = projection.name
+        basis_CC, _ = projection.fixed_matrices(torch.float64, torch.device("cpu"))
+        scale_C = (basis_CC.abs().amax(dim=0) / _LARGEST).float()
+        # A column of zeros, which no projection that can be inverted has, would be divided by zero.
+        code_CC = (basis_CC / scale_C.double().clamp_min(torch.finfo(torch.float32).tiny)).round()
+        found[place + CODES] = code_CC.clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        found[place + SCALE] = scale_C
+    return found
+
+
+@torch.no_grad()
+def unpacked(state: Mapping[str, Tensor], decoder: str, width: int, origin: str) -> dict[str, Tensor]:
+    """The tensors of a compressor from those of :func:`packed`; others are returned as they are.
+
+    Args:
+        width: C.
+        origin: of the tensors, for errors.
+
+    Raises:
+        UserError: a projection has another form than :func:`packed` gives it, or cannot be inverted.
+    """
+    found = {name: tensor for name, tensor in state.items() if not name.endswith((CODES, SCALE))}
+    for name, code_CC in state.items():
+        if not name.endswith(CODES):
+            continue
+        place = name.removesuffix(CODES)
+        scale_C = state.get(place + SCALE)
+        _check(code_CC, scale_C, width, f"{name} of `{origin}`")
+        basis_CC = code_CC.double() * scale_C.double()
+        if decoder != RELATIVE:
+            found[f"{place}{PLACE}weight"] = basis_CC.float()
+            continue
+        inverse_CC, failed = torch.linalg.inv_ex(basis_CC)
+        if failed:
+            raise UserError(
+                f"{name} of `{origin}` cannot be inverted; the file is damaged: export the checkpoint again"
+            )
+        found[f"{place}{PLACE}start"] = basis_CC.float()
+        found[f"{place}{PLACE}start_inverse"] = inverse_CC.float()
+        found[f"{place}{PLACE}weight"] = torch.zeros(width, width)
+    return found
+
+
+def projections_in(state: Mapping[str, Tensor], decoder: str) -> Iterator[Projection]:
+    """The projections of a compressor's tensors, each named by where it is in them, such as `layers.0.key`."""
+    for name in state:
+        if not name.endswith(f"{PLACE}weight"):
+            continue
+        place = name.removesuffix(f"{PLACE}weight")
+        projection = Projection(len(state[name]), decoder=decoder, name=place)
+        projection.load_state_dict({each: state[f"{place}{PLACE}{each}"] for each in projection.state_dict()})
+        yield projection
+
+
+def _check(code_CC: Tensor, scale_C: Tensor | None, width: int, what: str) -> None:
+    fits = (
+        scale_C is not None
+        and code_CC.shape == (width, width)
+        and code_CC.dtype == torch.int8
+        and scale_C.shape == (width,)
+        and scale_C.dtype == torch.float32
+    )
+    if not fits:
+        raise UserError(
+            f"{what} and its scale must be int8 of {width} × {width} and fp32 of {width}; the file is damaged or of another "
+            f"model: export the checkpoint again"
+        )

@@ -1,0 +1,27 @@
+"""Write a trained compressor again in few bytes, to be shared.
+
+    lowrank-kv export --checkpoint runs/mine/checkpoint --output shared/mine
+    hf upload NAME shared/mine
+
+Its projections are rounded to eight bits, a scale for each direction. Everything that loads a checkpoint loads the result,
+which takes a tenth of the bytes with a plan of bits. A gate's own weights stay as they are, which leaves five eighths.
+"""
+
+import argparse
+from pathlib import Path
+
+from dynakv.checkpoint import WEIGHTS
+from dynakv.export import export_compressor
+from lowrank_kv.utils.arguments import ArgumentParser
+
+
+def main(argv: list[str]) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="compressor, as training wrote it")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="to write; an earlier checkpoint there is replaced"
+    )
+    arguments = parser.parse_args(argv)
+    export_compressor(arguments.checkpoint, arguments.output)
+    before, after = ((Path(each) / WEIGHTS).stat().st_size for each in (arguments.checkpoint, arguments.output))
+    print(f"{arguments.output}: {after:,} bytes of {before:,}")
