@@ -9,11 +9,9 @@ from dynakv.config import DynaKVConfig
 from lowrank_kv.hf.attention import TRANSFORM, has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
-from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
-from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 
 
@@ -47,18 +45,6 @@ def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
     return [side for layer in compressors(model).values() for side in (layer.key, layer.value)]
 
 
-def windowed_config(config: DynaKVConfig) -> WindowedConfig:
-    """How a plan of bits is served."""
-    return WindowedConfig(
-        **to_dict(config.exact_tokens),
-        staggered=False,  # all layers read what a training pass lets them read
-        own_directions=config.own_directions,
-        own_directions_from=config.own_directions_from,
-        eviction=config.eviction,
-        prefill=config.prefill,
-    )
-
-
 class DynaKVCache(LowRankCache):
     """A cache filled by the model's own compressors; `generate()` of an attached model makes one by itself.
 
@@ -78,5 +64,5 @@ class DynaKVCache(LowRankCache):
             codecs = {index: layer.codec() for index, layer in layers.items()}
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
         bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
-        plan = Plan(config=windowed_config(config), geometry=geometry_of(model), layers=bases)
+        plan = Plan(config=config.windowed, geometry=geometry_of(model), layers=bases)
         return lambda: cls(model, {index: WindowedLayer(plan, index) for index in bases})

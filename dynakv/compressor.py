@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynakv.config import NESTED, PLAN, SOFT_THRESHOLD, DynaKVConfig
+from dynakv.document_directions import DocumentDirections
 from dynakv.fused_reconstruction import Truncation, gated_reconstruction
 from dynakv.gate import Gate, soft_mask
 from dynakv.nested_rank import NestedRank
@@ -22,6 +23,7 @@ from lowrank_kv.bases.pca import Basis
 from lowrank_kv.calibration.bit_plans import CodedBasis
 from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.rope import Rope
 
@@ -63,11 +65,12 @@ class TokenCompressor(nn.Module):
         self.projection.initialize(coder.encoder_CC, coder.decoder_CC)
         self.gate.initialize(coder.plan, coder.importance_C)
 
-    def forward(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, states_BTC: Tensor, position_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compress and rebuild states without a cache: as trained in training mode, as stored at inference otherwise.
 
         Args:
             states_BTC: joint keys (before rotation) or values, floating point.
+            position_BT: each token's place in its own document, int64; None where all are of one.
 
         Returns:
             the rebuilt states, same shape and dtype; the mean soft mask, a scalar that carries gradients; the mean share of
@@ -75,7 +78,7 @@ class TokenCompressor(nn.Module):
             there is no soft mask, and fp32 (fp64 in training on fp64 states).
         """
         if isinstance(self.gate, PlannedBits):
-            return self._rounded(states_BTC)
+            return self._rounded(states_BTC, position_BT)
         if self.training and states_BTC.dtype == torch.float16:  # whose range scaled weights of a gate leave
             rebuilt_BTC, *rates = self._train_on(states_BTC.float())
             return rebuilt_BTC.half(), *rates
@@ -110,16 +113,26 @@ class TokenCompressor(nn.Module):
         coef_BTR = states_BTC @ basis_CC[:, :rank] * factor_R.to(states_BTC.dtype)
         return coef_BTR @ decoder_CC[:rank], factor_R.sum() / self.width, factor_R.new_tensor(rank / self.width)
 
-    def _rounded(self, states_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by a plan: rates are shares of bytes, and coefficients are computed in fp32, as for a store."""
+    def _rounded(self, states_BTC: Tensor, position_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by a plan: rates are shares of bytes, and coefficients are computed in fp32, as for a store.
+
+        Rates are those of rows, which have no more bytes with directions of a text's own.
+        """
         if self.training:
             basis_CC, decoder_CC = self.projection.matrices()
         else:
             basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, states_BTC.device)
         with torch.autocast(states_BTC.device.type, enabled=False):
-            coef_BTR, soft_rate, hard_rate = self.gate(states_BTC.float() @ basis_CC)
-            rebuilt_BTC = coef_BTR @ decoder_CC[: coef_BTR.shape[-1]]
-        return rebuilt_BTC.to(states_BTC.dtype), soft_rate, hard_rate
+            coef_BTC = states_BTC.float() @ basis_CC
+            if self.config.own_directions:
+                shared = SharedSpace.weighed(self.gate.importance, decoder_CC)
+                own = DocumentDirections.find(coef_BTC, position_BT, shared, self.gate.plan, self.config)
+                row_BTR, *rates = self.gate(coef_BTC, own.encode(coef_BTC))
+                rebuilt_BTC = own.decode(row_BTR)
+            else:
+                row_BTR, *rates = self.gate(coef_BTC)
+                rebuilt_BTC = row_BTR @ decoder_CC[: row_BTR.shape[-1]]
+        return rebuilt_BTC.to(states_BTC.dtype), *rates
 
     def initial_basis(self) -> InitialBasis:
         """What a cache starts from where there is a plan; the same object until a parameter changes."""
@@ -206,16 +219,21 @@ class LayerCompressor(nn.Module):
 
         return super()._apply(moved, recurse)
 
-    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compress and rebuild the rotated keys and the values of a pass without a cache.
+
+        Args:
+            position_BT: each token's place in its own document, int64; None where all are of one.
 
         Returns:
             rebuilt keys and values, same shapes and dtypes; soft and hard retain rates of (keys, values), each (2,), which
             :class:`dynakv.objective.RateRecorder` records.
         """
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_BTC, *key_rates = self.key(join_heads(unrotated))
-        value_BTC, *value_rates = self.value(join_heads(value_BGTD))
+        key_BTC, *key_rates = self.key(join_heads(unrotated), position_BT)
+        value_BTC, *value_rates = self.value(join_heads(value_BGTD), position_BT)
         soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
         key_BGTD, value_BGTD = split_heads(key_BTC, self.head_dim), split_heads(value_BTC, self.head_dim)
         return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD, soft_2, hard_2

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.hf.cache.windowed.config import PREFILLS
+from lowrank_kv.hf.cache.windowed.config import PREFILLS, WindowedConfig
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.stores.quantization import (
     CACHE_DTYPE_HELP,
@@ -84,7 +84,8 @@ class DynaKVConfig:
     own_directions: int = option(
         0,
         help="with `rank_policy: plan`: how many directions each sequence may have beside the learned basis for what the "
-        "plan drops of its text, found when its prompt is compressed; training does not know them",
+        "plan drops of its text, found when its prompt is compressed. In training, and in other passes without a cache, the "
+        "first half of each document stands for its prompt",
         unit="directions",
     )
     own_directions_from: int = option(
@@ -168,6 +169,18 @@ class DynaKVConfig:
         """What a decoded token sees past the compressor, and so what each token sees in a pass that trains or measures; None
         where a cache compresses every token at once."""
         return self.exact_tokens if self.has_plan else None
+
+    @property
+    def windowed(self) -> WindowedConfig:
+        """How a plan of bits is served."""
+        return WindowedConfig(
+            **to_dict(self.exact_tokens),
+            staggered=False,  # all layers read what a training pass lets them read
+            own_directions=self.own_directions,
+            own_directions_from=self.own_directions_from,
+            eviction=self.eviction,
+            prefill=self.prefill,
+        )
 
     def overridden(self, **overrides: Any) -> "DynaKVConfig":
         """These settings with some replaced, as a user may at inference; a present value may be repeated.

@@ -152,23 +152,26 @@ class PlannedBits(nn.Module):
         plan = self.plan
         return plan.nbytes(plan.num_coefficients) / (2 * self.bits.shape[1])
 
-    def forward(self, coef_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first R coefficients as a store would give them back, fp32, and twice what these tokens take as :attr:`rate`
-        counts it, scalars: with gradients where classes are learned, and without.
+    def forward(self, coef_BTC: Tensor, row_BTR: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of tokens as a store would give them back, (B, T, R) fp32, and twice what these tokens take as
+        :attr:`rate` counts it, scalars: with gradients where classes are learned, and without.
 
         Gradients pass to coefficients that are kept as if nothing had been rounded (straight-through, Bengio et al. 2013,
         arXiv 1308.3432), and to the others not at all.
+
+        Args:
+            coef_BTC: all coefficients, by which a token's class is told.
+            row_BTR: what is packed of each token; None for the first R of them.
         """
         plan, coef_BTC = self.plan, coef_BTC.float()
-        held_TC = coef_BTC.detach().flatten(0, -2)
-        rank = plan.num_coefficients
-        kept_BTR = coef_BTC[..., :rank]
+        kept_BTR = coef_BTC[..., : plan.num_coefficients] if row_BTR is None else row_BTR
+        row_TR = kept_BTR.detach().flatten(0, -2)
         if isinstance(plan, BitPlan):
-            rounded_TR, soft_rate = plan.rounded(held_TC[:, :rank]), coef_BTC.new_tensor(self.rate)
+            rounded_TR, soft_rate = plan.rounded(row_TR), coef_BTC.new_tensor(self.rate)
             hard_rate = soft_rate
         else:
             in_classes = self._mixed if self.learns_classes and self.training else self._told_apart
-            rounded_TR, keeps_TR, soft_rate, hard_rate = in_classes(plan, held_TC)
+            rounded_TR, keeps_TR, soft_rate, hard_rate = in_classes(plan, coef_BTC.detach().flatten(0, -2), row_TR)
             kept_BTR = kept_BTR * keeps_TR.view(kept_BTR.shape)
         rounded_BTR = rounded_TR.view(kept_BTR.shape)
         return kept_BTR + (rounded_BTR - kept_BTR.detach()), soft_rate, hard_rate
@@ -181,13 +184,13 @@ class PlannedBits(nn.Module):
         size_T = plan.size_K[plan.classes(coef_BTC.float().flatten(0, -2))]
         return self._rate_of(size_T).view(coef_BTC.shape[:-1])
 
-    def _told_apart(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(rounded coefficients, whether each is kept, and the rate twice), each token by the plan of its class."""
-        class_T = plan.classes(held_TC)
+    def _told_apart(self, plan: TokenPlans, coef_TC: Tensor, row_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(rounded rows, whether each coefficient is kept, and the rate twice), each token by the plan of its class."""
+        class_T = plan.classes(coef_TC)
         rate = self._rate_of(plan.size_K[class_T].float().mean())
-        return plan.rounded(held_TC, class_T), plan.keeps(class_T), rate, rate
+        return plan.rounded(row_TR, class_T), plan.keeps(class_T), rate, rate
 
-    def _mixed(self, plan: TokenPlans, held_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _mixed(self, plan: TokenPlans, coef_TC: Tensor, row_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same of tokens that are partly of each class, so that the loss says what another class would do to them; the
         share of each coefficient that is kept; and the soft and the hard rate.
 
@@ -196,18 +199,18 @@ class PlannedBits(nn.Module):
         """
         # With gradients, which the plan's own copies do not have.
         gate = ImportanceGate(linear_C=self.linear, square_C=self.square, rest_3=self.rest, leading=plan.gate.leading)
-        score_T, bounds_K = gate.scores(held_TC), self._rising_bounds(len(plan.plans))
+        score_T, bounds_K = gate.scores(coef_TC), self._rising_bounds(len(plan.plans))
         mask_TK = ((score_T[:, None] - bounds_K) / _SOFTNESS).sigmoid()
         share_TK = -F.pad(F.pad(mask_TK, (1, 0), value=1.0), (0, 1)).diff(dim=1)
         share_TK = share_TK * (share_TK > _LEAST_SHARE)
         share_TK = share_TK / share_TK.sum(dim=1, keepdim=True)
-        rounded_TR = held_TC.new_zeros(len(held_TC), plan.num_coefficients)
+        rounded_TR = torch.zeros_like(row_TR)
         for k, each in enumerate(plan.plans):
             [place_M] = share_TK[:, k].nonzero(as_tuple=True)
-            rounded_MR = each.rounded(held_TC[place_M, : each.num_coefficients])
+            rounded_MR = each.rounded(row_TR[place_M, : each.num_coefficients])
             rounded_MR = F.pad(rounded_MR, (0, plan.num_coefficients - each.num_coefficients))
             rounded_TR = rounded_TR.index_add(0, place_M, share_TK[place_M, k, None] * rounded_MR)
-        keeps_TR = share_TK.detach() @ plan.keeps(torch.arange(len(plan.plans), device=held_TC.device)).float()
+        keeps_TR = share_TK.detach() @ plan.keeps(torch.arange(len(plan.plans), device=row_TR.device)).float()
         size_K, class_T = plan.size_K.float(), torch.bucketize(score_T.detach(), plan.bounds_K)
         return rounded_TR, keeps_TR, self._rate_of((share_TK @ size_K).mean()), self._rate_of(size_K[class_T].mean())
 

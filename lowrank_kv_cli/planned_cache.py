@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from dynakv.cache import windowed_config
 from dynakv.checkpoint import CheckpointConfig
 from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks
@@ -66,7 +65,7 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
     """The same where a plan of bits is kept, and some tokens at full rank."""
     geometry, settings = config.geometry, config.compressor
     # After a prompt alone all layers hold as many tokens.
-    schedule = RetentionSchedule(windowed_config(settings))
+    schedule = RetentionSchedule(settings.windowed)
     sequence = PlannedSequence.after(schedule, prompt=tokens, tokens=tokens)
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)

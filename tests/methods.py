@@ -102,9 +102,16 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
 
 
 def planned_model(
-    model: PreTrainedModel, rate: float, *, num_sink_tokens: int = 2, token_classes: int = 1, **more
+    model: PreTrainedModel,
+    rate: float,
+    *,
+    num_sink_tokens: int = 2,
+    token_classes: int = 1,
+    words: int = _FEW_WORDS,
+    **more,
 ) -> MakeCache:
-    """A compressor with a plan of bits, whose projection has moved away from its start."""
+    """A compressor with a plan of bits, whose projection has moved away from its start. Where sequences are to have
+    directions of their own, its calibration saw only so many `words`."""
     settings = dynakv.DynaKVConfig(
         rank_policy="plan",
         prefill="exact",
@@ -112,8 +119,8 @@ def planned_model(
         exact_tokens={"num_sink_tokens": num_sink_tokens, "recent_window": 3, "update_period": 4},
         **more,
     )
-    words = _FEW_WORDS if settings.own_directions and rate < 1 else None
-    coders = coded_bases(calibration_of(model, read=True, words=words), rate, token_classes=token_classes)
+    seen = words if settings.own_directions and rate < 1 else None
+    coders = coded_bases(calibration_of(model, read=True, words=seen), rate, token_classes=token_classes)
     dynakv.add_compressors(model, settings)
     dynakv.initialize_from_coders(model, coders)
     generator = torch.Generator().manual_seed(2)

@@ -106,7 +106,9 @@ class _Probe(nn.Module):
         super().__init__()
         self.states: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         head_dim = key_BGTD.shape[-1]
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         self.states = tuple(_with_gradient(join_heads(states)) for states in (unrotated, value_BGTD))

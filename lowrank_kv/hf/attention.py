@@ -141,7 +141,7 @@ class _UncachedCall:
         transform = prepared.module._modules.get(TRANSFORM)
         if transform is not None:
             exact = key, value
-            key, value, *_ = transform(key, value, self.rope)  # its other outputs are read by hooks
+            key, value, *_ = transform(key, value, self.rope, self.position_BT)  # its other outputs are read by hooks
             if prepared.exact_tokens is not None:
                 compressed, seen = (key, value), _boolean(mask)
                 key, value, mask = prepared.exact_tokens.joined(exact, compressed, self.position_BT, seen)

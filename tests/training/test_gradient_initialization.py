@@ -83,7 +83,7 @@ class Shift(nn.Module):
         super().__init__()
         self.shifts = [torch.zeros(1, tokens, width, dtype=torch.float64, requires_grad=True) for _ in SIDES]
 
-    def forward(self, key, value, rope):
+    def forward(self, key, value, rope, position):
         unrotated = key if rope is None else rope.unrotate(key)
         key, value = (
             split_heads(join_heads(x) + shift, x.shape[-1])

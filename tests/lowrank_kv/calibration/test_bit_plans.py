@@ -42,7 +42,7 @@ class Changed(torch.nn.Module):
         super().__init__()
         self.token, self.place, self.change = token, place, change
 
-    def forward(self, key_BGTD, value_BGTD, rope):
+    def forward(self, key_BGTD, value_BGTD, rope, position_BT):
         value_BGTD = value_BGTD.clone()
         value_BGTD[0, self.place // 16, self.token, self.place % 16] += self.change
         return key_BGTD, value_BGTD

@@ -6,7 +6,6 @@ Shapes: P parts (1 here), N tokens, C coefficients of the shared basis, R that a
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
@@ -15,8 +14,6 @@ from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.memory_report import BASES
 from lowrank_kv.stores.token_plans import TokenPlans
-
-_MOST_ROWS = 1024  # of a prompt, in which directions are sought
 
 
 class AdaptiveStore(TokenStore):
@@ -40,20 +37,10 @@ class AdaptiveStore(TokenStore):
         coef_PNC = super().follow(rows_PNW, is_prompt=is_prompt)
         if not self.coef.length and self.own is None and rows_PNW.shape[1] >= self.least_tokens:
             [coef_NC] = coef_PNC
-            # Directions are those of many tokens: evenly spaced ones tell them as well.
-            sample_NC = coef_NC[:: -(-len(coef_NC) // _MOST_ROWS)]
-            space, count = self.initial.shared, self.count
-            self.own = OwnDirections.find(
-                sample_NC, self._ranks(sample_NC), space.weight_C, count, tokens=rows_PNW.shape[1]
-            )
+            initial = self.initial
+            packing = {"plan": initial.quantization, "rank": initial.rank, "writer": initial.writer}
+            self.own = OwnDirections.of_prompt(coef_NC, initial.shared.weight_C, self.count, **packing)
         return coef_PNC
-
-    def _ranks(self, coef_NC: Tensor) -> Tensor:
-        """How many coefficients the plan keeps of each token, (N,) int64."""
-        plan = self.initial.quantization
-        if isinstance(plan, TokenPlans):
-            return plan.rank_K[self.initial.writer.classes(coef_NC)]
-        return torch.full((len(coef_NC),), self.initial.rank, device=coef_NC.device)
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append rows, given by their coefficients of the shared basis, by which a token's class is told."""

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_kv.stores.quantization import Quantization
+from lowrank_kv.stores.token_plans import TokenPlans
+
 # The sketch has so many directions more than are asked for, and the text is read so often (Halko, Martinsson and Tropp 2011,
 # algorithm 4.4, arXiv 0909.4061).
 _OVERSAMPLING, _PASSES = 4, 3
 _LARGEST_CODE = 127
 # A text is reckoned to become so many times as long as the prompt that directions are found in (docs/log/bit-plans.md).
-_GOES_ON = 2
+GOES_ON = 2
+_MOST_ROWS = 1024  # of a prompt, in which directions are sought
 _BITS_PER_BYTE = 8
 
 
@@ -36,6 +40,13 @@ class SharedSpace:
 
     weight_C: Tensor
     decoder_CW: Tensor
+
+    @classmethod
+    def weighed(cls, importance_C: Tensor, decoder_CW: Tensor) -> "SharedSpace":
+        """By what the loss asks of each coefficient, fp32."""
+        # A coefficient that the loss asks nothing of still has a direction; a weight of zero would divide by it.
+        least = torch.finfo(torch.float32).eps * float(importance_C.max())
+        return cls(weight_C=importance_C.clamp(min=least).sqrt(), decoder_CW=decoder_CW.contiguous())
 
     def to(self, device: torch.device) -> "SharedSpace":
         return SharedSpace(weight_C=self.weight_C.to(device), decoder_CW=self.decoder_CW.to(device))
@@ -56,6 +67,32 @@ class OwnDirections:
     scale_K: Tensor
     size_K: Tensor
     places: tuple[int, ...]
+
+    @classmethod
+    def of_prompt(
+        cls,
+        coef_NC: Tensor,
+        weight_C: Tensor,
+        count: int,
+        *,
+        plan: Quantization | TokenPlans | None,
+        rank: int,
+        writer: Any,
+    ) -> "OwnDirections | None":
+        """What :meth:`find` finds in a prompt.
+
+        Args:
+            coef_NC: all coefficients of its tokens in the shared basis, fp32.
+            plan, rank: how rows are packed, and how many coefficients they have at most.
+            writer: what tells a token's class, where there are several: the plan, or compiled code that does as it does.
+        """
+        # Directions are those of many tokens: evenly spaced ones tell them as well.
+        sample_NC = coef_NC[:: -(-len(coef_NC) // _MOST_ROWS)]
+        if isinstance(plan, TokenPlans):
+            rank_N = plan.rank_K[writer.classes(sample_NC)]
+        else:
+            rank_N = torch.full((len(sample_NC),), rank, device=sample_NC.device)
+        return cls.find(sample_NC, rank_N, weight_C, count, tokens=len(coef_NC))
 
     @classmethod
     def find(
@@ -96,7 +133,7 @@ class OwnDirections:
         place_K = before_K + torch.arange(len(before_K), device=before_K.device)
         is_held_NK = place_K < rank_N[:, None]
         saved_K = ((dropped_NC @ vector_CK).square() * is_held_NK).mean(dim=0)
-        pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (_GOES_ON * tokens)
+        pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (GOES_ON * tokens)
         if not pays_K.any():
             return None
         return cls(

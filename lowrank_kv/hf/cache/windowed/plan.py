@@ -60,18 +60,13 @@ class InitialBasis:
         """
         rank = plan.num_coefficients
         read = rank if isinstance(plan, BitPlan) and importance_C is None else len(encoder_CC)
-        shared = None
-        if importance_C is not None:
-            # A coefficient that the loss asks nothing of still has a direction; a weight of zero would divide by it.
-            least = torch.finfo(torch.float32).eps * float(importance_C.max())
-            shared = SharedSpace(weight_C=importance_C.clamp(min=least).sqrt(), decoder_CW=decoder_CC.contiguous())
         return cls(
             # Copies, because views would keep all directions in memory.
             vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
             energy_PR=torch.ones(1, read, dtype=torch.float32, device=encoder_CC.device),
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
-            shared=shared,
+            shared=None if importance_C is None else SharedSpace.weighed(importance_C, decoder_CC),
         )
 
     @property
