@@ -50,6 +50,15 @@ def test_samples_are_as_long_as_they_may_be_and_hold_their_answers(name, tokeniz
         assert found.max_new_tokens == {"vt": 30, "cwe": 120, "fwe": 50}.get(name, 128)
 
 
+@pytest.mark.parametrize("name", ["niah_single_2", "fwe", "vt"])
+def test_a_chat_template_s_own_tokens_count_as_those_of_the_prompt(name):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{'A system prompt. ' * 30}<user>{{{{ messages[0]['content'] }}}}</><assistant>"
+    items = ruler_items(name, task(name), tokenizer, length=LENGTH, count=3, seed=1, chat=True)
+    sizes = [len(item.context) + item.num_after for item in items]
+    assert all(LENGTH - 250 < size <= LENGTH for size in sizes)
+
+
 def test_samples_differ_from_one_another_and_are_the_same_again(tokenizer):
     for name in OFFLINE:
         contexts = [sample(name, tokenizer, index).context for index in range(3)]
