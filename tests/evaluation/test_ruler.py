@@ -3,6 +3,7 @@
 import json
 import re
 import uuid
+from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
@@ -231,6 +232,18 @@ def test_squad_questions_stand_among_documents_of_their_article_and_others(token
         assert len(item.context) + len(item.question) + 32 <= 1500
         assert item.metric.name == AnyContained.name
     assert len(set(places)) > 3  # not always at the same place
+
+
+def test_questions_about_one_paragraph_are_drawn_together(tokenizer, squad, tmp_path):
+    content = json.loads(Path(squad).read_text())
+    for paragraph in content["data"][0]["paragraphs"][:2]:
+        paragraph["qas"] = [{"question": f"{i}?", "answers": [{"text": "river"}]} for i in range(3)]
+    path = tmp_path / "several.json"
+    path.write_text(json.dumps(content))
+    items = ruler_items("qa_1", ruler_task("qa_1", file=str(path)), tokenizer, length=1500, count=8, seed=0)
+    first, second, *others = [item.cluster for item in items][::3]
+    assert [item.cluster for item in items] == [first] * 3 + [second] * 3 + [others[0], items[7].cluster]
+    assert len({first, second, others[0], items[7].cluster}) == 4
 
 
 def test_hotpot_keeps_what_holds_the_answer_however_short_the_prompt(tokenizer, hotpot):

@@ -98,16 +98,17 @@ def ruler_items(
     Raises:
         UserError: `length` is too short for the task, or its file has too few questions that fit.
     """
-    items, index = [], 0
-    while len(items) < count and index < task.num_indices(count):
+    items: list[GenerationItem] = []
+    for index in range(task.num_indices(count)):
+        if len(items) == count:
+            break
         sample = longest_sample(task, tokenizer, length, f"{seed}:{name}:{length}", index, chat=chat)
-        index += 1
         if sample is None:
             continue
         context, question = sample.pieces(tokenizer, chat=chat)
         items.append(
             GenerationItem(
-                cluster=index,
+                cluster=task.cluster(index),
                 context=context,
                 question=question,
                 references=tuple(sample.references),

@@ -66,3 +66,7 @@ class RulerTask(abc.ABC):
     def num_indices(self, count: int) -> int:
         """How many samples may be tried to find `count` that fit."""
         return count
+
+    def cluster(self, index: int) -> int:
+        """What the sample of that index is about: those of one number are about the same text."""
+        return index
