@@ -19,6 +19,7 @@ from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.stores.token_plans import TokenPlans
 
+from ..peers.kivi import KiviLayer
 from ..peers.puzzle_kv import PuzzleLayer
 
 # (layer index, ``key`` or ``value``) → joint states (T, C) fp32.
@@ -57,8 +58,8 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
         sides = []
         for position, side in enumerate(SIDES):
             rows_TC = states[index, side]
-            if isinstance(layer, PuzzleLayer):
-                return None  # a page's tokens share factors
+            if isinstance(layer, (KiviLayer, PuzzleLayer)):
+                return None  # a page's tokens share ranges, or factors
             if isinstance(layer, WindowedLayer):
                 bytes_T = _of_basis(layer.plan.layers[index][position], rows_TC, itemsize)
             elif isinstance(layer, CodecLayer):

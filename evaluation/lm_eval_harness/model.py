@@ -15,6 +15,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -159,6 +160,11 @@ class CompressedLM(TemplateLM):
         )
         for index in sorted(range(len(requests)), key=lambda index: requests[index][1]):
             (text, _), context, continuation = requests[index]
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"a continuation has {len(continuation)} tokens, and the model {self.max_length} positions; leave its "
+                    f"task out, or take a model of more"
+                )
             context = context[-max(1, self.max_length - len(continuation) + 1) :]
             if context != read:
                 reader, read = self._read(text, context), context
@@ -183,21 +189,33 @@ class CompressedLM(TemplateLM):
         answers = []
         for request in progress_bar(requests, unit="request", desc="generating", disable=disable_tqdm):
             text, options = request.args
-            if options.get("do_sample") or options.get("temperature"):
+            options = normalize_gen_kwargs(options, _NEW_TOKENS)
+            if options["do_sample"]:
                 raise UserError(f"text is generated greedily here, and the task asks for sampling: {options}")
-            ends = options.get("until") or []
-            ends = [end for end in ([ends] if isinstance(ends, str) else ends) if end]
-            count = int(options.get("max_gen_toks", _NEW_TOKENS))
-            context = self.tok_encode(text)[-max(1, self.max_length - count) :]
+            ends, count = [end for end in options["until"] if end], options["max_gen_toks"]
+            if count >= self.max_length:
+                raise UserError(
+                    f"the task asks for {count} new tokens, which leave no room for its prompt in the model's "
+                    f"{self.max_length} positions; give fewer with `--gen_kwargs max_gen_toks=N`"
+                )
+            context = self.tok_encode(text)[count - self.max_length :]
             reader = self._read(text, context)
             answer = reader.generate(
-                self.tokenizer, count, is_done=lambda so_far, ends=ends: any(end in so_far for end in ends)
+                self.tokenizer,
+                count,
+                is_done=lambda so_far, ends=ends: any(end in so_far for end in ends),
+                ends=self._special_tokens(ends),
             )
             self._count(reader)
             for end in ends:
                 answer = answer.split(end)[0]
             answers.append(answer)
         return answers
+
+    def _special_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Those of the texts that are special tokens, which a generated text does not show."""
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        return [special[text] for text in texts if text in special]
 
     def _read(self, text: str, context: list[int]) -> Reader:
         """A fresh cache that has read a context."""

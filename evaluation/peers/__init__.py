@@ -136,6 +136,7 @@ PEERS: dict[str, Peer] = {
         family=EVICTION,
         build=think_maker,
         shares=(0.5, 1.0),
+        edition=2,
     ),
     "snapkv": Peer(
         what="each head keeps the tokens that the latest queries look at",

@@ -32,6 +32,7 @@ GROUPED_HEADS = 4
 # Ranks are multiples of it. Palu's own is 32, for widths of a thousand and more.
 _RANK_MULTIPLE = 4
 _HALVINGS = 200
+_LEAST_SCORE = 1e-12  # of the largest
 
 
 def palu_maker(
@@ -119,7 +120,9 @@ def fisher_ranks(scores: list[float], rate: float, *, width: int, multiple: int)
     Raises:
         UserError: the budget does not hold one multiple for each module.
     """
-    score_M = torch.tensor(scores, dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
+    score_M = torch.tensor(scores, dtype=torch.float64)
+    # A module that nothing reads has none; ranks over scores must be finite.
+    score_M = score_M.clamp(min=_LEAST_SCORE * (float(score_M.max()) or 1.0))
     least, total = min(multiple, width), rate * width * len(scores)
     if least * len(scores) > total + multiple:
         raise UserError(

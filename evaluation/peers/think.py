@@ -35,7 +35,7 @@ class ChannelStore(TokenStore):
 
     Attributes:
         query_HWD: the latest queries, until the channels are chosen by them.
-        channel_GR: the channels, rising, uint8; None before the first tokens are compressed.
+        channel_GR: the channels, rising, uint8, or int16 of wider heads; None before the first tokens are compressed.
     """
 
     def __init__(self, initial: InitialBasis, **settings: Any):
@@ -59,8 +59,8 @@ class ChannelStore(TokenStore):
     def _move(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
         """Choose the channels by the first rows."""
         if self.channel_GR is None:
-            rank = self.initial.vectors_PWR.shape[2]
-            self.channel_GR = self.chosen(rows_PNW, rank).to(torch.uint8)
+            _, width, rank = self.initial.vectors_PWR.shape
+            self.channel_GR = self.chosen(rows_PNW, rank).to(torch.uint8 if width <= 256 else torch.int16)
 
     def chosen(self, key_GND: Tensor, rank: int) -> Tensor:
         """The channels of each head that count most, rising, (G, R)."""

@@ -4,7 +4,7 @@ Shapes: T tokens, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,14 +66,16 @@ class Reader:
         max_new_tokens: int,
         *,
         is_done: Callable[[str], bool] = lambda text: False,
+        ends: Iterable[int] = (),
     ) -> str:
         """Decode greedily; special tokens are left out of the text, and one that ends a text ends it.
 
         Args:
             max_new_tokens: at most as many.
             is_done: whether the text so far needs no continuation.
+            ends: tokens that end this text, besides those that end any.
         """
-        ends, ids, text = end_tokens(self.model, tokenizer), [], ""
+        ends, ids, text = end_tokens(self.model, tokenizer) | set(ends), [], ""
         while len(ids) < max_new_tokens:
             token = int(self.logits_V.argmax())
             if token in ends:

@@ -11,7 +11,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from methods import calibration_of, tiny_model
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from evaluation.lm_eval_harness.model import CompressedLM
 from evaluation.reading import full_cache
@@ -165,6 +167,51 @@ def test_text_is_generated_until_it_says_so(model):
     assert uncut == answer
     with pytest.raises(UserError, match="greedily"):
         lm.generate_until(requests("generate_until", (prompt, {"do_sample": True})))
+
+
+def with_special_token(name, number):
+    """The tokenizer with a special token in the place of a byte."""
+    content = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[name] = vocabulary.pop(byte_tokenizer().convert_ids_to_tokens(number))
+    backend = Tokenizer.from_str(json.dumps(content))
+    ends = {"eos_token": "<end>", "pad_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **ends, additional_special_tokens=[name])
+    assert tokenizer.convert_tokens_to_ids(name) == number
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"until": [], "max_new_tokens": 3}, 3),
+        ({"until": [], "max_tokens": 3}, 3),
+        # The sixth token is one that texts do not show, such as one that ends a turn.
+        ({"until": ["<turn>"], "max_gen_toks": 20}, 5),
+        ({"until": [], "max_gen_toks": 3, "do_sample": False, "temperature": 0.7}, 3),
+    ],
+)
+def test_settings_of_generation_mean_what_they_do_to_the_harness_s_own_model(model, tmp_path, options, tokens):
+    prompt = "Once upon a time"
+    ids = byte_tokenizer()(prompt, return_tensors="pt").input_ids
+    said = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    tokenizer = with_special_token("<turn>", said[-1])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    theirs = get_model("hf")(pretrained=str(tmp_path), dtype="float32", device="cpu", batch_size=1)
+    ours = CompressedLM(model=model, tokenizer=tokenizer, make_cache=lambda: full_cache(model))
+    [expected] = theirs.generate_until(requests("generate_until", (prompt, options)))
+    assert ours.generate_until(requests("generate_until", (prompt, options))) == [expected]
+    assert expected == tokenizer.decode(said[:tokens])
+
+
+def test_what_does_not_fit_the_model_s_positions_is_refused(model):
+    lm = uncompressed(model)
+    with pytest.raises(UserError, match="1024 new tokens.*`--gen_kwargs max_gen_toks=N`"):
+        lm.generate_until(requests("generate_until", ("Once upon a time", {"until": [], "max_gen_toks": 1024})))
+    with pytest.raises(UserError, match="continuation has 1025 tokens"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "b" * 1025)))
+    assert len(lm.loglikelihood(requests("loglikelihood", ("a", "b" * 1024)))) == 1
 
 
 def test_a_template_that_writes_the_first_token_gets_no_second_one(model):

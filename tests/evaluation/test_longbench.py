@@ -1,6 +1,7 @@
 """LongBench's metrics against cases worked by hand, and its runner on files of the published form."""
 
 import json
+from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
@@ -126,6 +127,15 @@ def test_a_row_becomes_a_context_and_a_question(written):
     assert question.endswith("\n\nQuestion: What colour is it?\nAnswer:")
     assert item.references == ("blue", "navy")
     assert item.max_new_tokens == 32
+
+
+def test_rows_of_one_context_are_drawn_together(written):
+    path = Path(written())
+    row = json.loads(path.read_text())
+    rows = [row, row | {"input": "How large is it?"}, row | {"context": "It is {red}. " * 40}, row | {"input": "Why?"}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    items = longbench_items("musique", byte_tokenizer(), str(path), count=None, max_length=4000)
+    assert [item.cluster for item in items] == [1, 1, 3, 1]
 
 
 def test_the_middle_of_a_long_prompt_is_left_out(written):

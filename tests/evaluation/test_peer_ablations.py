@@ -238,6 +238,9 @@ def test_fisher_ranks_spend_the_budget_by_score():
     assert all(rank % 4 == 0 for rank in ranks)
     assert fisher_ranks([1.0, 9.0], 1.0, width=30, multiple=4) == [30, 30]
     assert fisher_ranks([1e-9, 1.0, 1.0], 0.25, width=32, multiple=4)[0] == 4
+    # What nobody reads gets the least, and the budget is kept.
+    assert fisher_ranks([0.0, 1.0], 0.5, width=32, multiple=4) == [4, 28]
+    assert sum(fisher_ranks([0.0, 0.0], 0.5, width=32, multiple=4)) == 32
     with pytest.raises(UserError, match="keep at least 0.12 of a width of 32"):
         fisher_ranks([1.0] * 3, 0.05, width=32, multiple=4)
 

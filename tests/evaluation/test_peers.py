@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from methods import tiny_model
 from tensors_held import found_tensors
 from window_scores import score_windows
 
@@ -107,6 +108,17 @@ def test_bytes_are_those_of_the_tensors_held(name, model, calibration):
         assert found_tensors(cache) - uncounted <= storages.keys(), "the cache holds tensors it does not report"
 
 
+def test_channels_of_wide_heads_are_told_apart():
+    model = tiny_model(head_dim=320)
+    cache = PEERS["think"].maker(model, None, 0.99)()
+    decoded(model, torch.randint(1, 97, (1, 120)), cache, 119)
+    store = cache.layers[0].sequences[0].key
+    kept_GR = store.channel_GR.long()
+    assert store.basis_PWR.sum(dim=(1, 2)).tolist() == [313, 313]
+    assert kept_GR.max() > 255
+    assert (kept_GR.diff(dim=1) > 0).all()
+
+
 @pytest.mark.parametrize("name", OWN_LAYERS)
 def test_a_left_padded_batch_is_its_sequences_alone(name, model, calibration):
     maker = PEERS[name].maker(model, calibration, None if PEERS[name].is_fixed else 0.6)
@@ -195,8 +207,9 @@ def test_integers_of_latents_hold_their_share(share, model, calibration, windows
     assert row["rate"] == pytest.approx(share, abs=0.015)
 
 
-def test_a_page_of_tokens_has_no_shares_of_tokens(model):
-    maker = PEERS["puzzle-kv"].maker(model, None, 0.9, TEXT)
+@pytest.mark.parametrize(("name", "share"), [("puzzle-kv", 0.9), ("kivi-int4", None)])
+def test_a_page_of_tokens_has_no_shares_of_tokens(name, share, model):
+    maker = PEERS[name].maker(model, None, share, TEXT)
     assert token_shares(maker, states_of(model, torch.randint(1, 97, (64,))), 4) is None
 
 

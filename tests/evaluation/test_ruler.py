@@ -3,6 +3,7 @@
 import json
 import re
 import uuid
+from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
@@ -48,6 +49,15 @@ def test_samples_are_as_long_as_they_may_be_and_hold_their_answers(name, tokeniz
         for reference in found.references:
             assert reference in found.context
         assert found.max_new_tokens == {"vt": 30, "cwe": 120, "fwe": 50}.get(name, 128)
+
+
+@pytest.mark.parametrize("name", ["niah_single_2", "fwe", "vt"])
+def test_a_chat_template_s_own_tokens_count_as_those_of_the_prompt(name):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{'A system prompt. ' * 30}<user>{{{{ messages[0]['content'] }}}}</><assistant>"
+    items = ruler_items(name, task(name), tokenizer, length=LENGTH, count=3, seed=1, chat=True)
+    sizes = [len(item.context) + item.num_after for item in items]
+    assert all(LENGTH - 250 < size <= LENGTH for size in sizes)
 
 
 def test_samples_differ_from_one_another_and_are_the_same_again(tokenizer):
@@ -222,6 +232,18 @@ def test_squad_questions_stand_among_documents_of_their_article_and_others(token
         assert len(item.context) + len(item.question) + 32 <= 1500
         assert item.metric.name == AnyContained.name
     assert len(set(places)) > 3  # not always at the same place
+
+
+def test_questions_about_one_paragraph_are_drawn_together(tokenizer, squad, tmp_path):
+    content = json.loads(Path(squad).read_text())
+    for paragraph in content["data"][0]["paragraphs"][:2]:
+        paragraph["qas"] = [{"question": f"{i}?", "answers": [{"text": "river"}]} for i in range(3)]
+    path = tmp_path / "several.json"
+    path.write_text(json.dumps(content))
+    items = ruler_items("qa_1", ruler_task("qa_1", file=str(path)), tokenizer, length=1500, count=8, seed=0)
+    first, second, *others = [item.cluster for item in items][::3]
+    assert [item.cluster for item in items] == [first] * 3 + [second] * 3 + [others[0], items[7].cluster]
+    assert len({first, second, others[0], items[7].cluster}) == 4
 
 
 def test_hotpot_keeps_what_holds_the_answer_however_short_the_prompt(tokenizer, hotpot):

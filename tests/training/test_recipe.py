@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from methods import calibration_moments, dynakv_model, spread_gates, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import dynakv
 from dynakv.gate import Gate, entropy
@@ -268,6 +268,18 @@ def test_model_flops_are_counted():
     # 3 layers: q, o 64², k, v 64·32, gate, up, down 64·96; head 97·64; frozen, so 4 operations for each.
     backbone = 4 * (3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96) + 97 * 64)
     assert model_flops(model, 10) == backbone + 6 * 3 * 2 * 3 * 32 * 32 + 6 * 10 * 64 * 3
+
+
+def test_of_experts_the_flops_are_those_of_the_chosen():
+    def flops(experts):
+        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = MixtralConfig(**size, **heads, num_local_experts=experts, num_experts_per_tok=2)
+        model = AutoModelForCausalLM.from_config(config)
+        routers = 6 * 2 * 64 * experts
+        return model_flops(model, 10) - routers
+
+    assert flops(16) == flops(4) == flops(2)
 
 
 def test_figures_are_darker_where_more_is_kept():

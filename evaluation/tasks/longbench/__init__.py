@@ -45,14 +45,16 @@ def longbench_items(
     own = sum(map(len, prompt_pieces(tokenizer, before, after.replace("{input}", ""), chat=chat and dataset.chat)))
     room = f"above {own + new_tokens}, the {own} tokens of `{name}`'s own words and {new_tokens} of an answer"
     require(max_length > own + new_tokens, "length", max_length, room)
+    clusters: dict[str, int] = {}  # several rows ask about one text
     for row in read_rows(path)[:count]:
         # Texts are put in one after another: a context may hold braces of its own.
         question = after.replace("{input}", row.get("input"))
-        context, question = prompt_pieces(tokenizer, before + row.get("context"), question, chat=chat and dataset.chat)
+        text = row.get("context")
+        context, question = prompt_pieces(tokenizer, before + text, question, chat=chat and dataset.chat)
         context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
             GenerationItem(
-                cluster=row.number,
+                cluster=clusters.setdefault(text, row.number),
                 context=context,
                 question=question,
                 references=tuple(row.get("answers")),

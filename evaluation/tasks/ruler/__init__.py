@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
-from ..item import GenerationItem, prompt_pieces
+from ..item import GenerationItem
 from ..matching import AllContained, AnyContained, Metric
 from .documents import DocumentTask
 from .needles import NEEDLE_TASKS
@@ -58,15 +58,16 @@ def ruler_task(name: str, *, essay: Sequence[str] = (), file: str | None = None)
 
 
 def longest_sample(
-    task: RulerTask, tokenizer: PreTrainedTokenizerBase, length: int, seed: str, index: int
+    task: RulerTask, tokenizer: PreTrainedTokenizerBase, length: int, seed: str, index: int, *, chat: bool = False
 ) -> Sample | None:
-    """The sample with the most units whose tokens, new ones included, are at most `length`; None where none fits."""
+    """The sample with the most units whose tokens, new ones and a chat template's included, are at most `length`; None where
+    none fits."""
 
     def sample(units: int) -> Sample:
         return task.sample(random.Random(f"{seed}:{index}"), index, units, length, tokenizer)
 
     def fits(units: int) -> bool:
-        return sample(units).num_tokens(tokenizer) <= length
+        return sample(units).num_tokens(tokenizer, chat=chat) <= length
 
     least, most = task.units(index, length)
     if least > most or not fits(least):
@@ -97,16 +98,17 @@ def ruler_items(
     Raises:
         UserError: `length` is too short for the task, or its file has too few questions that fit.
     """
-    items, index = [], 0
-    while len(items) < count and index < task.num_indices(count):
-        sample = longest_sample(task, tokenizer, length, f"{seed}:{name}:{length}", index)
-        index += 1
+    items: list[GenerationItem] = []
+    for index in range(task.num_indices(count)):
+        if len(items) == count:
+            break
+        sample = longest_sample(task, tokenizer, length, f"{seed}:{name}:{length}", index, chat=chat)
         if sample is None:
             continue
-        context, question = prompt_pieces(tokenizer, sample.context, sample.question, sample.answer_prefix, chat=chat)
+        context, question = sample.pieces(tokenizer, chat=chat)
         items.append(
             GenerationItem(
-                cluster=index,
+                cluster=task.cluster(index),
                 context=context,
                 question=question,
                 references=tuple(sample.references),

@@ -75,6 +75,10 @@ class DocumentTask(RulerTask):
     def num_indices(self, count: int) -> int:
         return len(self.questions)
 
+    def cluster(self, index: int) -> int:
+        needed = self.questions[index].needed
+        return next(i for i, question in enumerate(self.questions) if question.needed == needed)
+
     def units(self, index: int, length: int) -> tuple[int, int]:
         return len(self.questions[index].needed), len(self.documents)
 

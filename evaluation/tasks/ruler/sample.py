@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ..continuation import encode_behind
+from ..item import prompt_pieces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,15 @@ class Sample:
     references: Sequence[str]
     max_new_tokens: int
 
-    def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Of the prompt, and of the answer at most."""
-        # Context and question become tokens apart, as they are read.
-        behind = encode_behind(tokenizer, self.question + self.answer_prefix)
-        return len(tokenizer(self.context).input_ids) + len(behind) + self.max_new_tokens
+    def pieces(
+        self, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids of the context and of the question; see :func:`evaluation.tasks.item.prompt_pieces`."""
+        return prompt_pieces(tokenizer, self.context, self.question, self.answer_prefix, chat=chat)
+
+    def num_tokens(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> int:
+        """Of the prompt, a chat template's own included, and of the answer at most."""
+        return sum(map(len, self.pieces(tokenizer, chat=chat))) + self.max_new_tokens
 
 
 class RulerTask(abc.ABC):
@@ -62,3 +66,7 @@ class RulerTask(abc.ABC):
     def num_indices(self, count: int) -> int:
         """How many samples may be tried to find `count` that fit."""
         return count
+
+    def cluster(self, index: int) -> int:
+        """What the sample of that index is about: those of one number are about the same text."""
+        return index
