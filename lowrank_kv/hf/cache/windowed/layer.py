@@ -156,10 +156,10 @@ class WindowedLayer(SequenceLayer):
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
     def _rotation(self, b: int) -> Rotation | None:
-        return self.history.rotation(b, self.device) if self.rotates and self.history is not None else None
+        return None if self.history is None else self.history.rotation(b, self.device)
 
     def _unrotate(self, b: int) -> Rotate | None:
-        return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
+        return None if self.history is None else self.history.unrotate_rows(b)
 
 
 def fixed_store(
