@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as joint_reference
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention as latent_reference
 from lowrank_kv.ops.paged_attention.reference import paged_attention as paged_reference
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
 from lowrank_kv.ops.scoring import Scoring

@@ -23,7 +23,7 @@ from lowrank_kv.ops.decoders import Decoders  # noqa: E402
 from lowrank_kv.ops.full_rank_tokens import FullTokens  # noqa: E402
 from lowrank_kv.ops.gated_append.triton import gated_append  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention  # noqa: E402
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows  # noqa: E402
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  # noqa: E402
 from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
 from lowrank_kv.ops.rotation import RotaryTable  # noqa: E402

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.joint.triton_scores import joint_scores
 from lowrank_kv.ops.lowrank_attention.joint.triton_values import block_of, weighted_rows
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 

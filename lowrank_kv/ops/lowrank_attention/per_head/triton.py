@@ -9,7 +9,7 @@ F full-rank tokens, R rank, X parts of the softmax.
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block
 from lowrank_kv.ops.triton.split_attention import attend_split

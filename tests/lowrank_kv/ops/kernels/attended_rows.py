@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
