@@ -15,12 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as joint_reference
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention as latent_reference
 from lowrank_kv.ops.paged_attention.reference import paged_attention as paged_reference
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
 from lowrank_kv.ops.ragged_attention.reference import ragged_attention as ragged_reference
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.page_pool import PagePool
@@ -139,7 +140,7 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
     bases = [shape.random(shape.batch, parts, rank, width, scale=rank**-0.5).mT for rank in ranks]
     length = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     rows = [LatentRows(coef, basis) for coef, basis in zip(coefs, bases, strict=True)]
-    options = {"scaling": shape.scaling} | ({"rotation": table} if is_joint else {})
+    options = {"scoring": Scoring(shape.scaling)} | ({"rotation": table} if is_joint else {})
 
     def reference() -> Tensor:
         return (joint_reference if is_joint else latent_reference)(query.double(), *rows, length, **options)
@@ -163,7 +164,7 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
 
         def attend() -> Tensor:
             steps = [
-                lowrank_attention(query[b], LowRankTokens(*sides[b], *rotated), scaling=shape.scaling)
+                lowrank_attention(query[b], LowRankTokens(*sides[b], *rotated), Scoring(shape.scaling))
                 for b in range(shape.batch)
             ]
             return torch.stack(steps)
@@ -180,7 +181,7 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
     decoders = Decoders(*[shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)])
     coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
     ranks = [_ranks(shape, rate, granule) for rate in (key_rate, value_rate)]
-    options = {"scaling": shape.scaling}
+    options = {"scoring": Scoring(shape.scaling)}
     if shape.has_kernels:
         from lowrank_kv.ops.paged_attention.triton import paged_attention
 

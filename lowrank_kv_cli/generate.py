@@ -9,6 +9,7 @@ The checkpoint is a compressor directory written by training, or a full checkpoi
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TextStreamer
@@ -17,7 +18,9 @@ import dynakv
 import lowrank_kv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.drawing import check_seed, check_temperature
@@ -27,6 +30,28 @@ TEMPERATURE = 0.8
 
 
 def main(argv: list[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
+    sampling = _sampling(arguments)
+    model, tokenizer = load(arguments)
+    inputs = encode(tokenizer, arguments).to(model.device)
+    if not inputs["input_ids"].numel():
+        raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
+    check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
+    torch.manual_seed(arguments.seed or 0)
+    output = model.generate(
+        **inputs,
+        **sampling,
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        return_dict_in_generate=True,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    print(_report(output.past_key_values))
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument("--checkpoint", metavar="DIR", help="compressor or full checkpoint")
@@ -46,10 +71,11 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
-    arguments = parser.parse_args(argv)
+    return parser
 
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `generate()` is told of sampling. Raises :class:`UserError` for arguments that do not go together."""
     for name in ("temperature", "seed"):
         if getattr(arguments, name) is not None and not arguments.sample:
             raise UserError(
@@ -57,31 +83,22 @@ def main(argv: list[str]) -> None:
             )
     temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
     check_temperature(temperature, "--temperature", greedy="leave out `--sample` for the likeliest tokens")
-    seed = arguments.seed or 0
-    check_seed(seed, "--seed")
-    model, tokenizer = load(arguments)
-    inputs = encode(tokenizer, arguments).to(model.device)
-    if not inputs["input_ids"].numel():
-        raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
-    check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if arguments.sample else {"do_sample": False}
-    output = model.generate(
-        **inputs,
-        **sampling,
-        max_new_tokens=arguments.max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        return_dict_in_generate=True,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    cache = output.past_key_values
-    print(f"\n{cache.memory()}")
-    if cache.rate >= 1:
-        print("a text this short gains nothing: its first and latest tokens stay exact; give a longer `--prompt`")
-    print(
-        f"cache: {cache.nbytes:,} bytes for {cache.get_seq_length():,} tokens, rate {cache.rate:.3f} "
-        f"(uncompressed: {cache.full_nbytes:,} bytes)"
-    )
+    check_seed(arguments.seed or 0, "--seed")
+    return {"do_sample": True, "temperature": temperature} if arguments.sample else {"do_sample": False}
+
+
+def _report(cache: LowRankCache) -> str:
+    """The bytes of a cache, and why it gains less than half of them where the text is short."""
+    memory = cache.memory()
+    lines = [f"\n{memory}"]
+    exact = memory.kinds[FULL_RANK] + memory.kinds[BUFFERS]
+    if memory.rate >= 1 or (memory.rate > 0.5 and 2 * exact > memory.total):
+        gain = "nothing" if memory.rate >= 1 else "little"
+        lines.append(
+            f"a text this short gains {gain}: its first and latest tokens stay exact; give a longer `--prompt`"
+        )
+    tokens, rate = cache.get_seq_length(), f"rate {memory.rate:.3f} (uncompressed: {memory.full:,} bytes)"
+    return "\n".join([*lines, f"cache: {memory.total:,} bytes for {tokens:,} tokens, {rate}"])
 
 
 def load(arguments: argparse.Namespace):

@@ -55,18 +55,28 @@ def gradient_moments(
         progress_bar(total=blocks_NT.numel(), unit="tok", desc="gradients", disable=not progress) as bar,
     ):
         for block_T in blocks_NT:
-            ids_T = block_T.to(model.device)
-            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-            loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
-            states = [state for probe in probes.values() for state in probe.states]
-            gradients = iter(torch.autograd.grad(loss, states))
-            for index in probes:
-                for side in (KEY, VALUE):
-                    rows_NC = next(gradients).flatten(0, 1)
-                    add_rows(moments[index][side], rows_NC, f"gradients of layer {index}, {side}")
+            for index, side, _, gradient_1TC in gradients_of_loss(model, probes, block_T):
+                add_rows(moments[index][side], gradient_1TC.flatten(0, 1), f"gradients of layer {index}, {side}")
             bar.update(block_T.numel())
     return moments
+
+
+def gradients_of_loss(
+    model: PreTrainedModel, probes: dict[int, "_Probe"], block_T: Tensor
+) -> list[tuple[int, str, Tensor, Tensor]]:
+    """How the sum of a block's cross-entropies answers to the states that the model's probes see.
+
+    Returns:
+        (layer index, ``key`` or ``value``, joint states x, ∂(Σ CE)/∂x), (1, T, C) each, of every probe.
+    """
+    ids_T = block_T.to(model.device)
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
+    names = [(index, side) for index in probes for side in (KEY, VALUE)]
+    states = [state_1TC for probe in probes.values() for state_1TC in probe.states]
+    gradients = torch.autograd.grad(loss, states)
+    return [(*name, state.detach(), grad) for name, state, grad in zip(names, states, gradients, strict=True)]
 
 
 @contextlib.contextmanager

@@ -9,13 +9,12 @@ Shapes: B batch, T tokens, N sampled rows, C = G·D joint width.
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, VALUE, add_rows, check_uncompressed, empty_moments
-from lowrank_kv.calibration.gradient_moments import probes_of
+from lowrank_kv.calibration.gradient_moments import gradients_of_loss, probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
@@ -80,30 +79,22 @@ def read_moments(
         progress_bar(total=blocks_NT.numel(), unit="tok", desc="read gradients", disable=not progress) as bar,
     ):
         for number, block_T in enumerate(blocks_NT):
-            ids_T = block_T.to(model.device)
-            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
-            logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-            loss = F.cross_entropy(logits_TV, ids_T[1:], reduction="sum")
-            names = [(index, side) for index in probes for side in (KEY, VALUE)]
-            leaves = [state_BTC for probe in probes.values() for state_BTC in probe.states]
-            rows = [state_BTC.detach()[0, read] for state_BTC in leaves]
-            for (index, side), rows_NC in zip(names, rows, strict=True):
-                add_rows(states[index][side], rows_NC, f"layer {index}, {side}")
+            found = gradients_of_loss(model, probes, block_T)
+            for index, side, state_1TC, _ in found:  # before any gradient: it says first what is not finite
+                add_rows(states[index][side], state_1TC[0, read], f"layer {index}, {side}")
             first = -number * rows_of_block % stride
-            of_leaves = torch.autograd.grad(loss, leaves)
-            for (index, side), rows_NC, gradient_BTC in zip(names, rows, of_leaves, strict=True):
-                gradient_NC = gradient_BTC[0, read]
-                add_rows(gradients[index][side], gradient_NC, f"gradients of layer {index}, {side}")
-                pair = rows_NC[first::stride], gradient_NC[first::stride]
-                samples[index, side].append(tuple(each.bfloat16().cpu() for each in pair))
+            for index, side, state_1TC, gradient_1TC in found:
+                add_rows(gradients[index][side], gradient_1TC[0, read], f"gradients of layer {index}, {side}")
+                pair = (each_1TC[0, read][first::stride] for each_1TC in (state_1TC, gradient_1TC))
+                samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in pair))
             bar.update(block_T.numel())
-    found: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
+    moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
     for (index, side), pairs in samples.items():
         row_NC, gradient_NC = (torch.cat(each) for each in zip(*pairs, strict=True))
-        found[index][side] = ReadMoments(
+        moments[index][side] = ReadMoments(
             state=states[index][side],
             gradient=gradients[index][side],
             sample_NC=row_NC,
             sample_gradient_NC=gradient_NC,
         )
-    return found
+    return moments

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.utils.errors import UserError
 
 _FLASH = "flash_attention_2"
@@ -49,13 +50,11 @@ class Backend:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple:
         return self.run(*args, **kwargs)
 
-    def score_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What this backend does to scores when called with `kwargs`, as the compressed attention takes it: `scaling`,
-        `softcap` and `sink_H`."""
-        options = {"scaling": kwargs["scaling"], "softcap": None, "sink_H": None}
+    def scoring(self, kwargs: dict[str, Any]) -> Scoring:
+        """What this backend does to scores when called with `kwargs`."""
         if self.weighs_scores:
-            options |= {"softcap": kwargs.get("softcap"), "sink_H": kwargs.get("s_aux")}
-        return options
+            return Scoring(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+        return Scoring(kwargs["scaling"])
 
 
 def default_backend(model: PreTrainedModel) -> str:

@@ -5,6 +5,7 @@ The hooks are on the instance: the class, and every other model of it, stay as t
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from lowrank_kv.utils.errors import UserError
 # Attribute of the base model: (cache class, maker of caches, whether it was set on the base model itself, handle of the
 # forward pre-hook).
 _DEFAULT = "_default_cache"
+
+HOOKING = threading.Lock()  # threads may share a model: one at a time changes its hooks
 
 
 def hook_generation(model: PreTrainedModel) -> None:
@@ -44,10 +47,11 @@ def set_default_cache(
         make_cache: an empty cache of that class for a model, which may be the base model; None for
             ``cache_class.from_model``.
     """
-    _remove_default_cache(model)
     base, maker = model.base_model, make_cache or cache_class.from_model
-    handle, is_on_base = base.register_forward_pre_hook(_make_cache, with_kwargs=True), model is base
-    base.__dict__[_DEFAULT] = (cache_class, maker, is_on_base, handle)
+    with HOOKING:
+        _remove_default_cache(model)
+        handle, is_on_base = base.register_forward_pre_hook(_make_cache, with_kwargs=True), model is base
+        base.__dict__[_DEFAULT] = (cache_class, maker, is_on_base, handle)
     return model
 
 

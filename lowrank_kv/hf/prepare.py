@@ -1,20 +1,18 @@
 """Let a stock model run with compressed caches, and undo it."""
 
 import itertools
-import threading
 
 from transformers import PreTrainedModel
 
 from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention, begin_call, check_not_switched
 from lowrank_kv.hf.backends import check_backend, default_backend
-from lowrank_kv.hf.default_cache import hook_generation, unhook_generation
+from lowrank_kv.hf.default_cache import HOOKING, hook_generation, unhook_generation
 from lowrank_kv.hf.geometry import attention_modules, check_model, geometry_of, model_within
 from lowrank_kv.hf.recurrent_layers import hook_calls, unhook_calls
 from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
 
 _identities = itertools.count(1)
-_ONE_AT_A_TIME = threading.Lock()  # threads may share a model
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -27,7 +25,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         UserError: the model wraps another, or its attention is another, or cannot be replaced.
     """
     check_model(model)
-    with _ONE_AT_A_TIME:
+    with HOOKING:
         previous = model.config._attn_implementation
         if previous != ATTENTION_NAME:
             check_backend(previous)
@@ -66,7 +64,7 @@ def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare` and :func:`set_default_cache`; a no-op on a model that was never prepared. A wrapper of the model
     serves as well (:func:`model_within`), and may have been put around it since."""
     model = model_within(model)
-    with _ONE_AT_A_TIME:
+    with HOOKING:
         previous = None
         unhook_generation(model)
         unhook_calls(model)

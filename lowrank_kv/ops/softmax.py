@@ -6,26 +6,21 @@ Shapes: B batch, H query heads, Q queries, T tokens, D head dim.
 import torch
 from torch import Tensor
 
+from lowrank_kv.ops.scoring import Scoring
 
-def softmax_weights(
-    score_HQT: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None,
-    mask_QT: Tensor | None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
-    """fp32 softmax of scores · scaling, capped to softcap · tanh(s / softcap) (Gemma 2, section 2) before the mask.
+
+def softmax_weights(score_HQT: Tensor, scoring: Scoring, mask_QT: Tensor | None) -> Tensor:
+    """fp32 softmax of scaled and capped dot products, with sinks where the model has them.
 
     Args:
-        score_HQT: any floating dtype.
+        score_HQT: dot products, of any floating dtype.
+        scoring: what the model does to them.
         mask_QT: (Q, T) or (H, Q, T), True where a query may see a token; None when it may see all.
-        sink_H: each head's sink: one more score of the softmax, final as it is, of a token without a value (GPT-OSS model
-            card, section 2.3); None where there are none.
 
     Returns:
         (H, Q, T); 0 where a query may not see a token, so all 0 for a query that may see none.
     """
+    scaling, softcap, sink_H = scoring
     score_HQT = score_HQT.float() * scaling
     if softcap is not None:
         score_HQT = score_HQT.div_(softcap).tanh_().mul_(softcap)

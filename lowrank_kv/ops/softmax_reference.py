@@ -8,27 +8,21 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.scoring import Scoring
 
 
 def fp64_attention(
-    query_XQD: Tensor,
-    key_XTD: Tensor,
-    value_XTD: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None,
-    mask_XQT: Tensor | None,
-    sink_H: Tensor | None = None,
+    query_XQD: Tensor, key_XTD: Tensor, value_XTD: Tensor, scoring: Scoring, mask_XQT: Tensor | None
 ) -> Tensor:
     """softmax(q Kᵀ · scaling) V, each query head with keys and values of its own.
 
     Args:
         mask_XQT: True where a query may see a token, broadcast over its leading dims; None when it may see all.
-        sink_H: one more score of each head's softmax, of a token without a value; None where there is none.
 
     Returns:
         in the dtype of `query_XQD`; 0 for a query that may see nothing.
     """
+    scaling, softcap, sink_H = scoring
     score_XQT = query_XQD.double() @ key_XTD.double().mT * scaling
     if softcap is not None:
         score_XQT = softcap * torch.tanh(score_XQT / softcap)
@@ -49,12 +43,10 @@ def fp64_batch_attention(
     key_BGTD: Tensor,
     value_BGTD: Tensor,
     length_B: Tensor,
+    scoring: Scoring,
     *,
-    scaling: float,
-    softcap: float | None,
     mask_BQT: Tensor | None,
     full: FullTokens | None = None,
-    sink_H: Tensor | None = None,
 ) -> Tensor:
     """:func:`fp64_attention` of a batch over rebuilt tokens and over tokens at full rank."""
     queries = query_BHQD.shape[2]
@@ -72,8 +64,6 @@ def fp64_batch_attention(
         query_BHQD,
         torch.cat(keys, dim=2),
         torch.cat(values, dim=2),
-        scaling=scaling,
-        softcap=softcap,
-        mask_XQT=torch.cat(seen, dim=2)[:, None],
-        sink_H=sink_H,
+        scoring,
+        torch.cat(seen, dim=2)[:, None],
     )

@@ -75,7 +75,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         Args:
             owner: identity of the prepared model; a copy of the model has the same.
             geometry: of the cache.
-            history: the cache's record of rotations; None for a module that does not rotate its keys.
+            history: the cache's record of rotations; None for a layer that does not rotate keys, or compresses them rotated.
             is_last: whether this is the last layer of a step to use it, which drops its table of cos and sin.
         """
         self._owner, self._geometry = owner, geometry
@@ -178,7 +178,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
                 "again; use a model of another family"
             )
         try:
-            if self.history is not None and self.rotates and context.rope is not None:
+            if self.history is not None and context.rope is not None:
                 context = CallContext(self.history.extend(context.rope, past + key_states.shape[2]), context.mask)
             self.append(key_states, value_states, context)
         except BaseException:  # an interrupt, too

@@ -126,9 +126,9 @@ class PagedLayer(CodecLayer):
                 self.key,
                 self.value,
                 self._decoders,
+                inner.scoring(kwargs),
                 rotation=None if self.history is None else self.history.table(),
                 mask_BQT=None if mask is None else rows_together(mask[:, 0]),
-                **inner.score_options(kwargs),
             )
         return without_gradients(output_BHQD.transpose(1, 2).contiguous(), query), None
 

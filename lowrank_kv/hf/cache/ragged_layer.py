@@ -20,6 +20,7 @@ from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.native.ragged_view import append_few, view_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
 from lowrank_kv.stores.ragged import RaggedStore
@@ -177,7 +178,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """Attention of queries that see only the first `length` tokens, and the rotated keys of these, (B, G, T, D), if it
         needed all of them."""
         if self.is_decoding(query):
-            return self._attend_compressed(query, mask, **inner.score_options(kwargs)), None
+            return self._attend_compressed(query, mask, inner.scoring(kwargs)), None
         if any(sequence.min_crop_length for sequence in self.sequences):
             return self._attend_rebuilt(module, query, mask, inner, length, **kwargs), None
         is_exact = self.attends_exactly
@@ -206,7 +207,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             outputs.append(inner(module, query[b : b + 1], key, value, mask_11QT, **kwargs)[0])
         return without_gradients(torch.cat(outputs), query)
 
-    def _attend_compressed(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def _attend_compressed(self, query: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
         sequences = [
             RaggedTokens(
                 sequence.key,
@@ -217,7 +218,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             )
             for b, sequence in enumerate(self.sequences)
         ]
-        return ragged_attention(query, sequences, self._decoders, **options)
+        return ragged_attention(query, sequences, self._decoders, scoring)
 
     def _rebuild_one(self, b: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""

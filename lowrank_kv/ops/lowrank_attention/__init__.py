@@ -8,27 +8,18 @@ from torch import Tensor
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import eager, native, triton
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.utils.dispatch_log import log_choice
 
 __all__ = ["LowRankTokens", "Operands", "lowrank_attention"]
 
 
-def lowrank_attention(
-    query_HQD: Tensor,
-    tokens: LowRankTokens,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
     """Attention of Q queries of one sequence over its low-rank and full-rank tokens.
 
     Args:
         query_HQD: rotated queries.
-        scaling: the model's own score scale, usually 1/√D (not 1/√R).
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
-            section 2.3); None where there is none.
+        scoring: what the model does to scores.
 
     Returns:
         (H, Q, D) in the dtype of `query_HQD`; 0 for a query that may see nothing. Scores and softmax are in fp32. A backward
@@ -41,5 +32,5 @@ def lowrank_attention(
         operation, backend = eager, "eager"
     coef = tokens.keys.coef
     log_choice("lowrank_attention", backend, coef.dtype, coef.device, because)
-    output_HQD = operation.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    output_HQD = operation.lowrank_attention(query_HQD, tokens, scoring)
     return without_gradients(output_HQD, query_HQD)

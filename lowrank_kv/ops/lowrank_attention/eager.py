@@ -15,18 +15,12 @@ from torch import Tensor
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
 from lowrank_kv.ops.rotation import Positions, Rotation, positions_of_part
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.coefficients import Coefficients
 
 
-def lowrank_attention(
-    query_HQD: Tensor,
-    tokens: LowRankTokens,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
@@ -37,7 +31,7 @@ def lowrank_attention(
         [_scores(query_GMD, keys, rotation, positions), exact_GMD @ keys.full_GFD.mT.to(exact_GMD.dtype)], dim=2
     )
     score_HQT = score_GMT.view(heads, queries, -1)
-    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT, sink_H=sink_H)
+    weight_HQT = softmax_weights(score_HQT, scoring, mask_QT)
     weight_GMT = weight_HQT.to(query_HQD.dtype).view(score_GMT.shape)
     parts, _, rank = values.basis_PWR.shape
     weight_PMN = weight_GMT[:, :, :low].reshape(parts, heads * queries // parts, low)

@@ -11,6 +11,7 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
 from lowrank_kv.ops.native.library import contiguous_fp32
 from lowrank_kv.ops.rotation import rotates_in_pairs
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -31,14 +32,7 @@ def unsupported_reason(tokens: LowRankTokens) -> str | None:
     return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(tokens.rotation))
 
 
-def lowrank_attention(
-    query_HQD: Tensor,
-    tokens: LowRankTokens,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
     shape_HQD, groups = query_HQD.shape, keys.full.buffer.shape[0]
@@ -62,7 +56,7 @@ def lowrank_attention(
         held = _full_rank_view(keys.full), _full_rank_view(values.full), full
         softmax.append(native.Tokens(query, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *shape_HQD
-    output_1QHD = native.attend([softmax], shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    output_1QHD = native.attend([softmax], shape_BHQD, scoring, groups=groups)
     output_HQD = output_1QHD.squeeze(0).transpose(0, 1)
     return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
 

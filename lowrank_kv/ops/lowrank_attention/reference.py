@@ -8,17 +8,11 @@ from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import positions_of_part
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_attention
 
 
-def lowrank_attention(
-    query_HQD: Tensor,
-    tokens: LowRankTokens,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂, with K̂ and V̂ the low-rank tokens rebuilt and the full-rank ones after them.
 
     Arguments and result as in :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`.
@@ -40,6 +34,4 @@ def lowrank_attention(
     repeats = query_HQD.shape[0] // low_key.shape[0]
     key_HTD = torch.cat([low_key, keys.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
     value_HTD = torch.cat([rebuild(values), values.full_GFD.double()], dim=1).repeat_interleave(repeats, dim=0)
-    return fp64_attention(
-        query_HQD, key_HTD, value_HTD, scaling=scaling, softcap=softcap, mask_XQT=mask_QT, sink_H=sink_H
-    )
+    return fp64_attention(query_HQD, key_HTD, value_HTD, scoring, mask_QT)

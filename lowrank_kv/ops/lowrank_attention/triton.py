@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels, launching_on
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import IntegerQuantization
@@ -56,14 +57,7 @@ def unsupported_reason(query_HQD: Tensor, tokens: LowRankTokens) -> str | None:
     return None
 
 
-def lowrank_attention(
-    query_HQD: Tensor,
-    tokens: LowRankTokens,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
     """See :func:`lowrank_kv.ops.lowrank_attention.lowrank_attention`."""
     keys, values, rotation, positions, mask_QT = tokens
     # Only here: without a GPU there need be no Triton.
@@ -88,9 +82,7 @@ def lowrank_attention(
             _latent_rows(keys),
             _latent_rows(values),
             _length(low, device),
-            scaling=scaling,
-            softcap=softcap,
-            sink_H=sink_H,
+            scoring,
             mask_BQN=None if mask_1QT is None else mask_1QT[:, :, :low],
             full=full_tokens,
             **options,

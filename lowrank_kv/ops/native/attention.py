@@ -16,6 +16,7 @@ from torch import Tensor
 from lowrank_kv.ops.native.library import ABSENT, CPU, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.rotary import ATTEND_ROTARY, PackedRotary
 from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
+from lowrank_kv.ops.scoring import Scoring
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
 _TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "7q2f"))
@@ -108,26 +109,20 @@ class Tokens(NamedTuple):
 
 
 def attend(
-    softmaxes: Sequence[Sequence[Tokens]],
-    shape_BHQD: Sequence[int],
-    *,
-    groups: int,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
+    softmaxes: Sequence[Sequence[Tokens]], shape_BHQD: Sequence[int], scoring: Scoring, *, groups: int
 ) -> Tensor:
     """Attention of each sequence over all its tokens in one softmax.
 
     Args:
         softmaxes: for each of the B sequences its tokens, one entry for each way in which some are stored.
         shape_BHQD: query heads, new queries and head dim of B sequences.
+        scoring: what the model does to scores.
         groups: G.
-        scaling: of the scores.
-        softcap, sink_H: see :func:`lowrank_kv.ops.ragged_attention.ragged_attention`.
 
     Returns:
         (B, Q, H, D) fp32; 0 for a query that may see nothing.
     """
+    scaling, softcap, sink_H = scoring
     batch, heads, queries, head_dim = shape_BHQD
     rows = heads * queries
     # On the CPU, whatever torch's defaults are set to.

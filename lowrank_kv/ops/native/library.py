@@ -61,9 +61,13 @@ def library() -> ctypes.CDLL | None:
                     return _without(f"compiling them fails: {result.stderr.strip()}")
                 built.chmod(built.stat().st_mode & ~_OF_OTHERS)  # the user's umask may let a group write
                 os.replace(built, target)
-        kernels = ctypes.CDLL(str(target))
+        return _declared(ctypes.CDLL(str(target)))
     except OSError as error:
         return _without(f"they cannot be kept at {target.parent} ({error}); name another place in $LOWRANK_KV_HOME")
+
+
+def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """The same, with the types of its functions."""
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number]
     kernels.encode.restype = number

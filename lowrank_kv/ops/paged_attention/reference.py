@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 from lowrank_kv.stores.paged import PagedStore
 
@@ -17,11 +18,9 @@ def paged_attention(
     keys: PagedStore,
     values: PagedStore,
     decoders: Decoders,
+    scoring: Scoring,
     *,
-    scaling: float,
     rotation: RotaryTable | None = None,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ = rotated(coef_k · decoder_k) and V̂ = coef_v · decoder_v.
@@ -42,8 +41,6 @@ def paged_attention(
         key_BGTD,
         value_BGTD,
         keys.length_B,
-        scaling=scaling,
-        softcap=softcap,
-        sink_H=sink_H,
+        scoring,
         mask_BQT=mask_BQT,
     )

@@ -14,6 +14,7 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.paged_attention.triton_scores import paged_scores
 from lowrank_kv.ops.paged_attention.triton_values import weighted_latents
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import splits_of
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax
 from lowrank_kv.stores.paged import PagedStore
@@ -25,11 +26,9 @@ def paged_attention(
     keys: PagedStore,
     values: PagedStore,
     decoders: Decoders,
+    scoring: Scoring,
     *,
-    scaling: float,
     rotation: RotaryTable | None = None,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQT: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -41,11 +40,8 @@ def paged_attention(
         query_BHQD: rotated queries, fp32, fp16 or bf16.
         keys, values: stores of the same tokens and capacity; their ranks need not agree.
         decoders: of keys and values, in the queries' dtype.
-        scaling: the model's own score scale, usually 1/√D.
+        scoring: what the model does to scores.
         rotation: of rebuilt keys; None for a family without one, or keys compressed after it.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2).
-        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
-            section 2.3); None where there is none.
         mask_BQT: bool, True where a query may see a row's token; None when it may see all. 1 may stand for B.
         splits: parts the values' tiles are cut into; None lets the device's size decide.
 
@@ -62,15 +58,15 @@ def paged_attention(
     )
     groups, granules = keys.width // head_dim, values.granules
     low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
-    softmax = SplitSoftmax(query_BHQD, groups, low=low, maxima=granules, sink_H=sink_H)
+    softmax = SplitSoftmax(query_BHQD, groups, scoring, low=low, maxima=granules)
     score_BTP = paged_scores(
         softmax.query_BGMD,
         keys,
         decoders.key_CC,
         queries=queries,
-        scaling=scaling,
+        scaling=scoring.scaling,
         rotation=rotation,
-        softcap=softcap,
+        softcap=scoring.softcap,
         mask_BQT=mask_BQT,
     )
     partial_BPSC = weighted_latents(

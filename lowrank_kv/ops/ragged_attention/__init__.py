@@ -11,6 +11,7 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.ragged_attention import eager, native
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.utils.dispatch_log import log_choice
 from lowrank_kv.utils.errors import UserError
 
@@ -18,13 +19,7 @@ __all__ = ["RaggedTokens", "ragged_attention"]
 
 
 def ragged_attention(
-    query_BHQD: Tensor,
-    sequences: Sequence[RaggedTokens],
-    decoders: Decoders,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
+    query_BHQD: Tensor, sequences: Sequence[RaggedTokens], decoders: Decoders, scoring: Scoring
 ) -> Tensor:
     """Attention of Q queries of each sequence over its cached tokens (DynaKV section 3.2, equation 3).
 
@@ -32,10 +27,7 @@ def ragged_attention(
         query_BHQD: rotated queries.
         sequences: the tokens of each of the B sequences, whose stores and rotations are all of one kind.
         decoders: of keys and values.
-        scaling: the model's own score scale, usually 1/√D.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
-            section 2.3); None where there is none.
+        scoring: what the model does to scores.
 
     Returns:
         (B, Q, H, D), contiguous, in the dtype of `query_BHQD`; 0 for a query that may see nothing. Scores and softmax are in
@@ -52,6 +44,5 @@ def ragged_attention(
         operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
-    options = {"scaling": scaling, "softcap": softcap, "sink_H": sink_H}
-    output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, **options)
+    output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, scoring)
     return without_gradients(output_BQHD, query_BHQD)

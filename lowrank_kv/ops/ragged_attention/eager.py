@@ -18,31 +18,19 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens, one_by_one
 from lowrank_kv.ops.rebuild_scores import at_least_fp32, rebuild_scores
 from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax import softmax_weights
 from lowrank_kv.stores.ragged import RaggedStore
 
 
 def ragged_attention(
-    query_BHQD: Tensor,
-    sequences: Sequence[RaggedTokens],
-    decoders: Decoders,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
+    query_BHQD: Tensor, sequences: Sequence[RaggedTokens], decoders: Decoders, scoring: Scoring
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.ragged_attention.ragged_attention`."""
-    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scaling, softcap, sink_H)
+    return one_by_one(_attention_of_one, query_BHQD, sequences, decoders, scoring)
 
 
-def _attention_of_one(
-    query_HQD: Tensor,
-    tokens: RaggedTokens,
-    decoders: Decoders,
-    scaling: float,
-    softcap: float | None,
-    sink_H: Tensor | None,
-) -> Tensor:
+def _attention_of_one(query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoders, scoring: Scoring) -> Tensor:
     keys, values, rotation, position_T, mask_QT = tokens
     heads, queries, head_dim = query_HQD.shape
     groups = decoders.key_CC.shape[1] // head_dim
@@ -52,7 +40,7 @@ def _attention_of_one(
     else:
         score_GMT = _scores_rebuilt(query_GMD, keys, decoders.key_CC, rotation, position_T)
     score_HQT = score_GMT.view(heads, queries, -1)
-    weight_HQT = softmax_weights(score_HQT, scaling=scaling, softcap=softcap, mask_QT=mask_QT, sink_H=sink_H)
+    weight_HQT = softmax_weights(score_HQT, scoring, mask_QT)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
     latent_PC = weight_PT.new_zeros(heads * queries, values.width)
     # Weights in the order of the buckets: one gather for all of them.

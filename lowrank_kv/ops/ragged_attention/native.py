@@ -17,6 +17,7 @@ from lowrank_kv.ops.native.library import contiguous_fp32
 from lowrank_kv.ops.native.ragged_view import view_of
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.ops.rotation import rotates_in_pairs
+from lowrank_kv.ops.scoring import Scoring
 
 
 def unsupported_reason(sequences: Sequence[RaggedTokens]) -> str | None:
@@ -29,13 +30,7 @@ def unsupported_reason(sequences: Sequence[RaggedTokens]) -> str | None:
 
 
 def ragged_attention(
-    query_BHQD: Tensor,
-    sequences: Sequence[RaggedTokens],
-    decoders: Decoders,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
+    query_BHQD: Tensor, sequences: Sequence[RaggedTokens], decoders: Decoders, scoring: Scoring
 ) -> Tensor:
     """See :func:`lowrank_kv.ops.ragged_attention.ragged_attention`."""
     shape_BHQD = query_BHQD.shape
@@ -52,5 +47,5 @@ def ragged_attention(
         rotary = None if rotation is None else rotation.table.packed
         held = view_of(keys), view_of(values), keys.length
         softmaxes.append([native.Tokens(queries, *held, read_by, rotary, position_T, mask_QT)])
-    output_BQHD = native.attend(softmaxes, shape_BHQD, groups=groups, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    output_BQHD = native.attend(softmaxes, shape_BHQD, scoring, groups=groups)
     return output_BQHD if output_BQHD.dtype == query_BHQD.dtype else output_BQHD.to(query_BHQD.dtype)

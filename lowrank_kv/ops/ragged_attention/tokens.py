@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.rotation import Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.stores.ragged import RaggedStore
 
@@ -31,8 +32,8 @@ class RaggedTokens(NamedTuple):
     mask_QT: Tensor | None = None
 
 
-# (query_HQD, tokens, decoders, scaling, softcap, sink_H) → (H, Q, D)
-AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, float, float | None, Tensor | None], Tensor]
+# (query_HQD, tokens, decoders, scoring) → (H, Q, D)
+AttentionOfOne = Callable[[Tensor, RaggedTokens, Decoders, Scoring], Tensor]
 
 
 def one_by_one(
@@ -40,11 +41,8 @@ def one_by_one(
     query_BHQD: Tensor,
     sequences: Sequence[RaggedTokens],
     decoders: Decoders,
-    scaling: float,
-    softcap: float | None,
-    sink_H: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Ragged attention, (B, Q, H, D), by a form that takes one sequence at a time."""
     pairs = zip(query_BHQD, sequences, strict=True)
-    options = decoders, scaling, softcap, sink_H
-    return join_sequences([attention_of_one(query, tokens, *options) for query, tokens in pairs])
+    return join_sequences([attention_of_one(query, tokens, decoders, scoring) for query, tokens in pairs])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block, splits_of
 from lowrank_kv.ops.triton.merge_splits import merge
 from lowrank_kv.ops.triton.split_attention import attend_split
@@ -25,12 +26,11 @@ class SplitSoftmax:
     Args:
         query_BHQD: rotated queries.
         groups: G.
+        scoring: its scale and cap are of the tokens at full rank; the sinks, where there are any, are the last part.
         low: S, parts of the low-rank tokens, the first ones.
         maxima: V; 1 beside tokens at full rank.
         full: tokens at full rank, the last parts; None where there are none.
         splits: parts of the tokens at full rank; None lets the device's size decide.
-        scaling, softcap: of the scores of tokens at full rank.
-        sink_H: one more score of each head's softmax, of a token without a value, which is the last part; None for none.
 
     Attributes:
         query_BGMD: the queries by KV head, contiguous.
@@ -42,25 +42,23 @@ class SplitSoftmax:
         self,
         query_BHQD: Tensor,
         groups: int,
+        scoring: Scoring,
         *,
         low: int,
         maxima: int = 1,
         full: FullTokens | None = None,
         splits: int | None = None,
-        scaling: float = 1.0,
-        softcap: float | None = None,
-        sink_H: Tensor | None = None,
     ):
         batch, heads, self._queries, _ = query_BHQD.shape
         rows, device = heads * self._queries, query_BHQD.device
         self.query_BGMD = query_BHQD.reshape(batch, groups, rows // groups, -1).contiguous()
-        self._full, self._low, self._scaling, self._softcap = full, low, scaling, softcap
+        self._full, self._low, self._scoring = full, low, scoring
         self._full_parts = 0 if full is None else splits or token_splits(full.key_BGFD.shape[2], batch * groups, device)
-        parts = low + self._full_parts + (sink_H is not None)
+        parts = low + self._full_parts + (scoring.sink_H is not None)
         self.max_BPXV = torch.empty(batch, rows, parts, maxima, dtype=torch.float32, device=device)
         self.sum_BPX = torch.empty(batch, rows, parts, dtype=torch.float32, device=device)
-        if sink_H is not None:
-            sink_P = sink_H.float().repeat_interleave(self._queries) * math.log2(math.e)
+        if scoring.sink_H is not None:
+            sink_P = scoring.sink_H.float().repeat_interleave(self._queries) * math.log2(math.e)
             self.max_BPXV[:, :, -1] = sink_P[None, :, None]
             self.sum_BPX[:, :, -1] = 1.0
 
@@ -97,8 +95,8 @@ class SplitSoftmax:
             first=self._low,
             splits=self._full_parts,
             queries=self._queries,
-            scaling=self._scaling,
-            softcap=self._softcap,
+            scaling=self._scoring.scaling,
+            softcap=self._scoring.softcap,
             mask_BQN=self._full.mask_BQF,
             value_width=self.query_BGMD.shape[3],
         )

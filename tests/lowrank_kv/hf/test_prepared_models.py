@@ -1,5 +1,6 @@
 """A prepared model is still a model: threads share it, it is copied, pickled and saved as any other."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -16,6 +17,7 @@ import lowrank_kv
 import ojakv
 from dynakv.checkpoint import settings_of
 from lowrank_kv.hf import prepare as prepare_module
+from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import restore
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
@@ -284,3 +286,24 @@ def test_threads_prepare_a_model_once(monkeypatch):
         thread.join()
     assert not errors
     assert [len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers] == [1, 1, 1]
+
+
+def test_threads_give_a_model_one_default_cache(monkeypatch, ids):
+    """A hook that another thread's overtook would stay when the model is restored, and find nothing at every call."""
+    model = prepare_module.prepare(tiny_model())
+    stock, register, met = model(ids).logits, model.model.register_forward_pre_hook, threading.Barrier(2)
+
+    def slowly(*args, **kwargs):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.wait(timeout=0.5)  # the other thread gets as far, if it can
+        return register(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "register_forward_pre_hook", slowly)
+    threads = [threading.Thread(target=set_default_cache, args=(model, DynamicCache, DynamicCache)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(model.model._forward_pre_hooks) == 1
+    restore(model)
+    torch.testing.assert_close(model(ids).logits, stock)

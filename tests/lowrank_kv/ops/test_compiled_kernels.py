@@ -23,10 +23,11 @@ from lowrank_kv.ops.decoders import Decoders  # noqa: E402
 from lowrank_kv.ops.full_rank_tokens import FullTokens  # noqa: E402
 from lowrank_kv.ops.gated_append.triton import gated_append  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention  # noqa: E402
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows  # noqa: E402
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention  # noqa: E402
 from lowrank_kv.ops.paged_attention.triton import paged_attention  # noqa: E402
 from lowrank_kv.ops.rotation import RotaryTable  # noqa: E402
+from lowrank_kv.ops.scoring import Scoring  # noqa: E402
 from lowrank_kv.ops.triton import launch as kernel_launch  # noqa: E402
 from lowrank_kv.stores.bit_plan import BitPlan  # noqa: E402
 from lowrank_kv.stores.page_pool import PagePool  # noqa: E402
@@ -150,7 +151,7 @@ def paged_launches(
     stores = [PagedStore(batch, width, capacity=32768, pool=pool) for _ in range(2)]
     decoder = torch.empty(width, width, dtype=dtype, device=META)
     query = torch.empty(batch, heads, queries, head_dim, dtype=dtype, device=META)
-    options = {"scaling": 0.1, "softcap": softcap}
+    options = {"scoring": Scoring(0.1, softcap)}
     if rotary:
         table = torch.empty(1, 32768, rotary // 2, device=META)
         options["rotation"] = RotaryTable(table, table)
@@ -175,7 +176,7 @@ def latent_launches(*, rank: int, bits=None, head_dim=128, dtype=torch.bfloat16)
     query = torch.empty(batch, 4 * groups, 1, head_dim, dtype=dtype, device=META)
     length = torch.empty(batch, dtype=torch.int32, device=META)
     with Launches().recorded() as launches:
-        latent_attention(query, rows, rows, length, scaling=0.1, full=full_tokens(batch, groups, head_dim, dtype))
+        latent_attention(query, rows, rows, length, Scoring(0.1), full=full_tokens(batch, groups, head_dim, dtype))
     return launches
 
 
@@ -223,7 +224,6 @@ def joint_launches(
     if padded:
         options["mask_BQN"] = torch.empty(1, queries, room, dtype=torch.bool, device=META)
         options["position_BN"] = torch.empty(1, room, dtype=torch.int32, device=META)
-        options["softcap"] = 50.0
     query = torch.empty(1, 4 * groups, queries, head_dim, dtype=dtype, device=META)
     with Launches().recorded() as launches:
         joint_attention(
@@ -231,7 +231,7 @@ def joint_launches(
             rows(key_rank),
             rows(value_rank),
             torch.empty(1, dtype=torch.int32, device=META),
-            scaling=0.1,
+            Scoring(0.1, softcap=50.0 if padded else None),
             rotation=RotaryTable(table, table),
             full=full_tokens(1, groups, head_dim, dtype),
             **options,

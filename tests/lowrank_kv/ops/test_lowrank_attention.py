@@ -8,6 +8,7 @@ from threads import threads_of
 from lowrank_kv.ops import lowrank_attention as whichever
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, native, reference
 from lowrank_kv.ops.native.library import library
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 
@@ -25,7 +26,7 @@ def operands(low: int, full: int, rank: int, *, joint: bool, generator: torch.Ge
 
 def attend(way, query_HQD, keys, values, *, scaling, softcap=None, sink_H=None, **options) -> torch.Tensor:
     tokens = LowRankTokens(keys, values, **options)
-    return way.lowrank_attention(query_HQD, tokens, scaling=scaling, softcap=softcap, sink_H=sink_H)
+    return way.lowrank_attention(query_HQD, tokens, Scoring(scaling, softcap, sink_H))
 
 
 @pytest.fixture(params=["eager", "native"])

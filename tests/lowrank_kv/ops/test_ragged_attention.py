@@ -10,6 +10,7 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.native.ragged_view import append_few
 from lowrank_kv.ops.ragged_attention import RaggedTokens, eager, native, reference
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.stores.ragged import RaggedStore
 from lowrank_kv.utils.errors import UserError
@@ -41,8 +42,7 @@ def operation(request):
 def attend(way, query_HQD, keys, values, decoders, *, scaling, softcap=None, sink_H=None, **options) -> torch.Tensor:
     """One sequence's attention, (H, Q, D)."""
     tokens = RaggedTokens(keys, values, **options)
-    scores = {"scaling": scaling, "softcap": softcap, "sink_H": sink_H}
-    [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, **scores)
+    [output_QHD] = way.ragged_attention(query_HQD[None], [tokens], decoders, Scoring(scaling, softcap, sink_H))
     return output_QHD.transpose(0, 1)
 
 
@@ -237,10 +237,10 @@ def test_each_sequence_of_a_batch_is_attended_alone(operation, dtype, bits, allo
             coef = torch.randn(tokens, WIDTH, generator=generator)
             store.append(coef, torch.randint(0, WIDTH + 1, (tokens,), generator=generator))
         sequences.append(RaggedTokens(*pair, **options))
-    actual = operation.ragged_attention(query, sequences, decoders, scaling=0.25, softcap=softcap)
+    actual = operation.ragged_attention(query, sequences, decoders, Scoring(0.25, softcap))
     assert actual.is_contiguous()
     assert actual.shape == (4, queries, HEADS, HEAD_DIM)
-    expected = reference.ragged_attention(query.double(), sequences, decoders, scaling=0.25, softcap=softcap)
+    expected = reference.ragged_attention(query.double(), sequences, decoders, Scoring(0.25, softcap))
     error = (actual.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     assert (error < allowed).all()
 
@@ -251,7 +251,7 @@ def test_each_query_needs_a_sequence(count):
     query, stores, decoders, options = operands(generator, torch.float32)
     tokens = RaggedTokens(*stores, options["rotation"])
     with pytest.raises(UserError, match=f"`sequences` are {count}, but `query_BHQD` has queries of 2"):
-        whichever.ragged_attention(torch.stack([query, query]), [tokens] * count, decoders, scaling=0.25)
+        whichever.ragged_attention(torch.stack([query, query]), [tokens] * count, decoders, Scoring(0.25))
 
 
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])

@@ -10,6 +10,7 @@ from rotations import rotated_tokens
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -107,9 +108,9 @@ def test_compiled_attention_reads_the_packed_rows(bits, count, parts, seed):
     tokens = LowRankTokens(*(operands(widths) for widths in bits))
     query = torch.randn(4, 1, head_dim, generator=generator)
     assert native_attention.unsupported_reason(tokens) is None
-    expected = reference.lowrank_attention(query, tokens, scaling=0.3)
+    expected = reference.lowrank_attention(query, tokens, Scoring(0.3))
     for operation in (eager, native_attention):
-        found = operation.lowrank_attention(query, tokens, scaling=0.3)
+        found = operation.lowrank_attention(query, tokens, Scoring(0.3))
         # Of values that are large and cancel, a sum in fp32 is off by a share of the largest.
         torch.testing.assert_close(
             found, expected.to(found), rtol=0, atol=1e-5 * float(expected.abs().max().clamp(min=1))
@@ -144,6 +145,6 @@ def test_compiled_attention_rebuilds_rotated_keys_in_bf16(bits, count, queries, 
 
     tokens = rotated_tokens(*(operands(widths) for widths in bits), queries, generator)
     query = torch.randn(6, queries, head_dim, generator=generator).bfloat16()
-    expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
-    found = native_attention.lowrank_attention(query, tokens, scaling=0.1).double()
+    expected = reference.lowrank_attention(query.double(), tokens, Scoring(0.1))
+    found = native_attention.lowrank_attention(query, tokens, Scoring(0.1)).double()
     assert (found - expected).norm() < 0.02 * expected.norm()

@@ -15,6 +15,7 @@ from lowrank_kv.calibration.token_gates import fit_gate, token_costs
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import WIDTHS, BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.importance_gate import ImportanceGate
@@ -137,10 +138,10 @@ def test_compiled_attention_reads_rows_of_several_classes(classes, count, dtype,
     tokens = rotated_tokens(*(operands(each) for each in classes), queries, generator)
     query = torch.randn(6, queries, head_dim, generator=generator).to(dtype)
     assert native_attention.unsupported_reason(tokens) is None
-    expected = reference.lowrank_attention(query.double(), tokens, scaling=0.1)
+    expected = reference.lowrank_attention(query.double(), tokens, Scoring(0.1))
     allowed = 0.02 if dtype == torch.bfloat16 else 1e-4
     for operation in (eager, native_attention):
-        found = operation.lowrank_attention(query, tokens, scaling=0.1).double()
+        found = operation.lowrank_attention(query, tokens, Scoring(0.1)).double()
         assert (found - expected).norm() <= allowed * expected.norm()
 
 

@@ -12,6 +12,7 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.ragged import RaggedStore
@@ -45,7 +46,7 @@ def attend_ragged(dtype: torch.dtype, *, pairs: bool = True) -> None:
     decoders = Decoders(*torch.randn(2, 32, 32, generator=generator).to(dtype))
     tokens = RaggedTokens(*stores, rotation(20, 16, generator, pairs=pairs))
     for _ in range(3):
-        ragged_attention(query, [tokens], decoders, scaling=0.25)
+        ragged_attention(query, [tokens], decoders, Scoring(0.25))
 
 
 def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> None:
@@ -55,7 +56,7 @@ def attend_low_rank(dtype: torch.dtype, mask: torch.Tensor | None = None) -> Non
         GrowingTensor(torch.randn(2, 3, 16).to(dtype), dim=1),
     )
     for _ in range(3):
-        lowrank_attention(torch.randn(4, 1, 16).to(dtype), LowRankTokens(held, held, mask_QT=mask), scaling=0.25)
+        lowrank_attention(torch.randn(4, 1, 16).to(dtype), LowRankTokens(held, held, mask_QT=mask), Scoring(0.25))
 
 
 @needs_compiler

@@ -21,6 +21,7 @@ from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, lowrank_attention
 from lowrank_kv.ops.rotation import Rotate, Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
 
@@ -89,7 +90,7 @@ class WindowedLayer(SequenceLayer):
         if not is_exact:
             self._compress_due(query, scaling)
         if past and is_few and self.config.attention == "low_rank":
-            output = self._attend_low_rank(query, mask, **inner.score_options(kwargs)), None
+            output = self._attend_low_rank(query, mask, inner.scoring(kwargs)), None
         elif any(sequence.min_crop_length for sequence in self.sequences):
             output = self._attend_rebuilt(module, query, mask, inner, **kwargs), None
         elif past or not is_exact:
@@ -133,7 +134,7 @@ class WindowedLayer(SequenceLayer):
                 for step in steps:
                     sequence.compress(step, context)
 
-    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def _attend_low_rank(self, query: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
         outputs = []
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
@@ -146,7 +147,7 @@ class WindowedLayer(SequenceLayer):
                 sequence.positions.low_rank_places() if self.rotates else None,
                 mask_QT,
             )
-            outputs.append(lowrank_attention(query[b], tokens, **options))
+            outputs.append(lowrank_attention(query[b], tokens, scoring))
         return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -155,10 +156,10 @@ class WindowedLayer(SequenceLayer):
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
 
     def _rotation(self, b: int) -> Rotation | None:
-        return self.history.rotation(b, self.device) if self.rotates and self.history is not None else None
+        return None if self.history is None else self.history.rotation(b, self.device)
 
     def _unrotate(self, b: int) -> Rotate | None:
-        return self.history.unrotate_rows(b) if self.rotates and self.history is not None else None
+        return None if self.history is None else self.history.unrotate_rows(b)
 
 
 def fixed_store(

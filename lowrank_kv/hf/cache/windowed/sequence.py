@@ -33,7 +33,7 @@ class CompressionContext(NamedTuple):
     Attributes:
         prompt: the prompt to compress, of this one sequence; None where there is none.
         scaling: the model's score scale.
-        rotation, unrotate: rotate keys at given positions, and back; used where keys are compressed before rotation.
+        rotation, unrotate: rotate keys at given positions, and back; None where keys are compressed as they are.
     """
 
     prompt: Prompt | None
@@ -147,7 +147,7 @@ class WindowedSequence:
         due = slice(step.num_pinned, step.num_pinned + step.num_due)
         position_N = self.positions.full_rank.rows[due].long()
         key_GND, value_GND = self.key.full.rows[:, due], self.value.full.rows[:, due]
-        unrotated_GND = unrotate(key_GND, position_N) if self.config.rotates and unrotate is not None else key_GND
+        unrotated_GND = key_GND if unrotate is None else unrotate(key_GND, position_N)
         with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
             key_PNW, value_PNW = self.key.parts(unrotated_GND), self.value.parts(value_GND)
             key_PNR = self.key.follow(key_PNW, is_prompt=step.is_prompt)
@@ -156,7 +156,7 @@ class WindowedSequence:
                 is_kept_N = torch.ones_like(position_N, dtype=torch.bool)
             elif step.num_kept:
                 rebuilt_GND = self.key.rebuilt(key_PNR)
-                if self.config.rotates and rotation is not None:
+                if rotation is not None:
                     rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
                 residual_GND = key_GND.float() - rebuilt_GND
                 is_kept_N = largest_residuals(residual_GND, position_N, prompt, step.num_kept, scaling, self.config)
@@ -203,7 +203,7 @@ class WindowedSequence:
 
     def _rebuilt_keys(self, rotation: Rotation | None) -> Tensor:
         key_GND = self.key.operands().rebuild()
-        if self.config.rotates and rotation is not None:
+        if rotation is not None:
             low_rank = self.positions.low_rank_places()
             if isinstance(low_rank, Tensor) and low_rank.dim() == 2:
                 heads = [rotation.rotate(key_GND[g : g + 1], low_rank[g]) for g in range(len(key_GND))]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 
 
@@ -17,12 +18,10 @@ def joint_attention(
     keys: LatentRows,
     values: LatentRows,
     length_B: Tensor,
+    scoring: Scoring,
     *,
-    scaling: float,
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
 ) -> Tensor:
@@ -44,9 +43,7 @@ def joint_attention(
         key_BGND,
         heads(values),
         length_B,
-        scaling=scaling,
-        softcap=softcap,
-        sink_H=sink_H,
+        scoring,
         mask_BQT=mask_BQN,
         full=full,
     )

@@ -13,8 +13,9 @@ from torch import Tensor
 from lowrank_kv.ops.full_rank_tokens import FullTokens
 from lowrank_kv.ops.lowrank_attention.joint.triton_scores import joint_scores
 from lowrank_kv.ops.lowrank_attention.joint.triton_values import block_of, weighted_rows
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax, token_splits
 from lowrank_kv.utils.config import require
@@ -25,12 +26,10 @@ def joint_attention(
     keys: LatentRows,
     values: LatentRows,
     length_B: Tensor,
+    scoring: Scoring,
     *,
-    scaling: float,
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
     splits: int | None = None,
@@ -43,12 +42,9 @@ def joint_attention(
         query_BHQD: rotated queries, fp32, fp16 or bf16.
         keys, values: coefficients of the same tokens, of one part of width C; keys were compressed before rotation.
         length_B: low-rank tokens of each sequence, int32, at most the room N.
-        scaling: the model's own score scale, usually 1/√D.
+        scoring: what the model does to scores.
         rotation: of rebuilt keys; None for a family without one.
         position_BN: int32 rows of the rotary table for the tokens; None for row n. 1 may stand for B.
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
-            section 2.3); None where there is none.
         mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
         splits: parts the sequence is cut into; None lets the device's size decide.
@@ -64,18 +60,16 @@ def joint_attention(
     groups = keys.basis_BGDR.shape[2] // head_dim
     columns = -(-values.numbers // block_of(values))
     low = splits or token_splits(keys.room, batch * columns, query_BHQD.device)
-    softmax = SplitSoftmax(
-        query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap, sink_H=sink_H
-    )
+    softmax = SplitSoftmax(query_BHQD, groups, scoring, low=low, full=full, splits=splits)
     score_BNP = joint_scores(
         softmax.query_BGMD,
         keys,
         length_B,
         queries=queries,
-        scaling=scaling,
+        scaling=scoring.scaling,
         rotation=rotation,
         position_BN=position_BN,
-        softcap=softcap,
+        softcap=scoring.softcap,
         mask_BQN=mask_BQN,
     )
     partial_BPSR = weighted_rows(

@@ -6,7 +6,8 @@ Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
 
 
@@ -15,10 +16,8 @@ def latent_attention(
     keys: LatentRows,
     values: LatentRows,
     length_B: Tensor,
+    scoring: Scoring,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
 ) -> Tensor:
@@ -31,9 +30,7 @@ def latent_attention(
         keys.rebuilt(),
         values.rebuilt(),
         length_B,
-        scaling=scaling,
-        softcap=softcap,
-        sink_H=sink_H,
+        scoring,
         mask_BQT=mask_BQN,
         full=full,
     )

@@ -9,7 +9,8 @@ F full-rank tokens, R rank, X parts of the softmax.
 from torch import Tensor
 
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block
 from lowrank_kv.ops.triton.split_attention import attend_split
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax, token_splits
@@ -20,10 +21,8 @@ def latent_attention(
     keys: LatentRows,
     values: LatentRows,
     length_B: Tensor,
+    scoring: Scoring,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sink_H: Tensor | None = None,
     mask_BQN: Tensor | None = None,
     full: FullTokens | None = None,
     splits: int | None = None,
@@ -36,10 +35,7 @@ def latent_attention(
         query_BHQD: rotated queries, fp32, fp16 or bf16.
         keys, values: coefficients of the same tokens; keys were compressed after rotation.
         length_B: low-rank tokens of each sequence, int32, at most the room N.
-        scaling: the model's own score scale, usually 1/√D (not 1/√R).
-        softcap: scores s become softcap · tanh(s / softcap) before the mask (Gemma 2, section 2); None leaves them.
-        sink_H: one more score of each head's softmax, final as it is, of a token without a value (GPT-OSS model card,
-            section 2.3); None where there is none.
+        scoring: what the model does to scores.
         mask_BQN: bool, True where a query may see a low-rank token; None when it may see all. 1 may stand for B.
         full: tokens at full rank; None where there are none.
         splits: parts the sequence is cut into; None lets the device's size decide.
@@ -50,9 +46,7 @@ def latent_attention(
     batch, _, queries, _ = query_BHQD.shape
     _, groups, room, _ = keys.row_BGNY.shape
     low = splits or token_splits(room, batch * groups, query_BHQD.device)
-    softmax = SplitSoftmax(
-        query_BHQD, groups, low=low, full=full, splits=splits, scaling=scaling, softcap=softcap, sink_H=sink_H
-    )
+    softmax = SplitSoftmax(query_BHQD, groups, scoring, low=low, full=full, splits=splits)
     partial_BPSR = attend_split(
         (softmax.query_BGMD @ keys.basis_BGDR).contiguous(),
         keys.row_BGNY,
@@ -63,8 +57,8 @@ def latent_attention(
         first=0,
         splits=low,
         queries=queries,
-        scaling=scaling,
-        softcap=softcap,
+        scaling=scoring.scaling,
+        softcap=scoring.softcap,
         mask_BQN=mask_BQN,
         value_width=values.rank,
         key_scale_BGN2=keys.scale_BGN2,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowrank_kv.bases.codebooks import lloyd_max
 from lowrank_kv.ops.full_rank_tokens import FullTokens
-from lowrank_kv.ops.lowrank_attention.per_head.operands import LatentRows
+from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.quantization import IntegerQuantization
@@ -88,11 +89,10 @@ def cleaned(operands):
 
 
 def beside(case: dict, room: int, groups: int, query: Tensor, generator: torch.Generator) -> dict[str, Any]:
-    """The options of a case that every kernel has: scores' scale, cap and sinks, splits, a mask, tokens at full rank."""
-    options = {"scaling": 0.25, "softcap": case.get("softcap"), "splits": case["splits"]}
+    """The options of a case that every kernel has: what is done to scores, splits, a mask, tokens at full rank."""
     batch, heads, queries, head_dim = query.shape
-    if case.get("sinks"):
-        options["sink_H"] = torch.linspace(-2, 6, heads)
+    sink_H = torch.linspace(-2, 6, heads) if case.get("sinks") else None
+    options = {"scoring": Scoring(0.25, case.get("softcap"), sink_H), "splits": case["splits"]}
     if case.get("masked"):
         options["mask_BQN"] = torch.rand(batch, queries, room, generator=generator) < 0.7
     if case["full"]:
@@ -114,6 +114,8 @@ def check_equal(
     def on_device(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
+        if isinstance(value, Scoring):
+            return value._replace(sink_H=on_device(value.sink_H))
         return moved(value, device) if dataclasses.is_dataclass(value) else value
 
     def clean(value: Any) -> Any:

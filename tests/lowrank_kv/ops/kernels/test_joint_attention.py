@@ -8,6 +8,7 @@ from errors import check_near
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as reference
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 
 CASES = {
     "plain": {},
@@ -74,8 +75,8 @@ def test_odd_sizes(device, generator, length, rank, head_dim):
     rotation = RotaryTable.from_complex(angles(1, length, head_dim, generator))
     query = torch.randn(1, 2, 1, head_dim, generator=generator).half()
     operands = (moved(keys, device), moved(values, device), length_B.to(device))
-    actual = joint_attention(query.to(device), *operands, scaling=0.1, rotation=moved(rotation, device))
-    expected = reference(query.double(), keys, values, length_B, scaling=0.1, rotation=rotation)
+    actual = joint_attention(query.to(device), *operands, Scoring(0.1), rotation=moved(rotation, device))
+    expected = reference(query.double(), keys, values, length_B, Scoring(0.1), rotation=rotation)
     check_near(actual.cpu(), expected, torch.float16)
 
 
@@ -84,7 +85,7 @@ def test_odd_sizes(device, generator, length, rank, head_dim):
 def test_rows_of_several_classes(device, generator, dtype, length):
     keys, values = (tokenwise_rows(length, rank, 64, dtype=dtype, generator=generator) for rank in (19, 43))
     query = torch.randn(1, 4, 2, 32, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "rotation": RotaryTable.from_complex(angles(1, 200, 32, generator))}
+    options = {"scoring": Scoring(0.25), "rotation": RotaryTable.from_complex(angles(1, 200, 32, generator))}
     length_B = torch.tensor([length], dtype=torch.int32)
     check_equal(joint_attention, reference, (query, keys, values, length_B), device=device, splits=3, **options)
 
@@ -95,7 +96,7 @@ def test_a_query_that_sees_nothing_gets_nothing(device, generator):
     keys, values = (latent_rows(2, 1, length, 16, 64, **shape) for _ in range(2))
     query = torch.randn(2, 4, 1, 32, generator=generator).half()
     actual = joint_attention(
-        query.to(device), moved(keys, device), moved(values, device), length.to(device), scaling=0.25
+        query.to(device), moved(keys, device), moved(values, device), length.to(device), Scoring(0.25)
     ).cpu()
     assert actual[0].any()
     assert not actual[1].any()

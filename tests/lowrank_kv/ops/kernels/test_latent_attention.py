@@ -7,6 +7,7 @@ from errors import check_near
 
 from lowrank_kv.ops.lowrank_attention.per_head.reference import latent_attention as reference
 from lowrank_kv.ops.lowrank_attention.per_head.triton import latent_attention
+from lowrank_kv.ops.scoring import Scoring
 
 CASES = {
     "plain": {},
@@ -52,9 +53,9 @@ def test_odd_sizes(device, generator, length, rank, head_dim):
     keys, values = (latent_rows(1, 1, length_B, rank, head_dim, **shape) for _ in range(2))
     query = torch.randn(1, 2, 1, head_dim, generator=generator).half()
     actual = latent_attention(
-        query.to(device), moved(keys, device), moved(values, device), length_B.to(device), scaling=0.1
+        query.to(device), moved(keys, device), moved(values, device), length_B.to(device), Scoring(0.1)
     )
-    check_near(actual.cpu(), reference(query.double(), keys, values, length_B, scaling=0.1), torch.float16)
+    check_near(actual.cpu(), reference(query.double(), keys, values, length_B, Scoring(0.1)), torch.float16)
 
 
 def test_a_query_that_sees_nothing_gets_nothing(device, generator):
@@ -63,8 +64,8 @@ def test_a_query_that_sees_nothing_gets_nothing(device, generator):
     keys, values = (latent_rows(2, 2, length, 16, 64, **shape) for _ in range(2))
     query = torch.randn(2, 4, 1, 64, generator=generator).half()
     arguments = (moved(keys, device), moved(values, device), length.to(device))
-    actual = latent_attention(query.to(device), *arguments, scaling=0.25).cpu()
+    actual = latent_attention(query.to(device), *arguments, Scoring(0.25)).cpu()
     assert actual[0].any()
     assert not actual[1].any()
     nothing = torch.zeros(1, 1, 40, dtype=torch.bool, device=device)
-    assert not latent_attention(query.to(device), *arguments, scaling=0.25, mask_BQN=nothing).any()
+    assert not latent_attention(query.to(device), *arguments, Scoring(0.25), mask_BQN=nothing).any()

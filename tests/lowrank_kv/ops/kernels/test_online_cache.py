@@ -10,6 +10,7 @@ from methods import calibration_of, tiny_model
 
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention, reference, triton
 from lowrank_kv.ops.rotation import RotaryTable, Rotation
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton import availability
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingRows, GrowingTensor
@@ -66,14 +67,14 @@ def test_one_sequence_equals_the_reference(device, generator, kernel_calls, low,
     keys = operands(low, full, 5, dtype=dtype, generator=generator, bits=bits)
     values = operands(low, full, 21, dtype=dtype, generator=generator, bits=bits)
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "softcap": 3.0}
+    scoring = Scoring(0.25, softcap=3.0)
     mask = None
     if queries > 1:
         mask = torch.rand(queries, low + full, generator=generator) < 0.7
         mask[:, -1] = True
-    expected = reference.lowrank_attention(query.double(), LowRankTokens(keys, values, mask_QT=mask), **options)
+    expected = reference.lowrank_attention(query.double(), LowRankTokens(keys, values, mask_QT=mask), scoring)
     tokens = LowRankTokens(on(device, keys), on(device, values), mask_QT=None if mask is None else mask.to(device))
-    found = lowrank_attention(query.to(device), tokens, **options)
+    found = lowrank_attention(query.to(device), tokens, scoring)
     assert kernel_calls.call_count == 1
     check_near(found.cpu(), expected, dtype)
 
@@ -87,7 +88,7 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
     query = torch.randn(HEADS, queries, HEAD_DIM, generator=generator).to(dtype)
     mask = torch.rand(queries, low + full, generator=generator) < 0.7
     mask[:, -1] = True
-    options = {"scaling": 0.25, "softcap": 3.0}
+    scoring = Scoring(0.25, softcap=3.0)
     angle = torch.rand(100, HEAD_DIM // 2, generator=generator) * 6
     angle_TF = torch.polar(torch.ones_like(angle), angle)
 
@@ -98,10 +99,10 @@ def test_joint_coefficients_equal_the_reference(device, generator, kernel_calls,
         )
 
     tokens = LowRankTokens(keys, values, rotation("cpu"), positions, mask)
-    expected = reference.lowrank_attention(query.double(), tokens, **options)
+    expected = reference.lowrank_attention(query.double(), tokens, scoring)
     there = positions.to(device) if isinstance(positions, torch.Tensor) else positions
     tokens = LowRankTokens(on(device, keys), on(device, values), rotation(device), there, mask.to(device))
-    found = lowrank_attention(query.to(device), tokens, **options)
+    found = lowrank_attention(query.to(device), tokens, scoring)
     assert kernel_calls.call_count == 1
     check_near(found.cpu(), expected, dtype)
 
@@ -116,8 +117,8 @@ def test_as_many_kv_heads_as_queries_that_lie_as_models_leave_them(device, gener
     """Heads are then a transposed view whose rows do not follow one another."""
     keys, values = (operands(40, 9, 7, dtype=torch.float32, generator=generator, groups=HEADS) for _ in range(2))
     query = torch.randn(3, HEADS, HEAD_DIM, generator=generator).transpose(0, 1)
-    expected = reference.lowrank_attention(query, LowRankTokens(keys, values), scaling=0.25)
-    found = lowrank_attention(query.to(device), LowRankTokens(on(device, keys), on(device, values)), scaling=0.25)
+    expected = reference.lowrank_attention(query, LowRankTokens(keys, values), Scoring(0.25))
+    found = lowrank_attention(query.to(device), LowRankTokens(on(device, keys), on(device, values)), Scoring(0.25))
     assert kernel_calls.call_count == 1
     torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
 
@@ -145,10 +146,10 @@ def test_what_the_kernels_do_not_serve_goes_the_plain_way(device, generator, ker
     positions = torch.zeros(GROUPS, 40, dtype=torch.long)
     assert triton.unsupported_reason(query.to(device), there._replace(positions=positions))
     for keys_now, mask in ((keys, mask_HQT), (Operands(grouped, keys.basis_PWR, keys.full), None)):
-        expected = reference.lowrank_attention(query, LowRankTokens(keys_now, values, mask_QT=mask), scaling=0.25)
+        expected = reference.lowrank_attention(query, LowRankTokens(keys_now, values, mask_QT=mask), Scoring(0.25))
         mask = None if mask is None else mask.to(device)
         tokens = LowRankTokens(on(device, keys_now), on(device, values), mask_QT=mask)
-        found = lowrank_attention(query.to(device), tokens, scaling=0.25)
+        found = lowrank_attention(query.to(device), tokens, Scoring(0.25))
         torch.testing.assert_close(found.cpu(), expected, atol=2e-4, rtol=2e-4)
     assert not kernel_calls.called
 

@@ -9,6 +9,7 @@ from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.paged_attention.reference import paged_attention as reference
 from lowrank_kv.ops.paged_attention.triton import paged_attention
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.page_pool import PagePool
 from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.stores.quantization import IntegerQuantization
@@ -55,13 +56,12 @@ def check(device, generator, *, dtype, groups=2, heads=6, head_dim=64, queries=1
     values = paged_store(width, lengths, **shape)
     decoders = Decoders(*(torch.randn(2, width, width, generator=generator) / width**0.5).to(device, dtype))
     query = torch.randn(batch, heads, queries, head_dim, generator=generator).to(dtype)
-    options = {"scaling": 0.25, "softcap": case.get("softcap")}
+    sink_H = torch.linspace(-2, 6, heads, device=device) if case.get("sinks") else None
+    options = {"scoring": Scoring(0.25, case.get("softcap"), sink_H)}
     if "rotary" in case:
         rotated = case["rotary"] or head_dim
         table = rotary_table(case.get("tables", 1), keys.capacity + 9, rotated // 2, generator, case.get("scale", 1.0))
         options["rotation"] = moved(table, device)
-    if case.get("sinks"):
-        options["sink_H"] = torch.linspace(-2, 6, heads, device=device)
     if case.get("masked"):
         mask = torch.rand(batch, queries, keys.capacity, generator=generator) < 0.7
         options["mask_BQT"] = mask.to(device)
@@ -132,7 +132,7 @@ def test_a_query_that_sees_nothing_gets_nothing(device, generator):
     mask = torch.ones(1, 2, keys.capacity, dtype=torch.bool, device=device)
     mask[:, 1] = False
     for attend in (paged_attention, reference):
-        actual = attend(query, keys, values, decoders, scaling=0.25, mask_BQT=mask)
+        actual = attend(query, keys, values, decoders, Scoring(0.25), mask_BQT=mask)
         assert actual[0, :, 0].any()
         assert not actual[0, :, 1].any()
         assert not actual[1].any()
@@ -143,5 +143,5 @@ def test_values_without_coefficients_are_nothing(device, generator):
     keys, values = paged_store(64, (50, 9), **shape), paged_store(64, (50, 9), ranks=0, **shape)
     decoders = Decoders(*torch.randn(2, 64, 64, generator=generator).half().to(device))
     query = torch.randn(2, 4, 1, 32, generator=generator).half().to(device)
-    actual = paged_attention(query, keys, values, decoders, scaling=0.25)
+    actual = paged_attention(query, keys, values, decoders, Scoring(0.25))
     assert torch.equal(actual, torch.zeros_like(actual))
