@@ -27,7 +27,7 @@ _MAX_BLOCK_HEADS = 64
 
 @tuned(
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=2),
-    triton.Config({"BLOCK_N": 64}, num_warps=8, num_stages=2),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
     triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
     key=["BLOCK_H", "BLOCK_W", "BITS", "DIFFER", "PAGE_TOKENS", "tuning_class"],
 )
@@ -159,7 +159,13 @@ def arena_values(
 
 
 def block_of(pages: ArenaPages) -> int:
-    """Values' coefficients that a program has: fewer of those whose places fill registers."""
+    """Values' coefficients that a program has: of integers fewer, and of planned ones whose places differ from row to row
+    fewer again, since these fill registers."""
     side = pages.values
-    most = 64 if side.bits >= 16 else 16 if side.differ else 32
+    if side.bits >= 16:
+        most = 64
+    elif side.bits or not side.differ:
+        most = 32
+    else:
+        most = 16
     return min(most, block(side.rank))
