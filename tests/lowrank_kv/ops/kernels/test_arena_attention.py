@@ -109,7 +109,8 @@ def test_in_bf16(device, generator, row_format):
     check_near(found.actual(device), found.expected(), torch.bfloat16)
 
 
-_WIDE = {"num_coefficients": 90, "granularity": None, "mean_row_bytes": 360.0, "dtype": torch.float32}
+# An odd number, of which 4 bits leave half a byte.
+_WIDE = {"num_coefficients": 91, "granularity": None, "mean_row_bytes": 360.0, "dtype": torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ _WIDE = {"num_coefficients": 90, "granularity": None, "mean_row_bytes": 360.0, "
     [
         RankedRows(**_WIDE),
         RankedRows(**_WIDE, quantization=IntegerQuantization(bits=4, group_size=7)),
-        BitPlan((16,) * 3 + (5,) * 40 + (3,) * 27 + (1,) * 20, LEVELS),
+        BitPlan((16,) * 3 + (5,) * 40 + (3,) * 27 + (1,) * 21, LEVELS),
     ],
     ids=["floats", "int4 in groups", "a plan"],
 )
@@ -131,7 +132,7 @@ def test_more_coefficients_than_are_read_at_once(device, generator, row_format):
         coef_TC = torch.randn(tokens, groups * head_dim, generator=generator)
         for p, coef_NC in enumerate(coef_TC[:, : row_format.num_coefficients].split(32)):
             write_rows(side, page_XY[page_BP[0, p]], 0, coef_NC, is_first=p == 0)
-    decoders = [torch.randn(90, groups * head_dim, generator=generator) / 10 for _ in range(2)]
+    decoders = [torch.randn(91, groups * head_dim, generator=generator) / 10 for _ in range(2)]
     query_BHD = torch.randn(1, groups, head_dim, generator=generator)
     past_B = torch.tensor([tokens], dtype=torch.int32)
 
