@@ -26,11 +26,18 @@ def planned_rows(row_ptr, row_stride_n, class_ptr, mark_ptr, size_ptr, n, is_row
         byte_N = tl.load(class_ptr + n // 4, mask=is_row_N, other=0).to(tl.int32)
         class_N = (byte_N >> (n % 4 * 2)) & 3
         size_N = tl.load(size_ptr + class_N, mask=is_row_N, other=0)
-        size_MX = size_N.reshape(BLOCK_N // ROWS_BETWEEN_MARKS, ROWS_BETWEEN_MARKS)
-        before_N = (tl.cumsum(size_MX, 1) - size_MX).reshape(BLOCK_N)
-        mark_N = tl.load(mark_ptr + n // ROWS_BETWEEN_MARKS, mask=is_row_N, other=0)
-        place_N = (mark_N + before_N).to(tl.int64)
+        place_N = marked_places(size_N, mark_ptr, n, is_row_N, BLOCK_N)
     return row_ptr + place_N, class_N
+
+
+@triton.jit
+def marked_places(size_N, mark_ptr, n, is_row_N, BLOCK_N: tl.constexpr):
+    """Where rows of these sizes begin that follow one another, bytes from the first, (N,) int64; `n` as of
+    :func:`planned_rows`."""
+    size_MX = size_N.reshape(BLOCK_N // ROWS_BETWEEN_MARKS, ROWS_BETWEEN_MARKS)
+    before_N = (tl.cumsum(size_MX, 1) - size_MX).reshape(BLOCK_N)
+    mark_N = tl.load(mark_ptr + n // ROWS_BETWEEN_MARKS, mask=is_row_N, other=0)
+    return (mark_N + before_N).to(tl.int64)
 
 
 @triton.jit
