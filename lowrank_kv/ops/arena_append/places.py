@@ -34,10 +34,11 @@ def _noted(noted_ptr, row_M, is_row_M, IS_CLASS: tl.constexpr):
     """The levels of rows, as a page notes them, int32."""
     if IS_CLASS:
         word_M = tl.load(noted_ptr.to(tl.pointer_type(tl.int32)) + row_M // 16, mask=is_row_M, other=0)
-        return (word_M >> (row_M % 16 * 2)) & 3
+        level_M = (word_M >> (row_M % 16 * 2)) & 3
     else:
         rank_M = tl.load(noted_ptr.to(tl.pointer_type(tl.int16)) + row_M, mask=is_row_M, other=0)
-        return rank_M.to(tl.int32) & 0xFFFF
+        level_M = rank_M.to(tl.int32) & 0xFFFF
+    return level_M
 
 
 @triton.jit
@@ -54,17 +55,17 @@ def _note(noted_ptr, row_N, level_N, is_row_N, IS_CLASS: tl.constexpr):
 
 
 @triton.jit
-def _level_that_fits(size_ptr, asked, room, least, granularity):
+def _level_that_fits(size_ptr, asked, room, LEAST: tl.constexpr, GRANULARITY: tl.constexpr):
     """The next cheaper level than `asked`, one above the least, whose rows take no more than `room` bytes; or the least."""
-    # Levels are least + i · granularity; of those below `low` one fits, or it is the least, and none from `high` on.
-    low, high = 0, ((asked - 1) // granularity * granularity - least) // granularity + 1
+    # Levels are LEAST + i · GRANULARITY; of those below `low` one fits, or it is the least, and none from `high` on.
+    low, high = 0, ((asked - 1) // GRANULARITY * GRANULARITY - LEAST) // GRANULARITY + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(size_ptr + least + middle * granularity) <= room:
+        if tl.load(size_ptr + LEAST + middle * GRANULARITY) <= room:
             low = middle
         else:
             high = middle
-    return least + low * granularity
+    return LEAST + low * GRANULARITY
 
 
 @triton.jit
@@ -83,11 +84,11 @@ def place_rows(
     marks,
     first_room,
     room,
-    least,
-    granularity,
     BLOCK_SIZE: tl.constexpr,
     NUM_SINKS: tl.constexpr,
     IS_CLASS: tl.constexpr,
+    LEAST: tl.constexpr,
+    GRANULARITY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -98,7 +99,8 @@ def place_rows(
     rows in a sequence's first page and in others.
     """
     t = tl.program_id(0)
-    page, first_row = page_and_row(slot_ptr, position_ptr, t, True, BLOCK_SIZE, NUM_SINKS)
+    page, row = page_and_row(slot_ptr, position_ptr, t, True, BLOCK_SIZE, NUM_SINKS)
+    first_row = row.to(tl.int32)
     is_later = (page < 0) | (first_row < 0)
     lane_N = tl.arange(0, BLOCK_N)
     end = t
@@ -109,18 +111,17 @@ def place_rows(
         end -= BLOCK_N
     if is_later == 0:
         page_ptr += page * page_stride
-        first_row = first_row.to(tl.int32)
         is_first = tl.load(position_ptr + t) < BLOCK_SIZE
         last_row = BLOCK_SIZE - 1 - tl.where(is_first, NUM_SINKS, 0)
         end_of_rows = tl.where(is_first, first_room, room)
-        least_bytes = tl.load(size_ptr + least)
+        least_bytes = tl.load(size_ptr + LEAST)
 
         row_M = tl.arange(0, BLOCK_M)
         is_before_M = row_M < first_row
         level_M = _noted(page_ptr + noted, row_M, is_before_M, IS_CLASS)
         start = tl.sum(tl.load(size_ptr + level_M, mask=is_before_M, other=0), 0)
-        cut, row, first = 0, first_row - 1, t
-        while (first < tokens) & (row < last_row):
+        cut, newest_row, first = 0, first_row - 1, t
+        while (first < tokens) & (newest_row < last_row):
             n = first + lane_N
             is_row_N, row_N = _is_of_page(slot_ptr, position_ptr, n, n < tokens, page, BLOCK_SIZE, NUM_SINKS)
             asked_N = tl.load(asked_ptr + n, mask=is_row_N, other=0).to(tl.int32)
@@ -129,17 +130,17 @@ def place_rows(
             start_N = start + tl.cumsum(size_N, 0) - size_N
             # Where a row must end, so that the cheapest of all tokens still to come fit behind it.
             end_N = end_of_rows - (last_row - row_N) * least_bytes
-            is_over_N = is_row_N & (level_N > least) & (start_N + size_N > end_N)
+            is_over_N = is_row_N & (level_N > LEAST) & (start_N + size_N > end_N)
             over = tl.min(tl.where(is_over_N, lane_N, BLOCK_N), 0)
             while over < BLOCK_N:  # all before it are as they will be
                 is_it_N = lane_N == over
                 left = tl.sum(tl.where(is_it_N, end_N - start_N, 0), 0)
                 asked = tl.sum(tl.where(is_it_N, level_N, 0), 0)
-                level = _level_that_fits(size_ptr, asked, left, least, granularity)
+                level = _level_that_fits(size_ptr, asked, left, LEAST, GRANULARITY)
                 level_N = tl.where(is_it_N, level, level_N)
                 size_N = tl.where(is_it_N, tl.load(size_ptr + level), size_N)
                 start_N = start + tl.cumsum(size_N, 0) - size_N
-                is_over_N = is_row_N & (lane_N > over) & (level_N > least) & (start_N + size_N > end_N)
+                is_over_N = is_row_N & (lane_N > over) & (level_N > LEAST) & (start_N + size_N > end_N)
                 over = tl.min(tl.where(is_over_N, lane_N, BLOCK_N), 0)
             tl.store(start_ptr + n, start_N, mask=is_row_N)
             tl.store(level_ptr + n, level_N, mask=is_row_N)
@@ -148,7 +149,7 @@ def place_rows(
             tl.store(mark_ptrs, start_N, mask=is_row_N & (row_N % ROWS_BETWEEN_MARKS == 0))
             start += tl.sum(size_N, 0)
             cut += tl.sum((level_N < asked_N).to(tl.int32), 0)
-            row = tl.maximum(row, tl.max(tl.where(is_row_N, row_N, -1), 0))
+            newest_row = tl.maximum(newest_row, tl.max(tl.where(is_row_N, row_N, -1), 0))
             first += BLOCK_N
         if cut > 0:
             tl.atomic_add(cut_ptr, cut.to(tl.int64))

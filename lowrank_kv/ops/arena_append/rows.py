@@ -65,6 +65,7 @@ def pack_planned(
     descriptor_ptr,
     threshold_ptr,
     first_coef_ptr,
+    code_ptr,
     tokens,
     page_stride,
     coef_stride,
@@ -88,8 +89,8 @@ def pack_planned(
     """Rows packed by the plan of their class.
 
     `rank_ptr` and `size_ptr` are the coefficients and bytes of a row of each class; `start_ptr` and `level_ptr` as
-    :func:`.places.place_rows` writes them, None where all rows are of one class. The other tables are those of
-    :class:`lowrank_kv.ops.arena_append.tables.PlannedTables`.
+    :func:`.places.place_rows` writes them, None where all rows are of one class. `code_ptr` has room for all codes, (T,
+    MOST_RANK) int16. The other tables are those of :class:`lowrank_kv.ops.arena_append.tables.PlannedTables`.
     """
     t_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     page_N, row_N = page_and_row(slot_ptr, position_ptr, t_N, t_N < tokens, BLOCK_SIZE, NUM_SINKS)
@@ -129,6 +130,9 @@ def pack_planned(
     scale_N = tl.exp2(step_N.to(tl.float64) / 8).to(tl.float32)
     unit_NR = tl.div_rn(coef_NR, tl.broadcast_to(scale_N[:, None], (BLOCK_N, BLOCK_R)))
     code_NR = _codes(unit_NR, first_level_NR, mask_NR, is_coef_NR, threshold_ptr, WIDEST)
+    code_ptrs_N = code_ptr + t_N * MOST_RANK
+    tl.store(code_ptrs_N[:, None] + r[None, :], code_NR.to(tl.int16), mask=is_coef_NR)
+    tl.debug_barrier()  # what other threads have stored is loaded below
 
     y = tl.arange(0, BLOCK_Y)
     is_byte_NY = is_row_N[:, None] & (y[None, :] < tl.load(size_ptr + level_N)[:, None])
@@ -141,7 +145,7 @@ def pack_planned(
         is_found_NY = r_NY < rank_N[:, None]
         bit_NY = tl.load(descriptor_ptrs_N[:, None] + r_NY, mask=is_found_NY, other=0) - 8 * y[None, :]
         is_found_NY = is_found_NY & (bit_NY < 8)
-        code_NY = tl.gather(code_NR, tl.minimum(r_NY, BLOCK_R - 1), 1)
+        code_NY = tl.load(code_ptrs_N[:, None] + r_NY, mask=is_found_NY, other=0).to(tl.int32) & 0xFFFF
         # Of a code that began in a byte before, the higher bits are here.
         part_NY = (code_NY << tl.minimum(tl.maximum(bit_NY, 0), 8)) >> tl.maximum(-bit_NY, 0)
         byte_NY += tl.where(is_found_NY, part_NY & 255, 0)
@@ -162,11 +166,13 @@ def _pack_floats(coef_ptrs_N, row_ptrs_N, rank_N, is_row_N, IS_BF16: tl.constexp
 
 
 @triton.jit
-def _codes_of(coef_ptrs_N, r_NY, is_coef_NY, step_NK, least_NK, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """The codes of coefficients, uint8; zero where there is none."""
+def _codes_of(coef_ptrs_N, step_ptrs_N, groups_N, r_NY, is_coef_NY, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """The codes of coefficients, uint8; zero where there is none. Steps and least values are in their rows."""
     coef_NY = tl.load(coef_ptrs_N[:, None] + r_NY, mask=is_coef_NY, other=0.0)
-    group_NY = tl.where(is_coef_NY, r_NY // GROUP, 0)
-    step_NY, least_NY = tl.gather(step_NK, group_NY, 1), tl.gather(least_NK, group_NY, 1)
+    step_ptrs_NY = step_ptrs_N[:, None] + r_NY // GROUP
+    step_NY = tl.load(step_ptrs_NY, mask=is_coef_NY, other=0).to(tl.int32) << 16
+    least_NY = tl.load(step_ptrs_NY + groups_N[:, None], mask=is_coef_NY, other=0).to(tl.int32) << 16
+    step_NY, least_NY = step_NY.to(tl.float32, bitcast=True), least_NY.to(tl.float32, bitcast=True)
     return tl.where(is_coef_NY, integer_codes(coef_NY, step_NY, least_NY, BITS), 0)
 
 
@@ -192,18 +198,20 @@ def _pack_integers(
     low_NK = tl.where(is_group_NK, tl.min(tl.where(is_coef_NKG, coef_NKG, float("inf")), 2), 0.0)
     high_NK = tl.where(is_group_NK, tl.max(tl.where(is_coef_NKG, coef_NKG, float("-inf")), 2), 0.0)
     step_NK, least_NK = integer_scales(low_NK, high_NK, BITS)
-    step_ptrs = row_ptrs_N.to(tl.pointer_type(tl.int16))[:, None] + k[None, :]
-    tl.store(step_ptrs, bf16_bits(step_NK).to(tl.int16), mask=is_group_NK)
-    tl.store(step_ptrs + groups_N[:, None], bf16_bits(least_NK).to(tl.int16), mask=is_group_NK)
+    step_ptrs_N = row_ptrs_N.to(tl.pointer_type(tl.int16))
+    step_ptrs_NK = step_ptrs_N[:, None] + k[None, :]
+    tl.store(step_ptrs_NK, bf16_bits(step_NK).to(tl.int16), mask=is_group_NK)
+    tl.store(step_ptrs_NK + groups_N[:, None], bf16_bits(least_NK).to(tl.int16), mask=is_group_NK)
+    tl.debug_barrier()  # what other threads have stored is loaded below
 
     codes_N = rank_N if BITS == 8 else (rank_N + 1) // 2
     y_NY = tl.broadcast_to(tl.arange(0, BLOCK_Y)[None, :], (is_row_N.shape[0], BLOCK_Y))
     is_low_NY = is_row_N[:, None] & (y_NY < codes_N[:, None])
-    byte_NY = _codes_of(coef_ptrs_N, y_NY, is_low_NY, step_NK, least_NK, BITS, GROUP)
+    byte_NY = _codes_of(coef_ptrs_N, step_ptrs_N, groups_N, y_NY, is_low_NY, BITS, GROUP)
     if BITS == 4:
         high_NY = y_NY + codes_N[:, None]
         is_high_NY = is_low_NY & (high_NY < rank_N[:, None])
-        byte_NY = byte_NY | (_codes_of(coef_ptrs_N, high_NY, is_high_NY, step_NK, least_NK, BITS, GROUP) << 4)
+        byte_NY |= _codes_of(coef_ptrs_N, step_ptrs_N, groups_N, high_NY, is_high_NY, BITS, GROUP) << 4
     # Rows have an even number of bytes.
     is_byte_NY = is_row_N[:, None] & (y_NY < (codes_N + codes_N % 2)[:, None])
     tl.store((row_ptrs_N + 4 * groups_N)[:, None] + y_NY, byte_NY, mask=is_byte_NY)

@@ -40,7 +40,6 @@ class PageWriter:
     Args:
         page_XY: uint8, one page after another, the bytes of each side by side; pages begin at multiples of 4 bytes.
         layout: of each; plans on any device.
-        dtype: of exact states, fp32 or bf16.
 
     Attributes:
         cut: how many rows of all calls so far are of a cheaper level than asked for, because their pages are full, int64 on
@@ -50,7 +49,7 @@ class PageWriter:
         UserError: pages are smaller than their layout, or do not begin at such places.
     """
 
-    def __init__(self, page_XY: Tensor, layout: PageLayout, *, dtype: torch.dtype):
+    def __init__(self, page_XY: Tensor, layout: PageLayout):
         if page_XY.shape[1] < layout.page_bytes:
             raise UserError(f"pages have {page_XY.shape[1]} bytes, and their layout needs {layout.page_bytes}")
         stride = page_XY.stride(0)
@@ -60,7 +59,7 @@ class PageWriter:
                 f"{page_XY.storage_offset()}; use a block size that is a multiple of {_WORD_BYTES}"
             )
         self.cut = torch.zeros((), dtype=torch.int64, device=page_XY.device)
-        self._page_XY, self._dtype = page_XY, dtype
+        self._page_XY = page_XY
         self._sides = [_SideWriter(page_XY, side, self.cut) for side in (layout.keys, layout.values)]
 
     def write(
@@ -75,12 +74,11 @@ class PageWriter:
         """
         if not len(new.slot_T):
             return
-        states = (new.key_TGD, new.value_TGD)
+        states = (state_TGD.view(_INTEGERS[state_TGD.element_size()]) for state_TGD in (new.key_TGD, new.value_TGD))
+        asked = (None, None) if ranks is None else ranks
         with launching_on(self._page_XY.device):
-            for i, (side, state_TGD, coef_TC) in enumerate(zip(self._sides, states, (key_TC, value_TC), strict=True)):
-                side.write(
-                    new, state_TGD.view(_INTEGERS[self._dtype.itemsize]), coef_TC, None if ranks is None else ranks[i]
-                )
+            for side, state_TGD, coef_TC, rank_T in zip(self._sides, states, (key_TC, value_TC), asked, strict=True):
+                side.write(new, state_TGD, coef_TC, rank_T)
 
 
 class _SideWriter:
@@ -116,6 +114,7 @@ class _SideWriter:
             "BLOCK_C": triton.next_power_of_2(heads * head_dim),
             "BLOCK_R": triton.next_power_of_2(rank),
             "BLOCK_N": block_n,
+            "num_warps": _warps_of_a_program(rank),
         }
         grid = (triton.cdiv(tokens, block_n),)
         if self._tables is None:
@@ -130,6 +129,7 @@ class _SideWriter:
             tables.descriptor_K3R,
             tables.threshold_L,
             tables.first_coef_KY,
+            torch.empty(tokens, rank, dtype=torch.int16, device=coef_TC.device),
             *numbers,
             *places,
             **constants,
@@ -161,6 +161,7 @@ class _SideWriter:
             BLOCK_C=triton.next_power_of_2(width),
             BLOCK_K=MOST_CLASSES,
             BLOCK_N=block_n,
+            num_warps=_warps_of_a_program(width),
         )
         return asked_T
 
@@ -183,10 +184,10 @@ class _SideWriter:
             side.marks,
             side.row_room(is_first=True),
             side.row_room(is_first=False),
-            side.rows.least,
-            1 if self._tables is not None else side.row_format.granularity,
             **self._in_pages,
             IS_CLASS=self._tables is not None,
+            LEAST=side.rows.least,
+            GRANULARITY=1 if self._tables is not None else side.row_format.granularity,
             BLOCK_M=triton.next_power_of_2(side.block_size),
             BLOCK_N=_TOKENS_AT_ONCE,
         )
@@ -196,6 +197,11 @@ class _SideWriter:
 def _tokens_of_a_program(width: int) -> int:
     """Tokens of so many coefficients that a program works on."""
     return max(1, _NUMBERS_AT_ONCE // triton.next_power_of_2(width))
+
+
+def _warps_of_a_program(width: int) -> int:
+    """So many that a thread has a few numbers."""
+    return min(max(4, triton.next_power_of_2(width) // 256), 16)
 
 
 def _kinds_of(rows: RankedRows) -> dict[str, int]:

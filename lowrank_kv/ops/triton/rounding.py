@@ -1,5 +1,5 @@
-"""Rounding that gives the same bytes on a GPU, in Triton's interpreter, in torch and in compiled C: to bf16, to integers, and to
-the codes of lowrank_kv/stores/quantization.py."""
+"""Rounding that gives the same bytes on a GPU, in Triton's interpreter, in torch and in compiled C: to bf16, to integers,
+and to the codes of lowrank_kv/stores/quantization.py."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,8 @@ _NO_FRACTIONS = tl.constexpr(12582912.0)
 
 @triton.jit
 def bf16_bits(number):
-    """The bits of the bf16 numbers nearest to fp32 ones, ties to even, as int32. The interpreter's own conversion cuts off."""
+    """The bits of the bf16 numbers nearest to fp32 ones, ties to even, as int32. The interpreter's own conversion cuts
+    off."""
     bits = number.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where(number != number, 0x7FC0, rounded)
