@@ -201,7 +201,7 @@ def _tokens_of_a_program(width: int) -> int:
 
 def _warps_of_a_program(width: int) -> int:
     """So many that a thread has a few numbers."""
-    return min(max(4, triton.next_power_of_2(width) // 256), 16)
+    return min(max(4, triton.next_power_of_2(width) // 512), 8)
 
 
 def _kinds_of(rows: RankedRows) -> dict[str, int]:
