@@ -15,7 +15,7 @@ _LARGEST_SQUARE = tl.constexpr(importance_gate.LARGEST_SQUARE)
 _LEAST_ENERGY = tl.constexpr(importance_gate.LEAST_SCALE**2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def ask_classes(
     coef_ptr,
     slot_ptr,

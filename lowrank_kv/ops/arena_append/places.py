@@ -68,7 +68,7 @@ def _level_that_fits(size_ptr, asked, room, LEAST: tl.constexpr, GRANULARITY: tl
     return LEAST + low * GRANULARITY
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def place_rows(
     page_ptr,
     slot_ptr,

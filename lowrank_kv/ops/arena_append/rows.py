@@ -51,7 +51,7 @@ def _codes(unit_NR, first_level_NR, mask_NR, is_coef_NR, threshold_ptr, WIDEST: 
     return tl.where(first_level_NR < 0, bf16_bits(unit_NR), code_NR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_planned(
     page_ptr,
     slot_ptr,
@@ -217,7 +217,7 @@ def _pack_integers(
     tl.store((row_ptrs_N + 4 * groups_N)[:, None] + y_NY, byte_NY, mask=is_byte_NY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_ranked(
     page_ptr,
     slot_ptr,

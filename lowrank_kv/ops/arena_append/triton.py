@@ -87,11 +87,8 @@ class _SideWriter:
     def __init__(self, page_XY: Tensor, side: SideLayout, cut: Tensor):
         self._page_XY, self._side, self._cut = page_XY, side, cut
         row_format, device = side.row_format, page_XY.device
-        self._gate = self._bounds_K = self._tables = None
-        if isinstance(row_format, TokenPlans):
-            self._gate, self._bounds_K = row_format.gate.check().to(device), row_format.bounds_K.to(device)
-        if not isinstance(row_format, RankedRows):
-            self._tables = PlannedTables.of(row_format, device)
+        self._gate = _Gate(row_format, device) if isinstance(row_format, TokenPlans) else None
+        self._tables = None if isinstance(row_format, RankedRows) else PlannedTables.of(row_format, device)
         self._size_W = sizes_of(row_format, side.rows, device) if side.rows.differ else None
         self._in_pages = {"BLOCK_SIZE": side.block_size, "NUM_SINKS": side.num_sinks}
 
@@ -99,22 +96,22 @@ class _SideWriter:
         """As :meth:`PageWriter.write`; states as integers."""
         start_T = level_T = None
         if self._side.rows.differ:
-            asked_T = rank_T if self._gate is None else self._asked_classes(new, coef_TC)
+            asked_T = rank_T if self._gate is None else self._gate.asked_classes(coef_TC, new.slot_T)
             start_T, level_T = self._places(new, asked_T)
-        rank = self._side.row_format.num_coefficients
         tokens, (_, heads, head_dim) = len(new.slot_T), state_TGD.shape
-        block_n = _tokens_of_a_program(rank)
+        rank, width = self._side.row_format.num_coefficients, heads * head_dim
+        block_n = _tokens_of_a_program(max(rank, width))
         tensors = self._page_XY, new.slot_T, new.position_T, coef_TC, state_TGD, start_T, level_T
         numbers = tokens, self._page_XY.stride(0), coef_TC.stride(0), *state_TGD.stride()[:2]
         places = self._side.first_row, self._side.sinks
         constants = {
             **self._in_pages,
             "HEAD_DIM": head_dim,
-            "WIDTH": heads * head_dim,
-            "BLOCK_C": triton.next_power_of_2(heads * head_dim),
+            "WIDTH": width,
+            "BLOCK_C": triton.next_power_of_2(width),
             "BLOCK_R": triton.next_power_of_2(rank),
             "BLOCK_N": block_n,
-            "num_warps": _warps_of_a_program(rank),
+            "num_warps": _warps_of_a_program(max(rank, width)),
         }
         grid = (triton.cdiv(tokens, block_n),)
         if self._tables is None:
@@ -139,31 +136,6 @@ class _SideWriter:
             MOST_IN_BYTE=tables.most_in_byte,
             BLOCK_Y=triton.next_power_of_2(most_bytes),
         )
-
-    def _asked_classes(self, new: NewTokens, coef_TC: Tensor) -> Tensor:
-        """The class that each token asks for, (T,) int32."""
-        tokens, width = len(new.slot_T), len(self._gate.linear_C)
-        asked_T = torch.empty(tokens, dtype=torch.int32, device=coef_TC.device)
-        block_n = _tokens_of_a_program(width)
-        ask_classes[(triton.cdiv(tokens, block_n),)](
-            coef_TC,
-            new.slot_T,
-            self._gate.linear_C,
-            self._gate.square_C,
-            self._gate.rest_3,
-            self._bounds_K,
-            asked_T,
-            tokens,
-            coef_TC.stride(0),
-            self._gate.leading,
-            len(self._bounds_K),
-            WIDTH=width,
-            BLOCK_C=triton.next_power_of_2(width),
-            BLOCK_K=MOST_CLASSES,
-            BLOCK_N=block_n,
-            num_warps=_warps_of_a_program(width),
-        )
-        return asked_T
 
     def _places(self, new: NewTokens, asked_T: Tensor) -> tuple[Tensor, Tensor]:
         """Where each row starts, and its level, (T,) int32 each."""
@@ -192,6 +164,38 @@ class _SideWriter:
             BLOCK_N=_TOKENS_AT_ONCE,
         )
         return start_T, level_T
+
+
+class _Gate:
+    """What tells a token's class."""
+
+    def __init__(self, plans: TokenPlans, device: torch.device):
+        gate = plans.gate.check()
+        weights = gate.linear_C, gate.square_C, gate.rest_3, plans.bounds_K
+        self._weights = [weight.float().contiguous().to(device) for weight in weights]
+        self._leading = gate.leading
+
+    def asked_classes(self, coef_TC: Tensor, slot_T: Tensor) -> Tensor:
+        """The class that each token asks for, (T,) int32; anything where it has no place."""
+        tokens, width = len(slot_T), len(self._weights[0])
+        asked_T = torch.empty(tokens, dtype=torch.int32, device=coef_TC.device)
+        block_n = _tokens_of_a_program(width)
+        ask_classes[(triton.cdiv(tokens, block_n),)](
+            coef_TC,
+            slot_T,
+            *self._weights,
+            asked_T,
+            tokens,
+            coef_TC.stride(0),
+            self._leading,
+            len(self._weights[-1]),
+            WIDTH=width,
+            BLOCK_C=triton.next_power_of_2(width),
+            BLOCK_K=MOST_CLASSES,
+            BLOCK_N=block_n,
+            num_warps=_warps_of_a_program(width),
+        )
+        return asked_T
 
 
 def _tokens_of_a_program(width: int) -> int:
