@@ -26,7 +26,9 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.bool: "i1",
 }
 OPTIONS = ("num_warps", "num_stages")

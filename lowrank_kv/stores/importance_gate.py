@@ -14,8 +14,8 @@ from torch import Tensor
 from lowrank_kv.utils.config import require
 
 # A square counts for at most so much, in units of its token's mean square: one outlier would decide alone.
-_LARGEST_SQUARE = 9.0
-_LEAST_SCALE = 2.0**-16
+LARGEST_SQUARE = 9.0
+LEAST_SCALE = 2.0**-16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,6 @@ class ImportanceGate:
 
 def features_of(coef_NC: Tensor, leading: int) -> tuple[Tensor, Tensor, Tensor]:
     """(coefficients over their token's size, their squares with a bound, the logarithm of the size's square)."""
-    energy_N = coef_NC[..., :leading].square().mean(dim=-1).clamp(min=_LEAST_SCALE**2)
+    energy_N = coef_NC[..., :leading].square().mean(dim=-1).clamp(min=LEAST_SCALE**2)
     unit_NC = coef_NC / energy_N.sqrt()[..., None]
-    return unit_NC, unit_NC.square().clamp(max=_LARGEST_SQUARE), energy_N.log()
+    return unit_NC, unit_NC.square().clamp(max=LARGEST_SQUARE), energy_N.log()

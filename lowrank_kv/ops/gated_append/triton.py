@@ -14,28 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.triton.launch import computing_type
+from lowrank_kv.ops.triton.rounding import integer_codes, integer_scales
 from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.utils.config import require
 
 _BLOCK_BATCH = 16
-# Rounding to bf16 takes away at most this share (lowrank_kv/stores/quantization.py widens the range by it).
-_ROUNDING = tl.constexpr(2.0**-8)
-_TINY = tl.constexpr(1.1754943508222875e-38)
-
-
-@triton.jit
-def _rounded(number):
-    """fp32 numbers rounded to the nearest bf16 number, still as fp32. The interpreter's own conversion cuts off."""
-    bits = number.to(tl.int32, bitcast=True)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return (bits & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _levels(coef, least_B, step_B, BITS: tl.constexpr):
-    """Codes of coefficients, as lowrank_kv/stores/quantization.py rounds them."""
-    level = (coef - least_B[:, None]) / tl.maximum(step_B, _TINY)[:, None]
-    return tl.minimum(tl.maximum(tl.floor(level + 0.5), 0.0), 2.0**BITS - 1).to(tl.uint8)
 
 
 @triton.jit
@@ -131,8 +114,7 @@ def _gated_append(
             coef_BC = coef_BC.to(state_ptr.dtype.element_ty).to(tl.float32)
             low_B = tl.where(is_row_B, tl.min(tl.where(is_kept_BC, coef_BC, float("inf")), 1), 0.0)
             high_B = tl.where(is_row_B, tl.max(tl.where(is_kept_BC, coef_BC, float("-inf")), 1), 0.0)
-            least_B = _rounded(low_B - tl.abs(low_B) * _ROUNDING)
-            step_B = _rounded((high_B - least_B) * (1 + _ROUNDING) / (2.0**BITS - 1))
+            step_B, least_B = integer_scales(low_B, high_B, BITS)
             scale_ptrs = scale_ptr + (tile_B * TOKENS + row_B) * 2
             tl.store(scale_ptrs, step_B.to(tl.bfloat16), mask=is_row_B)
             tl.store(scale_ptrs + 1, least_B.to(tl.bfloat16), mask=is_row_B)
@@ -149,11 +131,11 @@ def _gated_append(
             coef_BY = tl.load(coef_ptrs, mask=has_page_B[:, None], other=0.0, cache_modifier=".cg")
             coef_BY = coef_BY.to(state_ptr.dtype.element_ty)
             if BITS < 16:
-                coef_BY = _levels(coef_BY.to(tl.float32), least_B, step_B, BITS)
+                coef_BY = integer_codes(coef_BY.to(tl.float32), step_B[:, None], least_B[:, None], BITS)
             if BITS == 4:
                 high_BY = tl.load(coef_ptrs + PAGE_WIDTH, mask=has_page_B[:, None], other=0.0, cache_modifier=".cg")
                 high_BY = high_BY.to(state_ptr.dtype.element_ty).to(tl.float32)
-                coef_BY = coef_BY | (_levels(high_BY, least_B, step_B, BITS) << 4)
+                coef_BY = coef_BY | (integer_codes(high_BY, step_B[:, None], least_B[:, None], BITS) << 4)
             page_ptrs = page_ptr + (page_B * TOKENS + row_B)[:, None] * PAGE_WIDTH + y[None, :]
             tl.store(page_ptrs, coef_BY.to(page_ptr.dtype.element_ty), mask=has_page_B[:, None])
 

@@ -72,6 +72,22 @@ def test_equals_the_reference(device, generator, dtype, bits):
     assert (ours.dense() != plain.dense()).double().mean() < 0.05
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_between_two_codes(device, bits):
+    """The step is 1 and the least value 0, so that halves are ties, which the store's own rounding gives to even codes."""
+    most = 2**bits - 1
+    state_C = (torch.arange(WIDTH) % (most - 1) + 0.5).half()
+    state_C[0], state_C[1] = 0.0, most / (1 + 2.0**-8)
+    ours, plain = (new_store(1, device=device, bits=bits) for _ in range(2))
+    weight_CX = torch.cat([torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)], dim=1).half().to(device)
+    bias_C = torch.zeros(WIDTH, device=device)
+    ours.pool.reserve(ours.granules)
+    for append, store in ((gated_append, ours), (reference, plain)):
+        append(state_C[None].to(device), weight_CX, bias_C, store, threshold=0.0, granularity=GRANULE)
+    assert ours.ranks().tolist() == [[WIDTH]]
+    assert torch.equal(ours.dense(), plain.dense())
+
+
 def test_pages_are_each_taken_once_by_many_sequences(device, generator):
     batch = 35
     weight, bias = weights(generator, torch.float16)
