@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, reco
 from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
 from lowrank_kv.hf.self_check import self_check
 from lowrank_kv.utils.atomic_write import check_directory
-from lowrank_kv.utils.config import require
+from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.flops import matmul_flops
 from lowrank_kv.utils.run_lock import run_lock
@@ -31,7 +32,7 @@ from .initialization import check_continued, given_price
 from .inspection import SENTENCE, inspect, inspection_due
 from .optimizer import build_optimizer
 from .reporting import Reporter, Workload
-from .resumable_state import save_state, saved_states
+from .resumable_state import changed_settings, save_state, saved_states
 from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
@@ -84,6 +85,8 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     record = begin_record(engine, None if saved is None else saved[1])
     batches = _batches(engine, stream, run)
     reporter = _reporter(engine, run.step)
+    if saved is not None:
+        _tell_of_changed_settings(saved[1], config, reporter)
     sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
     engine.wrapped.train()
     while run.step < steps:
@@ -219,6 +222,14 @@ def _tell_of_repeated_text(run: RunState, before: list[int], config: TrainConfig
                 f"step {run.step} of {config.optimizer.steps} begins {name} again: all of its documents have been trained "
                 f"on. More text in `dataset.name`, or fewer `optimizer.steps`, would train on each of them once"
             )
+
+
+def _tell_of_changed_settings(progress: dict[str, Any], config: TrainConfig, reporter: Reporter) -> None:
+    """Say which settings are no longer those that the run had when the state was saved."""
+    changed = changed_settings(progress["config"], to_dict(config))
+    if changed:
+        what = ", ".join(f"`{key}` was {before!r} and is {now!r}" for key, (before, now) in changed.items())
+        reporter.say(f"from step {progress['step']} on the run goes on with other settings: {what}")
 
 
 def _inspect(

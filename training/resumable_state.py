@@ -194,6 +194,16 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
             )
 
 
+def changed_settings(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two configurations that :func:`check_same_run` takes for one run: full key → before and now.
+
+    Left out are `output`, which may be moved, and keys that only one of them has: another version had other ones.
+    """
+    before, now = _leaves(saved), _leaves(current)
+    shared = (now.keys() & before.keys()) - {"output"}
+    return {key: (before[key], now[key]) for key in now if key in shared and before[key] != now[key]}
+
+
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Full key (``section.key``) → value, of nested sections."""
     found = {}

@@ -251,6 +251,29 @@ def test_what_may_not_change_is_named_in_full(training_values, whole, tmp_path, 
     assert str(caught.value).startswith(message)
 
 
+def test_a_run_that_goes_on_with_other_settings_says_which(training_values, whole, tmp_path, capfd):
+    output = tmp_path / "run"
+    for changes, expected in (
+        ({}, []),
+        (
+            {"loss": {"distillation": 0.5}, "log_every": 3},
+            ["`log_every` was 1 and is 3", "`loss.distillation` was 0.0 and is 0.5"],
+        ),
+    ):
+        shutil.copytree(whole, output)
+        shutil.rmtree(output / "checkpoint")
+        for state in saved_states(output / "states")[1:]:
+            shutil.rmtree(state)
+        train_here(
+            training_values, output, checkpoint_every=2, resume=True,
+            **merged({"rate": {"target_retain_rate": 0.5}, **TEXT}, changes),
+        )  # fmt: skip
+        told = [line for line in capfd.readouterr().out.splitlines() if "goes on with other settings" in line]
+        assert len(told) == bool(expected)
+        assert all(each in told[0] for each in expected)
+        shutil.rmtree(output)
+
+
 def test_states_of_other_versions_are_refused_by_the_key_they_do_not_share(training_values):
     now = to_dict(build(TrainConfig, training_values))
 
