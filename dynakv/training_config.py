@@ -40,7 +40,7 @@ class RateConfig:
     alpha: float | None = option(
         None,
         help="α of L = CE + α R²; with a target, where α starts: by default where the run of `initial_checkpoint` ended, at "
-        "an estimate from the calibration where that starts from gradients, and at 4 otherwise",
+        "an estimate from the calibration where that has gradients, as that of a plan, and at 4 otherwise",
     )
     target_retain_rate: float | None = option(
         None,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.checkpoint import read_config
@@ -13,7 +14,7 @@ from dynakv.initialization import Moments
 from dynakv.measured_rates import measured_rates
 from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.activation_moments import calibrate
-from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.calibration.bit_plans import CodedModel, coded_model
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.config import require
@@ -23,7 +24,7 @@ from .data_sources import warn_of_heldout_text
 from .distillation import uncompressed
 from .engine import Engine
 
-# α at the start where nothing better is known; after a PCA the goal starts at the rate of the open gates, and α adapts.
+# α at the start where nothing better is known: after a PCA the goal starts at the rate of the open gates, and α adapts.
 DEFAULT_PRICE = 4.0
 _SAME_RATE = 0.05  # how far, as a share, a plan may be from the rate it was made for
 
@@ -65,20 +66,20 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     leading training blocks. All processes get those of the first, and all must call this.
 
     Returns:
-        the estimate of α by an initialization from gradients; None for the others.
+        the estimate of α by an initialization from gradients, or from what a plan's loss answers to; None for the others.
     """
     config, model = engine.config, engine.model
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
         start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
     elif config.compressor.has_plan:
-        coders = coded_bases(
+        coded = coded_model(
             _calibration_of_reads(engine, stream),
             config.rate.target_retain_rate,
             token_classes=config.compressor.token_classes,
             rebuild_cost=config.compressor.rebuild_cost,
         )
-        start = functools.partial(dynakv.initialize_from_coders, model, coders)
+        start = functools.partial(_start_from, model, coded, config.rate.target_retain_rate)
     elif config.starts_from_gradients:
         moments, gradients = _moments(engine, stream, gradients=True)
         rate = config.rate
@@ -101,6 +102,12 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
         return None
     # Near the uncompressed model the KL to it grows as the cross-entropy does (both by the Fisher information).
     return engine.broadcast_value(price * (config.loss.cross_entropy + config.loss.distillation))
+
+
+def _start_from(model: PreTrainedModel, coded: CodedModel, rate: float) -> float:
+    """Initialize from a plan of bits; returns the α at which a byte more adds as much to α R² as it takes from the loss."""
+    dynakv.initialize_from_coders(model, coded.layers)
+    return coded.loss_per_rate / (2 * rate)
 
 
 def _moments(engine: Engine, stream: TrainingBlocks, *, gradients: bool) -> tuple[Moments, Moments | None]:

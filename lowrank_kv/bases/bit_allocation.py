@@ -92,6 +92,28 @@ def allocate_bits(
     return [each.tolist() for each in width_N.split([len(each) for each in importances])]
 
 
+def next_saving(
+    importances: Sequence[Tensor], distortions: Mapping[int, float], widths: Sequence[Sequence[int]]
+) -> float:
+    """What the next bit would save where it saves most: the price of a bit at which these widths are the best ones.
+
+    Args:
+        importances, distortions: see :func:`allocate_bits`.
+        widths: of each row's coefficients, as it gives them.
+
+    Returns:
+        in the units of importances; 0 where no coefficient can have more bits.
+    """
+    distortions = {0: 1.0, **distortions}
+    importance_N = torch.cat([importance_C.double() for importance_C in importances])
+    width_N = torch.cat([torch.tensor(row) for row in widths])
+    saved = [
+        importance_N[width_N == before] * -_slope(distortions, before, after, 0.0)
+        for before, after in _worthwhile_steps(distortions, 0.0)
+    ]
+    return float(torch.cat([*saved, importance_N.new_zeros(1)]).max())
+
+
 def _worthwhile_steps(distortions: Mapping[int, float], rebuild_cost: float) -> list[tuple[int, int]]:
     """(from, to) of the widths on the lower convex hull of distortion over what they cost."""
     slope = functools.partial(_slope, distortions, rebuild_cost=rebuild_cost)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowrank_kv.bases.bit_allocation import BudgetTooSmallError, allocate_bits
+from lowrank_kv.bases.bit_allocation import BudgetTooSmallError, allocate_bits, next_saving
 from lowrank_kv.bases.codebooks import distortion, lloyd_max
 from lowrank_kv.calibration.activation_moments import KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration, ReadStates
@@ -52,10 +52,31 @@ class CodedBasis:
     importance_C: Tensor
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodedModel:
+    """How all keys and values of a model are coded.
+
+    Attributes:
+        layers: layer index → ``key``, ``value`` → its coder.
+        loss_per_rate: by how much a mean token's loss, in nats, would fall for one more unit of the rate, were the estimate
+            right: half of what coefficients are asked (a second-order loss with the Fisher information as curvature).
+    """
+
+    layers: dict[int, dict[str, CodedBasis]]
+    loss_per_rate: float
+
+
 def coded_bases(
     calibration: Calibration, rate: float, *, token_classes: int = 1, rebuild_cost: float = 0.0
 ) -> dict[int, dict[str, CodedBasis]]:
-    """Layer index → ``key``, ``value`` → its coder, the budget spread over all of them by what the loss asks.
+    """The coders of :func:`coded_model`, which takes the same arguments."""
+    return coded_model(calibration, rate, token_classes=token_classes, rebuild_cost=rebuild_cost).layers
+
+
+def coded_model(
+    calibration: Calibration, rate: float, *, token_classes: int = 1, rebuild_cost: float = 0.0
+) -> CodedModel:
+    """Coders of all layers' keys and values, the budget spread over all of them by what the loss asks.
 
     Args:
         calibration: with what is read of a cache (:meth:`Calibration.read_states`).
@@ -101,11 +122,12 @@ def coded_bases(
     for _ in range(_ROUNDS):
         levels, distortions = _fitted(units, widths)
         widths = allocated(distortions)
+    saved_by_a_bit = next_saving(importances, {**distortions, UNCODED: _BFLOAT16}, widths)
     plans = iter([BitPlan([bits for bits in row if bits], levels) for row in widths])
     found: dict[int, dict[str, CodedBasis]] = {index: {} for index in calibration.geometry.layers}
     for (index, name), side in zip(names, sides, strict=True):
         found[index][name] = side.coded([next(plans) for _ in side.shares])
-    return found
+    return CodedModel(layers=found, loss_per_rate=saved_by_a_bit / 2 * 8 * uncompressed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
