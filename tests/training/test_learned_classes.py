@@ -12,6 +12,9 @@ from training_runs import EXACT, PLANNED, merged, summary, train_here
 import dynakv
 from dynakv.objective import RateRecorder, objective
 from dynakv.training_config import TrainConfig
+from lowrank_kv.calibration.bit_plans import coded_model
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
@@ -48,6 +51,27 @@ def test_the_price_holds_the_rate(training_values, tmp_path):
     assert abs(rates["learned"] - TARGET) < abs(rates["fixed"] - TARGET)
     assert summary(tmp_path / "learned")["alpha"] > 0
     assert json.loads((checkpoint / "config.json").read_text())["compressor"]["learned_classes"]
+
+
+def test_the_price_starts_at_what_the_calibration_says(training_values, tmp_path):
+    """Too high a price takes bytes away that come back late, or never: short runs end before."""
+    ids_NT = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(0))
+    model = load_model(training_values["model"], dtype="float32")
+    calibration = Calibration.from_text(model, ids_NT, read=True, progress=False)
+    calibration.save(tmp_path / "bases", model=training_values["model"], text=["random"])
+
+    def first_price(name: str, **changes: dict[str, float]) -> float:
+        one_step = {"optimizer": {"steps": 1}, "calibration": {"bases": str(tmp_path / "bases")}}
+        train_here(training_values, tmp_path / name, **merged(merged(LEARNED, one_step), changes))
+        return json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])["alpha"]
+
+    # One byte more is then worth as much to the loss as it adds to α R².
+    coded = coded_model(calibration, TARGET, token_classes=4)
+    assert first_price("it") == pytest.approx(coded.loss_per_rate / (2 * TARGET), rel=1e-3)
+    assert first_price("dearer", rate={"target_retain_rate": 2 * TARGET}) < first_price(
+        "weighed", loss={"distillation": 2}
+    )
+    assert first_price("asked for", rate={"alpha": 0.5}) == 0.5
 
 
 def test_a_run_that_goes_on_is_the_same_run(training_values, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_kv.bases.bit_allocation import allocate_bits
+from lowrank_kv.bases.bit_allocation import allocate_bits, next_saving
 from lowrank_kv.bases.codebooks import distortion, lloyd_max, rounded_to
 from lowrank_kv.utils.errors import UserError
 
@@ -118,3 +118,26 @@ def test_every_row_keeps_a_coefficient_and_a_budget_below_that_is_refused():
     assert all(sum(row) for row in allocate_bits(importances, DISTORTIONS, 8, overhead=8))
     with pytest.raises(UserError, match="a budget of 3 bytes for 2 rows .* at least 4 are needed"):
         allocate_bits(importances, DISTORTIONS, 3, overhead=8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), budget=st.integers(4, 40))
+def test_the_next_bit_is_worth_what_it_would_save_at_most(seed, budget):
+    """Against all widths that any coefficient could have instead."""
+    importances = list(
+        torch.rand(2, 12, generator=torch.Generator().manual_seed(seed)).pow(4).sort(descending=True).values
+    )
+    widths = allocate_bits(importances, DISTORTIONS, budget, overhead=8)
+    known = {0: 1.0, **DISTORTIONS}
+    expected = max(
+        float(w) * (known[bits] - known[more]) / (more - bits)
+        for row, taken in zip(importances, widths, strict=True)
+        for w, bits in zip(row, taken, strict=True)
+        for more in known
+        if more > bits
+    )
+    assert next_saving(importances, DISTORTIONS, widths) == pytest.approx(expected)
+
+
+def test_where_all_have_the_most_bits_another_saves_nothing():
+    assert next_saving([torch.ones(3)], DISTORTIONS, [[16, 16, 16]]) == 0

@@ -1,11 +1,13 @@
 """What is read of a compressed cache, and the coder that is made of it."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from methods import tiny_model
 
-from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.calibration.bit_plans import coded_bases, coded_model
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import probes_of
 from lowrank_kv.calibration.read_moments import read_moments
@@ -161,3 +163,30 @@ def test_more_bytes_lose_less(calibration):
     losses = [lost(rate) for rate in (0.08, 0.15, 0.3, 0.6)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 1e-3
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+def test_what_a_unit_of_the_rate_is_worth_falls_with_it_as_the_loss_does(calibration, classes):
+    """Between two rates the loss falls by no more than the first price says, and by no less than the second: it is convex."""
+    rates = [0.1, 0.12, 0.15, 0.2, 0.3]
+    models = [coded_model(calibration, rate, token_classes=classes) for rate in rates]
+    worth = [model.loss_per_rate for model in models]
+    assert all(more > less > 0 for more, less in itertools.pairwise(worth))
+    if classes > 1:
+        return  # the weights of classes are not part of a coder
+    loss = [expected_loss(model.layers) for model in models]
+    for (low, high), (before, after), (dear, cheap) in zip(
+        itertools.pairwise(rates), itertools.pairwise(loss), itertools.pairwise(worth), strict=True
+    ):
+        # Codebooks are fitted anew at each rate, and rows are whole bytes.
+        assert 0.7 * cheap < (before - after) / (high - low) < 1.4 * dear
+
+
+def expected_loss(layers):
+    """Half of what each coefficient is asked times the share of it that normal numbers lose at its width."""
+    lost = {0: 1.0, 1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.00064, 8: 4.1e-5, 16: 0.0}
+    total = 0.0
+    for coded in (each for sides in layers.values() for each in sides.values()):
+        widths = [*coded.plan.bits, *[0] * len(coded.importance_C)][: len(coded.importance_C)]
+        total += sum(float(asked) * lost[bits] / 2 for asked, bits in zip(coded.importance_C, widths, strict=True))
+    return total
