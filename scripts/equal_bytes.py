@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     summary = run_record.load(arguments.record)["summary"]
     windows = {(each["method"], each["dataset"]): each["windows"] for each in summary["windows"]}
     of = {text: summary["documents"][text]["of"] for _, text in windows}
+    check_whole(windows, of, arguments.record)
     for name in (arguments.method, *arguments.against):
         if name not in {method for method, _ in windows}:
             raise UserError(
@@ -42,6 +43,16 @@ def main(argv: list[str]) -> None:
     for text in of:
         print(f"{text}: {told([found[text]], [of[text]])}")
     print(f"all: {told(list(found.values()), list(of.values()))}")
+
+
+def check_whole(windows: Windows, documents: Mapping[str, Sequence[int]], record: Path) -> None:
+    """Raise :class:`UserError` where a record was written while its comparison was still running."""
+    for (method, text), measured in windows.items():
+        if len(measured) != len(documents[text]):
+            raise UserError(
+                f"{record} has {len(measured)} of {len(documents[text])} windows of {text} with `{method}`; let the "
+                f"comparison come to its end"
+            )
 
 
 def differences(windows: Windows, text: str, method: str, against: Sequence[str]) -> list[float]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lowrank_kv.utils.errors import UserError
-from scripts.equal_bytes import differences, told
+from scripts.equal_bytes import check_whole, differences, told
 
 
 def window(held: int, kl: float) -> dict:
@@ -34,3 +34,11 @@ def test_one_method_is_compared_as_it_is():
 def test_bytes_that_the_line_does_not_reach_are_refused():
     with pytest.raises(UserError, match=r"it holds 0\.100, and they from 0\.150 to 0\.200"):
         differences(WINDOWS, "novels", "small", ["other", "large"])
+
+
+def test_a_record_of_a_comparison_that_still_runs_is_refused():
+    check_whole(WINDOWS, {"novels": [0, 1]}, "record.json")
+    with pytest.raises(
+        UserError, match="record.json has 2 of 3 windows of novels with `small`; let the comparison come"
+    ):
+        check_whole(WINDOWS, {"novels": [0, 1, 1]}, "record.json")

@@ -167,7 +167,7 @@ def test_more_bytes_lose_less(calibration):
 
 @pytest.mark.parametrize("classes", [1, 4])
 def test_what_a_unit_of_the_rate_is_worth_falls_with_it_as_the_loss_does(calibration, classes):
-    """Between two rates the loss falls by no more than the first price says, and by no less than the second: it is convex."""
+    """Between two rates the loss falls by no more than the first price says, and no less than the second: it is convex."""
     rates = [0.1, 0.12, 0.15, 0.2, 0.3]
     models = [coded_model(calibration, rate, token_classes=classes) for rate in rates]
     worth = [model.loss_per_rate for model in models]
