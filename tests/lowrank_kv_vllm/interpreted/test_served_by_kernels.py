@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from methods import dynakv_model, tiny_model
-from served_engines import BATCHED, BLOCK, Files, greedy, prompt_of, served, serving, texts, with_compressor
+from served_engines import BLOCK, Files, greedy, prompt_of, served, serving, texts, with_compressor
 
 import dynakv
 from dynakv import DynaKVCache
@@ -13,9 +13,9 @@ from lowrank_kv.ops.arena_attention.page_reader import PageReader
 from lowrank_kv.ops.native.pages import Pages
 from lowrank_kv.ops.triton.availability import SWITCH, has_kernels
 
-NEW = 4  # the interpreter is slow
-# The first is read in two chunks, the second with the others.
-PROMPTS = [prompt_of(length, length) for length in (150, 3, 20)]
+# Few of all, for the interpreter is slow.
+NEW, READ = 3, 32  # tokens of an answer, and those that a step reads
+PROMPTS = [prompt_of(length, length) for length in (40, 3, 5)]  # the first in two steps, the others with its second
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def no_kernels():
 
 def generated(files: Files, settings: dict) -> list[list[int]]:
     if "checkpoint" not in settings:
-        return [files.generated(prompt, NEW, **settings) for prompt in PROMPTS]
+        return [files.generated(prompt, NEW, chunk=READ, **settings) for prompt in PROMPTS]
     model = with_compressor(settings["checkpoint"])
-    return [greedy(model, DynaKVCache.from_model(model), prompt, NEW) for prompt in PROMPTS]
+    return [greedy(model, DynaKVCache.from_model(model), prompt, NEW, READ) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", ["classes", "plan", "gates"])
@@ -75,9 +75,9 @@ def test_chunks_batches_and_prefixes_say_what_generate_says(files, gated, called
     }[kind]
     with no_kernels():
         expected = generated(files, settings)
-    with serving(files, settings) as engine:
+    with serving(files, settings, max_num_batched_tokens=READ, max_num_seqs=4) as engine:
         assert texts(served(engine, PROMPTS, NEW)) == expected
         assert called == {"write", "attend", "rows", "sinks"}
         [again] = served(engine, PROMPTS[:1], NEW)
-    assert again.num_cached_tokens == len(PROMPTS[0]) // BLOCK * BLOCK == BATCHED
+    assert again.num_cached_tokens == len(PROMPTS[0]) // BLOCK * BLOCK == READ
     assert texts([again]) == expected[:1]
