@@ -3,7 +3,8 @@
     lowrank-kv serve --model MODEL --bases DIR --preset tokenwise-mixed --rate 0.1 --port 8000
     lowrank-kv serve --model MODEL --checkpoint DIR --max-model-len 8192
 
-Whatever is not listed here goes to vLLM as it is. The server needs vLLM's build for CPUs (docs/serving.md).
+Whatever is not listed here goes to vLLM as it is. The server needs vLLM's build for CPUs, unless
+--untested-gpu is given (docs/serving.md).
 """
 
 import argparse
@@ -33,10 +34,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
     types = typing.get_type_hints(ServingConfig)
     for field in dataclasses.fields(ServingConfig):
-        [of] = {*typing.get_args(types[field.name]), types[field.name]} & {str, int, float}
+        option = "--" + field.name.replace("_", "-")
+        [of] = {*typing.get_args(types[field.name]), types[field.name]} & {str, int, float, bool}
+        if of is bool:
+            parser.add_argument(option, action="store_const", const=True, help=field.metadata["help"])
+            continue
         default = "" if field.default is None else f" [default: {field.default}]"
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            option,
             type=of,
             choices=field.metadata["choices"] or None,
             metavar=None if field.metadata["choices"] else (field.metadata["unit"] or of.__name__).upper(),

@@ -18,13 +18,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages
-from lowrank_kv.ops.native.projection import Projection
+from lowrank_kv.ops.native.pages import NewTokens
+from lowrank_kv.ops.triton.availability import SWITCH, has_kernels
 from lowrank_kv.stores.arena import PageLayout
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm import statistics
+from lowrank_kv_vllm.layer import Layer, LayerPages
 from lowrank_kv_vllm.plans import served
-from lowrank_kv_vllm.prompts import PromptPages
 from lowrank_kv_vllm.rotation import rotated, rotation_of_model
 from lowrank_kv_vllm.settings import ServingConfig
 from lowrank_kv_vllm.step import Step, StepBuilder
@@ -87,12 +87,13 @@ class PagedAttention(AttentionImpl[Step]):
                 raise UserError(f"compressed pages are not served for {what}, which this model has; use another model")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        self._pages: Pages | None = None
+        self._pages: LayerPages | None = None
 
     def bind(self, layer_name: str, settings: ServingConfig, config: VllmConfig) -> None:
         """Take what compresses the layer, and work out its pages."""
         self._settings, self._dtype = settings, config.model_config.dtype
-        self._served = served(settings, self._dtype)
+        # The worker has made its GPU the current one.
+        self._served = served(settings, self._dtype, torch.device(config.device_config.device_type))
         self._key, self._value = self._served.layers[extract_layer_index(layer_name)]
         self._most_tokens = config.model_config.max_model_len + config.cache_config.block_size
 
@@ -129,71 +130,37 @@ class PagedAttention(AttentionImpl[Step]):
         new = NewTokens(key[:tokens], value[:tokens], step.position_T, step.slot_T)
         self._write(new, step)
         if len(step.decoding_N):
-            self._decode(query[:tokens], new, step, output[:tokens])
+            self._pages.attend(query[:tokens], new, step, output[:tokens])
         if step.prompts:
             self._read_prompts(query[:tokens], new, step, output[:tokens])
         return output
 
     def _open(self, kv_cache: Tensor) -> None:
         """Look at the pages that the engine has made."""
-        self._rotation = rotation_of_model()
-        self._projection = self._projected()
-        decoders = self._key.decoder_RC, self._value.decoder_RC
-        self._decoders = PageDecoders(*decoders, in_pairs=self._key.multiplies_pairs and self._value.multiplies_pairs)
         count, _, block_size, token_bytes = kv_cache.shape
-        self._statistics = statistics.of_process()
-        self._statistics.add_layer(token_bytes, 2 * self.num_kv_heads * self.head_size * self._dtype.itemsize)
-        self._pages = Pages(
-            kv_cache.as_strided((count, block_size * token_bytes), (kv_cache.stride(0), 1)),
-            self.layout(block_size),
+        self._rotation = rotation_of_model()
+        layer = Layer(
+            layout=self.layout(block_size),
+            key=self._key,
+            value=self._value,
+            rotation=self._rotation,
+            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             dtype=self._dtype,
+            scale=self.scale,
             most_tokens=self._most_tokens,
-        )
-
-    def _projected(self) -> Projection | None:
-        """The compiled way to coefficients; None where they are a codec's."""
-        key_CR, value_CR = self._key.vectors_CR, self._value.vectors_CR
-        if key_CR is None:
-            return None
-        back = self._rotation.inverse
-        turn_back = back.cos_BTF[0].contiguous(), back.sin_BTF[0].contiguous()
-        return Projection(key_CR, value_CR, turn_back, num_kv_heads=self.num_kv_heads)
-
-    def _decode(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
-        is_direct = output_THD.dtype == torch.float32 and output_THD.is_contiguous()
-        found_THD = output_THD if is_direct else torch.empty(output_THD.shape, dtype=torch.float32)
-        self._pages.attend(
-            query_THD,
-            new,
-            step.sequences,
-            step.decoding_N,
-            self._decoders,
-            (self._rotation.cos_BTF[0], self._rotation.sin_BTF[0]),
-            scaling=self.scale,
-            softcap=None,
-            output_THD=found_THD,
             sees_itself=self._served.sees_itself,
         )
-        if is_direct:
-            return
-        if step.decoding_rows is None:
-            output_THD.copy_(found_THD)
-        else:
-            output_THD[step.decoding_rows] = found_THD[step.decoding_rows].to(output_THD.dtype)
+        self._pages = pages_of(kv_cache.as_strided((count, block_size * token_bytes), (kv_cache.stride(0), 1)), layer)
+        self._statistics = statistics.of_process()
+        uncompressed = 2 * self.num_kv_heads * self.head_size * self._dtype.itemsize
+        self._statistics.add_layer(token_bytes, uncompressed, self._pages.cut)
 
     def _read_prompts(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
         """Attention of many new tokens over rebuilt states of those before them."""
         if step.prompt_pages is None:
-            step.prompt_pages = PromptPages(
-                [prompt.new for prompt in step.prompts],
-                [prompt.past for prompt in step.prompts],
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_size,
-                dtype=self._dtype,
-            )
+            step.prompt_pages = self._pages.prompts(step.prompts)
         exactly = self._served.reads_prompts_exactly
         for i, prompt in enumerate(step.prompts):
             rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
@@ -207,21 +174,43 @@ class PagedAttention(AttentionImpl[Step]):
     def _rebuilt(self, page_P: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of a sequence's first tokens, (T, G, D) each in the model's dtype."""
         sinks = min(past, self._served.num_sinks)
-        exact = self._pages.sinks(int(page_P[0]), sinks)
+        exact = self._pages.sinks(page_P, sinks)
         rows = self._pages.rows(page_P, past - sinks)
         key_TGD, value_TGD = (
-            (row_TR.to(self._dtype) @ side.decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
+            (row_TR @ side.decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
             for row_TR, side in zip(rows, (self._key, self._value), strict=True)
         )
-        key_TGD = rotated(self._rotation, key_TGD, torch.arange(sinks, past)).to(self._dtype)
+        position_T = torch.arange(sinks, past, device=page_P.device)
+        key_TGD = rotated(self._rotation, key_TGD, position_T).to(self._dtype)
         return torch.cat([exact[0], key_TGD]), torch.cat([exact[1], value_TGD])
 
     def _write(self, new: NewTokens, step: Step) -> None:
-        if self._projection is not None:
-            (key_TC, value_TC), ranks = self._projection(new), None
+        if self._key.encode is None:
+            (key_TC, value_TC), ranks = self._pages.project(new), None
         else:
             unrotated_TGD = rotated(self._rotation.inverse, new.key_TGD, step.position_T)
             key_TC, key_rank_T = self._key.encode(unrotated_TGD.flatten(1))
             value_TC, value_rank_T = self._value.encode(new.value_TGD.float().flatten(1))
             ranks = key_rank_T, value_rank_T
-        self._statistics.add_rows(2 * step.num_tokens, self._pages.write(new, key_TC, value_TC, ranks))
+        self._pages.write(new, key_TC, value_TC, ranks)
+        self._statistics.add_rows(2 * step.num_tokens)
+
+
+def pages_of(page_XY: Tensor, layer: Layer) -> LayerPages:
+    """A layer's pages: by Triton's kernels where these run, else by compiled C.
+
+    Raises:
+        UserError: the pages' device has neither, or they do not lie as the code needs it.
+    """
+    if has_kernels(page_XY.device):
+        from lowrank_kv_vllm.kernel_pages import KernelPages  # Triton is not everywhere
+
+        return KernelPages(page_XY, layer)
+    if page_XY.device.type != "cpu":
+        raise UserError(
+            f"pages on {page_XY.device} have no Triton kernels; use an NVIDIA GPU since Ampere, install `triton`, and unset "
+            f"${SWITCH} if it is 0"
+        )
+    from lowrank_kv_vllm.compiled_pages import CompiledPages  # vLLM's attention on CPUs is not in its builds for GPUs
+
+    return CompiledPages(page_XY, layer)

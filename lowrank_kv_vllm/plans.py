@@ -73,17 +73,19 @@ def origin_of(settings: ServingConfig) -> Origin:
 
 
 @functools.lru_cache(maxsize=2)
-def served(settings: ServingConfig, dtype: torch.dtype) -> Served:
+def served(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
     """How every layer is compressed.
 
     Args:
-        dtype: of the model.
+        dtype, device: of the model.
 
     Raises:
         UserError: as :func:`origin_of`, or the rate leaves no bit for every layer.
     """
     with fp32_on_cpu():
-        return _of_bases(settings, dtype) if settings.checkpoint is None else _of_checkpoint(settings, dtype)
+        if settings.checkpoint is None:
+            return _of_bases(settings, dtype, device)
+        return _of_checkpoint(settings, dtype, device)
 
 
 def preset_of(settings: ServingConfig) -> OjaKVConfig:
@@ -123,39 +125,43 @@ def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
     return config
 
 
-def _of_bases(settings: ServingConfig, dtype: torch.dtype) -> Served:
+def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
     config = preset_of(settings)
     exact = config.prefill == "exact"
     plan = make_plan(_calibration_of(settings), config)
     return Served(
-        layers={index: tuple(side_of_basis(side, dtype) for side in kv) for index, kv in plan.layers.items()},
+        layers={
+            index: tuple(side_of_basis(side, dtype).to(device) for side in kv) for index, kv in plan.layers.items()
+        },
         num_sinks=settings.num_sink_tokens,
         reads_prompts_exactly=exact,
         sees_itself=exact,
     )
 
 
-def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype) -> Served:
+def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
     directory, saved = settings.checkpoint, _checkpoint_of(settings)
     layers = load_compressors(directory, **settings.overrides())
     compressor = next(iter(layers.values())).key.config
     exact = compressor.prefill == "exact"
     if compressor.has_plan:
         planned = {
-            index: tuple(side_of_basis(side.initial_basis(), dtype) for side in (layer.key, layer.value))
+            index: tuple(side_of_basis(side.initial_basis(), dtype).to(device) for side in (layer.key, layer.value))
             for index, layer in layers.items()
         }
         sinks = settings.num_sink_tokens
         return Served(layers=planned, num_sinks=sinks, reads_prompts_exactly=exact, sees_itself=exact)
     rates = measured_rates(directory, saved)
     ranked = {
-        index: _ranked_sides(layer, rates.keys[i], rates.values[i], dtype)
+        index: _ranked_sides(layer.to(device), rates.keys[i], rates.values[i], dtype, device)
         for i, (index, layer) in enumerate(layers.items())
     }
     return Served(layers=ranked, num_sinks=0, reads_prompts_exactly=exact, sees_itself=False)
 
 
-def _ranked_sides(layer: LayerCompressor, key_rate: float, value_rate: float, dtype: torch.dtype) -> tuple[Side, Side]:
+def _ranked_sides(
+    layer: LayerCompressor, key_rate: float, value_rate: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Side, Side]:
     """Of a layer whose gates keep these shares of the coefficients on average."""
     codec, granularity = layer.codec(), layer.key.config.granularity
     return tuple(
@@ -164,6 +170,7 @@ def _ranked_sides(layer: LayerCompressor, key_rate: float, value_rate: float, dt
             granularity=granularity,
             mean_rank=rate * side.width,
             dtype=dtype,
+            device=device,
             quantization=codec.quantization,
         )
         for side, rate in ((codec.key, key_rate), (codec.value, value_rate))

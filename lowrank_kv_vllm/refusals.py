@@ -18,7 +18,14 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     """Raise :class:`UserError` where a configuration cannot be served."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if not current_platform.is_cpu():
-        raise UserError(f"compressed pages are served on CPUs so far, and vLLM runs on {current_platform.device_name}")
+        _check_gpu(settings)
+    if config.use_v2_model_runner:
+        raise UserError(
+            "vLLM's second model runner does not tell where prompts end; set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, "
+            "with which it uses its first"
+        )
+    if parallel.use_ubatching:
+        raise UserError("micro-batches are not told where prompts end; leave `enable_dbo` and `ubatch_size` out")
     for key in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         count = getattr(parallel, key)
         if count > 1:
@@ -46,6 +53,23 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     _check_model(config, settings)
 
 
+def _check_gpu(settings: ServingConfig) -> None:
+    found = f"compressed pages are served on CPUs so far, and vLLM runs on {current_platform.device_name}"
+    if not current_platform.is_cuda():
+        raise UserError(f"{found}; use vLLM's build for CPUs")
+    if not settings.untested_gpu:
+        raise UserError(
+            f"{found}; kernels for NVIDIA GPUs were only checked in an interpreter: set `untested_gpu: true` (`lowrank-kv "
+            f"serve --untested-gpu`) to serve by them, or use vLLM's build for CPUs"
+        )
+    if not current_platform.has_device_capability(80):
+        raise UserError(f"{found}, on which the kernels do not run; use an NVIDIA GPU since Ampere")
+    logger.warning(
+        "`untested_gpu`: no GPU has ever run the kernels that read and write compressed pages, nor this plugin. Compare the "
+        "texts with those of `generate()` (docs/serving.md) before you use them."
+    )
+
+
 def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
     text_config = config.model_config.hf_text_config
     geometry, layers = geometry_of_config(text_config), text_config.num_hidden_layers
@@ -55,7 +79,7 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
             f"{others} of the {layers} layers of this {text_config.model_type} model have a sliding window or a state, "
             f"which vLLM would keep in pages of another kind; serve a model of full attention"
         )
-    if geometry.head_dim not in HEAD_SIZES:
+    if current_platform.is_cpu() and geometry.head_dim not in HEAD_SIZES:
         raise UserError(
             f"heads of this {text_config.model_type} model have {geometry.head_dim} dims, and vLLM's attention on CPUs, by "
             f"which prompts are read, is made for {', '.join(map(str, HEAD_SIZES))}"

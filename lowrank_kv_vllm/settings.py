@@ -52,6 +52,10 @@ class ServingConfig:
         help="where tokens differ in size: room in a page beyond what they take on average; a full page codes its last "
         "tokens more coarsely, or keeps fewer of their coefficients",
     )
+    untested_gpu: bool = option(
+        False,
+        help="serve on an NVIDIA GPU, by kernels that no GPU has run yet; compare texts with those of `generate()`",
+    )
 
     def __post_init__(self):
         given = [name for name in ("checkpoint", "bases") if getattr(self, name) is not None]

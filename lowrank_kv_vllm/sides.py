@@ -35,6 +35,11 @@ class Side:
     vectors_CR: Tensor | None = None
     encode: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
+    def to(self, device: torch.device) -> "Side":
+        """The same with its matrices on a device; a codec is where it is made."""
+        vectors_CR = None if self.vectors_CR is None else self.vectors_CR.to(device)
+        return dataclasses.replace(self, decoder_RC=self.decoder_RC.to(device), vectors_CR=vectors_CR)
+
     @property
     def multiplies_pairs(self) -> bool:
         """Whether attention may round coefficients to bf16."""
@@ -62,7 +67,13 @@ def side_of_basis(initial: InitialBasis, dtype: torch.dtype) -> Side:
 
 
 def side_of_codec(
-    codec: Codec, *, granularity: int, mean_rank: float, dtype: torch.dtype, quantization: IntegerQuantization | None
+    codec: Codec,
+    *,
+    granularity: int,
+    mean_rank: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: IntegerQuantization | None,
 ) -> Side:
     """Tokens that keep a prefix of their coefficients, as long as a codec says.
 
@@ -71,6 +82,7 @@ def side_of_codec(
         granularity: ranks are its multiples.
         mean_rank: of the tokens that pages are made for.
         dtype: of the model, in which the codec computes.
+        device: of the codec.
         quantization: how coefficients are integers; the codec has then scaled them.
     """
     ranked = {"num_coefficients": codec.width, "granularity": granularity, "dtype": dtype, "quantization": quantization}
@@ -84,7 +96,7 @@ def side_of_codec(
     return Side(
         encode=encode,
         row_format=RankedRows(**ranked, mean_row_bytes=float(size)),
-        decoder_RC=codec.decoder(dtype, torch.device("cpu")).contiguous(),
+        decoder_RC=codec.decoder(dtype, device).contiguous(),
     )
 
 

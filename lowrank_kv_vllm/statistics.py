@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 
+from torch import Tensor
 from vllm import envs
 
 logger = logging.getLogger("vllm.lowrank_kv")  # below vLLM's own, so that lines go where its do
@@ -21,32 +22,32 @@ class Statistics:
         interval: seconds from line to line of the log, which has one only where rows were written.
         token_bytes: that pages take of one token.
         uncompressed_bytes: that stock pages would.
-        num_rows, num_cut: rows written, and those of a cheaper class than they asked for.
+        num_rows: rows written.
     """
 
     interval: float
     token_bytes: float = 0.0
     uncompressed_bytes: float = 0.0
     num_rows: int = 0
-    num_cut: int = 0
 
     def __post_init__(self):
+        self._cut: list[Tensor] = []
         self._last, self._said = time.monotonic(), 0
 
-    def add_layer(self, token_bytes: float, uncompressed_bytes: float) -> None:
-        """Count a layer's pages."""
+    def add_layer(self, token_bytes: float, uncompressed_bytes: float, cut: Tensor) -> None:
+        """Count a layer's pages; `cut` is where they count rows of a cheaper class than asked for, on any device."""
+        self._cut.append(cut)
         self.token_bytes += token_bytes
         self.uncompressed_bytes += uncompressed_bytes
 
-    def add_rows(self, rows: int, cut: int) -> None:
+    def add_rows(self, rows: int) -> None:
         """Count what a layer has written."""
         self.num_rows += rows
-        self.num_cut += cut
 
     @property
-    def cut_share(self) -> float:
-        """Of all rows so far."""
-        return self.num_cut / self.num_rows if self.num_rows else 0.0
+    def num_cut(self) -> int:
+        """Rows of a cheaper class than they asked for; it waits for a GPU."""
+        return sum(int(cut) for cut in self._cut)
 
     def say(self) -> None:
         """Write a line where it is time."""
@@ -57,9 +58,11 @@ class Statistics:
         logger.info(str(self))
 
     def __str__(self) -> str:
+        cut = self.num_cut
+        share = cut / self.num_rows if self.num_rows else 0.0
         return (
             f"pages take {self.token_bytes:.0f} bytes a token ({self.token_bytes / self.uncompressed_bytes:.3f} of the "
-            f"uncompressed); {self.num_cut} of {self.num_rows} rows ({self.cut_share:.2%}) were coded more coarsely than "
+            f"uncompressed); {cut} of {self.num_rows} rows ({share:.2%}) were coded more coarsely than "
             f"asked for, because their page was full"
         )
 

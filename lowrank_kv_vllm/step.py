@@ -1,21 +1,21 @@
 """What one step of the engine is about, worked out once for all layers.
 
-Shapes: T new tokens of all sequences, B sequences, N sequences of a kind.
+Shapes: T new tokens of all sequences, B sequences, N sequences of a kind, P pages of a sequence, H query heads, G KV heads,
+D head dim.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from lowrank_kv.ops.native.pages import Sequences
 from lowrank_kv_vllm import statistics
-from lowrank_kv_vllm.prompts import PromptPages
 
 _CACHED = "_lowrank_kv_step"  # an attribute of vLLM's description of a step
 # Of the step that is being described; vLLM's description of it does not tell prompts from what was generated.
@@ -51,6 +51,25 @@ class Prompt(NamedTuple):
     past: int
 
 
+class PromptAttention(Protocol):
+    """Attention of many new tokens of a step's prompts, for its layers in turn."""
+
+    def hold(self, prompt: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """Take the rotated keys, and values, of a prompt's first tokens."""
+
+    def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """The same of all prompts' new tokens, from those of the step."""
+
+    def attend(self, query_THD: Tensor, output_THD: Tensor, *, scale: float) -> None:
+        """Attend, each token to its prompt up to itself, and forget what was held.
+
+        Args:
+            query_THD: rotated, of the step's tokens, prompts or not.
+            output_THD: of the same tokens; those of no prompt stay as they are.
+            scale: of scores.
+        """
+
+
 @dataclasses.dataclass
 class Step:
     """One step.
@@ -64,6 +83,8 @@ class Step:
         decoding_rows: their tokens, int64; None where all are.
         prompts: the others.
         prompt_pages: for uncompressed states of the prompts; the first layer makes them.
+
+    Tensors are on the device of the pages.
     """
 
     num_tokens: int
@@ -73,38 +94,42 @@ class Step:
     decoding_N: Tensor
     decoding_rows: Tensor | None
     prompts: list[Prompt]
-    prompt_pages: PromptPages | None = None
+    prompt_pages: PromptAttention | None = None
 
     @classmethod
-    def of(cls, common: CommonAttentionMetadata, prompt_B: Sequence[int]) -> "Step":
-        """Work it out.
+    def of(cls, common: CommonAttentionMetadata, prompt_B: Sequence[int], *, block_size: int, guesses: bool) -> "Step":
+        """Work it out on the CPU.
 
         Args:
             common: vLLM's description.
             prompt_B: tokens of each request's prompt.
+            block_size: tokens of a page.
+            guesses: whether vLLM guesses tokens. Its own copy of the lengths may then count some that were refused, so the
+                device's are waited for.
         """
-        tokens, count = common.num_actual_tokens, common.num_reqs
-        first_B, length_B = common.query_start_loc[: count + 1].tolist(), common.seq_lens[:count].tolist()
+        tokens, count, device = common.num_actual_tokens, common.num_reqs, common.slot_mapping.device
+        first_B = common.query_start_loc_cpu[: count + 1].long()
+        known_B = common.seq_lens if guesses else common.seq_lens_cpu_upper_bound
+        length_B = known_B[:count].cpu().long()
         found, prompts, decoding, rows = _Pieces(), [], [], []
-        for b, (start, end, length, prompt) in enumerate(
-            zip(first_B[:-1], first_B[1:], length_B, prompt_B, strict=True)
-        ):
+        firsts, lengths = first_B.tolist(), length_B.tolist()
+        for b, (start, end, length, prompt) in enumerate(zip(firsts[:-1], firsts[1:], lengths, prompt_B, strict=True)):
             past = length - (end - start)
             read = min(max(prompt - past, 0), end - start)  # of the prompt
             if read:
                 prompts.append(Prompt(found.add(b, read, past + read), slice(start, start + read), past))
             decoding += [found.add(b, 1, past + i + 1) for i in range(read, end - start)]
             rows += range(start + read, end)
-        length_of_B = common.seq_lens[:count].long()
-        new_B = common.query_start_loc[: count + 1].long().diff()
-        before_B = length_of_B - new_B - common.query_start_loc[:count].long()
+        new_B = first_B.diff()
+        before_B = length_B - new_B - first_B[:count]
+        position_T = torch.arange(tokens) + before_B.repeat_interleave(new_B)
         return cls(
             num_tokens=tokens,
-            sequences=found.sequences(common.block_table_tensor),
-            position_T=torch.arange(tokens) + before_B.repeat_interleave(new_B),
+            sequences=found.sequences(common.block_table_tensor, block_size),
+            position_T=position_T.to(device, non_blocking=True),
             slot_T=common.slot_mapping[:tokens].long().contiguous(),
-            decoding_N=torch.tensor(decoding, dtype=torch.int64),
-            decoding_rows=torch.tensor(rows, dtype=torch.int64) if prompts else None,
+            decoding_N=torch.tensor(decoding, dtype=torch.int64).to(device, non_blocking=True),
+            decoding_rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True) if prompts else None,
             prompts=prompts,
         )
 
@@ -122,19 +147,26 @@ class _Pieces:
         self._length.append(length)
         return len(self._request) - 1
 
-    def sequences(self, page_BP: Tensor) -> Sequences:
-        """See there.
+    def sequences(self, page_BP: Tensor, block_size: int) -> Sequences:
+        """See there; the table is as short as the longest sequence lets it be.
 
         Args:
             page_BP: the pages of each request.
+            block_size: tokens of each.
         """
-        first_B, length_B = (torch.tensor(each, dtype=torch.int32) for each in (self._first, self._length))
-        return Sequences(first_B, length_B, page_BP[torch.tensor(self._request, dtype=torch.int64)].int())
+        device, pages = page_BP.device, -(-max(self._length, default=0) // block_size)
+        first_B, length_B = (
+            torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in (self._first, self._length)
+        )
+        request_B = torch.tensor(self._request, dtype=torch.int64).to(device, non_blocking=True)
+        return Sequences(first_B, length_B, page_BP[:, :pages][request_B].int())
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
     """Makes a :class:`Step` of vLLM's description of one. Layers whose pages differ in size have builders of their own,
     which share it."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # launches follow a step's lengths
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -144,7 +176,12 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     ) -> Step:
         found = getattr(common_attn_metadata, _CACHED, None)
         if found is None:
-            found = Step.of(common_attn_metadata, prompt_lengths()[: common_attn_metadata.num_reqs])
+            found = Step.of(
+                common_attn_metadata,
+                prompt_lengths()[: common_attn_metadata.num_reqs],
+                block_size=self.kv_cache_spec.block_size,
+                guesses=self.vllm_config.speculative_config is not None,
+            )
             setattr(common_attn_metadata, _CACHED, found)
             statistics.of_process().say()
         return found

@@ -33,8 +33,11 @@ class Written:
         ]
         self.pages = Pages(self.page_XY, layout, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, most_tokens=MOST)
 
-    def write(self, spans: list[tuple[int, int, int]]) -> int:
-        """Tokens of some sequences, each (sequence, first, end), in one call."""
+    def step(
+        self, spans: list[tuple[int, int, int]]
+    ) -> tuple[NewTokens, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        """Tokens of some sequences, each (sequence, first, end): new ones, their coefficients, and ranks where rows have
+        some."""
         position_T = torch.cat([torch.arange(first, end) for _, first, end in spans])
         slot_T = torch.cat(
             [
@@ -43,12 +46,17 @@ class Written:
                 for b, first, end in spans
             ]
         )
-        key_TGD, value_TGD = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.state_SBTGD)
-        key_TC, value_TC = (torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.coef_SBTC)
-        rank_ST = None
-        if self.rank_SBT[0][0] is not None:
-            rank_ST = [torch.cat([side[b][first:end] for b, first, end in spans]) for side in self.rank_SBT]
-        return self.pages.write(NewTokens(key_TGD, value_TGD, position_T, slot_T), key_TC, value_TC, rank_ST)
+
+        def of_sides(side_SBT: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+            return tuple(torch.cat([side[b][first:end] for b, first, end in spans]) for side in side_SBT)
+
+        ranks = None if self.rank_SBT[0][0] is None else of_sides(self.rank_SBT)
+        return NewTokens(*of_sides(self.state_SBTGD), position_T, slot_T), of_sides(self.coef_SBTC), ranks
+
+    def write(self, spans: list[tuple[int, int, int]]) -> int:
+        """The same into the pages, in one call; how many rows were cut."""
+        new, (key_TC, value_TC), ranks = self.step(spans)
+        return self.pages.write(new, key_TC, value_TC, ranks)
 
     def write_all(self) -> int:
         return self.write([(b, 0, length) for b, length in enumerate(self.lengths)])

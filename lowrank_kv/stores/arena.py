@@ -11,8 +11,8 @@ rows of all tokens still to come. This depends on nothing but the tokens before 
 however its tokens were divided into calls, a row that is written again takes all later ones with it, and sequences that
 begin alike may share pages.
 
-This file says where everything is, and writes and reads it in plain torch. Servers call `lowrank_kv/ops/native/pages.py`;
-kernels for a GPU read pages in `lowrank_kv/ops/arena_attention/`.
+This file says where everything is, and writes and reads it in plain torch. A server calls
+`lowrank_kv/ops/native/pages.py` on a CPU, and on a GPU the kernels of `lowrank_kv/ops/arena_append/` and `arena_attention/`.
 
 Shapes: N rows of one page, C joint width, R coefficients that are kept at most, Y bytes of a page, F exact tokens.
 """

@@ -92,6 +92,49 @@ def test_heads_for_which_prompts_cannot_be_read_are_refused(files, tmp_path):
         configured(files, {**files.settings, "bases": str(tmp_path / "bases")}, model=str(tmp_path / "model"))
 
 
+def on_gpu(monkeypatch, *, kind: str = "cuda", capability: int = 90) -> None:
+    """Let checks meet the platform that vLLM has on a GPU."""
+
+    class Platform:
+        device_name = "NVIDIA H100"
+        is_cpu, is_cuda = staticmethod(lambda: False), staticmethod(lambda: kind == "cuda")
+        has_device_capability = staticmethod(lambda least: capability >= least)
+
+    monkeypatch.setattr(importlib.import_module("lowrank_kv_vllm.refusals"), "current_platform", Platform)
+
+
+@pytest.mark.parametrize(
+    ("changed", "platform", "message"),
+    [
+        ({}, {}, "CPUs so far, and vLLM runs on NVIDIA H100;.* set `untested_gpu: true` .*--untested-gpu"),
+        ({"untested_gpu": True}, {"capability": 75}, "since Ampere"),
+        ({"untested_gpu": True}, {"kind": "rocm"}, "vLLM's build for CPUs"),
+    ],
+)
+def test_gpus_are_refused(files, monkeypatch, changed, platform, message):
+    on_gpu(monkeypatch, **platform)
+    with pytest.raises(UserError, match=message):
+        configured(files, {**files.settings, **changed})
+
+
+def test_a_gpu_that_is_asked_for_is_served_with_a_warning_and_any_heads(files, tmp_path, monkeypatch, caplog):
+    on_gpu(monkeypatch)
+    other = tiny_model()  # 16 dims
+    other.save_pretrained(tmp_path / "model")
+    calibration_of(other, read=True).save(tmp_path / "bases", model="model", text=["random"])
+    settings = {**files.settings, "bases": str(tmp_path / "bases"), "untested_gpu": True}
+    logging.getLogger("vllm.lowrank_kv").addHandler(caplog.handler)  # vLLM's loggers end at its own
+    configured(files, settings, model=str(tmp_path / "model"))
+    logging.getLogger("vllm.lowrank_kv").removeHandler(caplog.handler)
+    assert "no GPU has ever run the kernels" in caplog.text
+
+
+def test_the_runner_that_does_not_tell_where_prompts_end_is_refused(files, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UserError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        configured(files, files.settings)
+
+
 def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -1,0 +1,92 @@
+"""A layer's pages on a CPU, by compiled C and by vLLM's own attention.
+
+Shapes: see :mod:`lowrank_kv_vllm.layer`; X pages of Y bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages
+from lowrank_kv.ops.native.projection import Projection
+from lowrank_kv_vllm.layer import Layer
+from lowrank_kv_vllm.prompts import PromptPages
+from lowrank_kv_vllm.step import Prompt, Step
+
+
+class CompiledPages:
+    """See :class:`lowrank_kv_vllm.layer.LayerPages`.
+
+    Args:
+        page_XY: as of :class:`lowrank_kv.ops.native.pages.Pages`.
+
+    Raises:
+        UserError: there is no compiled code.
+    """
+
+    def __init__(self, page_XY: Tensor, layer: Layer):
+        self._layer, self.cut = layer, torch.zeros((), dtype=torch.int64)
+        key, value = layer.key, layer.value
+        self._pages = Pages(
+            page_XY,
+            layer.layout,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=layer.dtype,
+            most_tokens=layer.most_tokens,
+        )
+        in_pairs = key.multiplies_pairs and value.multiplies_pairs
+        self._decoders = PageDecoders(key.decoder_RC, value.decoder_RC, in_pairs=in_pairs)
+        self._rotation = layer.rotation.cos_BTF[0], layer.rotation.sin_BTF[0]
+        self._projection: Projection | None = None
+        if key.vectors_CR is not None:
+            back = layer.rotation.inverse
+            turn_back = back.cos_BTF[0].contiguous(), back.sin_BTF[0].contiguous()
+            self._projection = Projection(key.vectors_CR, value.vectors_CR, turn_back, num_kv_heads=layer.num_kv_heads)
+
+    def project(self, new: NewTokens) -> tuple[Tensor, Tensor]:
+        assert self._projection is not None, "a codec gives coefficients"
+        return self._projection(new)
+
+    def write(
+        self, new: NewTokens, key_TC: Tensor, value_TC: Tensor, ranks: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.cut += self._pages.write(new, key_TC, value_TC, ranks)
+
+    def attend(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
+        is_direct = output_THD.dtype == torch.float32 and output_THD.is_contiguous()
+        found_THD = output_THD if is_direct else torch.empty(output_THD.shape, dtype=torch.float32)
+        self._pages.attend(
+            query_THD,
+            new,
+            step.sequences,
+            step.decoding_N,
+            self._decoders,
+            self._rotation,
+            scaling=self._layer.scale,
+            softcap=None,
+            output_THD=found_THD,
+            sees_itself=self._layer.sees_itself,
+        )
+        if is_direct:
+            return
+        if step.decoding_rows is None:
+            output_THD.copy_(found_THD)
+        else:
+            output_THD[step.decoding_rows] = found_THD[step.decoding_rows].to(output_THD.dtype)
+
+    def rows(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        key_NR, value_NR = self._pages.rows(page_P, count)
+        return key_NR.to(self._layer.dtype), value_NR.to(self._layer.dtype)
+
+    def sinks(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return self._pages.sinks(int(page_P[0]), count)
+
+    def prompts(self, prompts: list[Prompt]) -> PromptPages:
+        return PromptPages(
+            [prompt.new for prompt in prompts],
+            [prompt.past for prompt in prompts],
+            num_heads=self._layer.num_heads,
+            num_kv_heads=self._layer.num_kv_heads,
+            head_dim=self._layer.head_dim,
+            dtype=self._layer.dtype,
+        )
