@@ -130,9 +130,15 @@ def test_a_gpu_that_is_asked_for_is_served_with_a_warning_and_any_heads(files, t
 
 
 def test_the_runner_that_does_not_tell_where_prompts_end_is_refused(files, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    """vLLM's build for CPUs cannot be asked for it, so it is put in place behind the configuration."""
+    from vllm.config import VllmConfig
+
+    from lowrank_kv_vllm.refusals import check
+
+    config = configured(files, files.settings)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
     with pytest.raises(UserError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        configured(files, files.settings)
+        check(config, ServingConfig(**files.settings))
 
 
 def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
