@@ -38,6 +38,45 @@ def _copy_states(
 
 
 @triton.jit
+def _new_rows(
+    page_ptr,
+    slot_ptr,
+    position_ptr,
+    state_ptr,
+    tokens,
+    page_stride,
+    state_stride_t,
+    state_stride_g,
+    sinks,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program's new tokens, their rows, which of them have one, and their pages; the exact states of others are copied."""
+    t_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    page_N, row_N = page_and_row(slot_ptr, position_ptr, t_N, t_N < tokens, BLOCK_SIZE, NUM_SINKS)
+    is_row_N = (page_N >= 0) & (row_N >= 0)
+    page_ptrs_N = page_ptr + page_N * page_stride
+    if NUM_SINKS > 0:
+        _copy_states(
+            state_ptr,
+            t_N,
+            page_ptrs_N + sinks,
+            row_N + NUM_SINKS,
+            (page_N >= 0) & (row_N < 0),
+            state_stride_t,
+            state_stride_g,
+            HEAD_DIM,
+            WIDTH,
+            BLOCK_C,
+        )
+    return t_N, row_N, is_row_N, page_ptrs_N
+
+
+@triton.jit
 def _codes(unit_NR, first_level_NR, mask_NR, is_coef_NR, threshold_ptr, WIDEST: tl.constexpr):
     """The numbers of the nearest levels, of two the lower, found bit by bit; or the bits of bf16 numbers."""
     is_coded_NR = is_coef_NR & (first_level_NR >= 0)
@@ -92,23 +131,10 @@ def pack_planned(
     :func:`.places.place_rows` writes them, None where all rows are of one class. `code_ptr` has room for all codes, (T,
     MOST_RANK) int16. The other tables are those of :class:`lowrank_kv.ops.arena_append.tables.PlannedTables`.
     """
-    t_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    page_N, row_N = page_and_row(slot_ptr, position_ptr, t_N, t_N < tokens, BLOCK_SIZE, NUM_SINKS)
-    is_row_N = (page_N >= 0) & (row_N >= 0)
-    page_ptrs_N = page_ptr + page_N * page_stride
-    if NUM_SINKS > 0:
-        _copy_states(
-            state_ptr,
-            t_N,
-            page_ptrs_N + sinks,
-            row_N + NUM_SINKS,
-            (page_N >= 0) & (row_N < 0),
-            state_stride_t,
-            state_stride_g,
-            HEAD_DIM,
-            WIDTH,
-            BLOCK_C,
-        )
+    t_N, row_N, is_row_N, page_ptrs_N = _new_rows(
+        page_ptr, slot_ptr, position_ptr, state_ptr, tokens, page_stride, state_stride_t, state_stride_g, sinks,
+        BLOCK_SIZE, NUM_SINKS, HEAD_DIM, WIDTH, BLOCK_C, BLOCK_N,
+    )  # fmt: skip
     if level_ptr is None:
         level_N = tl.zeros((BLOCK_N,), tl.int32)
         start_N = row_N * tl.load(size_ptr)
@@ -252,23 +278,10 @@ def pack_ranked(
     `start_ptr` and `level_ptr` as :func:`.places.place_rows` writes them, None where all rows have `RANK` coefficients and
     `row_bytes` bytes.
     """
-    t_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    page_N, row_N = page_and_row(slot_ptr, position_ptr, t_N, t_N < tokens, BLOCK_SIZE, NUM_SINKS)
-    is_row_N = (page_N >= 0) & (row_N >= 0)
-    page_ptrs_N = page_ptr + page_N * page_stride
-    if NUM_SINKS > 0:
-        _copy_states(
-            state_ptr,
-            t_N,
-            page_ptrs_N + sinks,
-            row_N + NUM_SINKS,
-            (page_N >= 0) & (row_N < 0),
-            state_stride_t,
-            state_stride_g,
-            HEAD_DIM,
-            WIDTH,
-            BLOCK_C,
-        )
+    t_N, row_N, is_row_N, page_ptrs_N = _new_rows(
+        page_ptr, slot_ptr, position_ptr, state_ptr, tokens, page_stride, state_stride_t, state_stride_g, sinks,
+        BLOCK_SIZE, NUM_SINKS, HEAD_DIM, WIDTH, BLOCK_C, BLOCK_N,
+    )  # fmt: skip
     if level_ptr is None:
         rank_N = tl.full((BLOCK_N,), RANK, tl.int32)
         start_N = row_N * row_bytes
