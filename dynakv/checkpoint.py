@@ -9,9 +9,8 @@ SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary 
 import dataclasses
 import hashlib
 import json
-import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.hf.geometry import KVGeometry, check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.utils.atomic_write import new_directory, put_back
+from lowrank_kv.utils.atomic_write import copy_all_but, new_directory, put_back
 from lowrank_kv.utils.config import build, check_entries, require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
@@ -141,8 +140,7 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
     Raises:
         UserError: as of :func:`save_compressor`.
     """
-    others = [path for path in Path(directory).iterdir() if path.name not in (WEIGHTS, CONFIG)]
-    _save(model, directory, summary, read_config(directory).base_model, others)
+    _save(model, directory, summary, read_config(directory).base_model, Path(directory))
 
 
 def _save(
@@ -150,14 +148,14 @@ def _save(
     directory: str | Path,
     summary: dict[str, Any] | None,
     base_model: str | None,
-    others: Sequence[Path] = (),
+    beside: Path | None = None,
 ) -> None:
-    """Write a checkpoint with copies of `others` beside it."""
+    """Write a checkpoint, and copies of what lies beside the one in `beside`."""
     for compressor in token_compressors(model):
         compressor.projection.check_condition()
     with new_directory(directory, WEIGHTS) as partial:
-        for path in others:
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+        if beside is not None:
+            copy_all_but((WEIGHTS, CONFIG), beside, partial)
         write_compressor(model, partial, compressor_state(model), summary, base_model=base_model)
 
 

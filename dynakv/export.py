@@ -1,6 +1,5 @@
 """A trained compressor in few bytes, to be shared."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from dynakv.checkpoint import CONFIG, WEIGHTS, checked_state, read_config, read_state, write_files
 from dynakv.compressor import kind_of_projection
 from dynakv.packed_projections import PACKABLE, is_packed, packed, projections_in, unpacked
-from lowrank_kv.utils.atomic_write import new_directory
+from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.errors import UserError
 
 MOST_ERROR = 1e-3  # ‖U V − I‖ / ‖I‖
@@ -46,9 +45,7 @@ def export_compressor(directory: str | Path, output: str | Path) -> None:
     state = packed(checked_state(directory, config), decoder)
     _check_rounded(unpacked(state, decoder, config.geometry.width, str(directory)), decoder)
     with new_directory(output, WEIGHTS) as partial:
-        for path in directory.iterdir():
-            if path.name not in (WEIGHTS, CONFIG):
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+        copy_all_but((WEIGHTS, CONFIG), directory, partial)
         write_files(partial, state, config)
 
 

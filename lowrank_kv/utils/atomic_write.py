@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lowrank_kv.utils.disk_errors import making, writing
@@ -111,6 +111,13 @@ def _exchange(one: Path, other: Path) -> bool:
     if renameat2 is None:
         return False
     return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def copy_all_but(names: Collection[str], directory: Path, target: Path) -> None:
+    """Copy what lies in a directory, such as a card beside a checkpoint, into another one, but for these names."""
+    for path in directory.iterdir():
+        if path.name not in names:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, target / path.name)
 
 
 def write_text(target: str | Path, text: str) -> None:
