@@ -229,7 +229,7 @@ def _tell_of_changed_settings(progress: dict[str, Any], config: TrainConfig, rep
     changed = changed_settings(progress["config"], to_dict(config))
     if changed:
         what = ", ".join(f"`{key}` was {before!r} and is {now!r}" for key, (before, now) in changed.items())
-        reporter.say(f"from step {progress['step']} on the run goes on with other settings: {what}")
+        reporter.say(f"from step {progress['step']} on the run continues with other settings: {what}")
 
 
 def _inspect(

@@ -268,7 +268,7 @@ def test_a_run_that_goes_on_with_other_settings_says_which(training_values, whol
             training_values, output, checkpoint_every=2, resume=True,
             **merged({"rate": {"target_retain_rate": 0.5}, **TEXT}, changes),
         )  # fmt: skip
-        told = [line for line in capfd.readouterr().out.splitlines() if "goes on with other settings" in line]
+        told = [line for line in capfd.readouterr().out.splitlines() if "continues with other settings" in line]
         assert len(told) == bool(expected)
         assert all(each in told[0] for each in expected)
         shutil.rmtree(output)
