@@ -2,7 +2,7 @@
 
 One coder of which rank reduction (0 or 16 bits), integers of one width and everything between are special cases.
 
-Shapes: N rows, C = G·D joint width, R coefficients that are kept.
+Shapes: N rows, C width: the joint width G·D of keys and of values, twice that of both; R coefficients that are kept.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank_kv.bases.bit_allocation import BudgetTooSmallError, allocate_bits, next_saving
 from lowrank_kv.bases.codebooks import distortion, lloyd_max
-from lowrank_kv.calibration.activation_moments import KEY, VALUE
+from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, VALUE
 from lowrank_kv.calibration.calibration import Calibration, ReadStates
 from lowrank_kv.calibration.spectrum import Spectrum
 from lowrank_kv.stores.bit_plan import SCALE_BITS, UNCODED, WIDTHS, BitPlan
@@ -37,7 +37,7 @@ _MOST_SAMPLES = 1_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodedBasis:
-    """How one layer's keys before rotation, or its values, are coded.
+    """How one layer's keys before rotation, its values, or both together as rows [key, value], are coded.
 
     Attributes:
         encoder_CC: all coefficients are x · encoder, about equally large, and in order of importance; fp32.
@@ -57,7 +57,7 @@ class CodedModel:
     """How all keys and values of a model are coded.
 
     Attributes:
-        layers: layer index → ``key``, ``value`` → its coder.
+        layers: layer index → ``key``, ``value`` → its coder; or ``key_value`` alone.
         loss_per_rate: by how much a mean token's loss, in nats, would fall for one more unit of the rate, were the estimate
             right: half of what coefficients are asked (a second-order loss with the Fisher information as curvature).
     """
@@ -67,14 +67,25 @@ class CodedModel:
 
 
 def coded_bases(
-    calibration: Calibration, rate: float, *, token_classes: int = 1, rebuild_cost: float = 0.0
+    calibration: Calibration,
+    rate: float,
+    *,
+    token_classes: int = 1,
+    rebuild_cost: float = 0.0,
+    joint_kv: bool = False,
 ) -> dict[int, dict[str, CodedBasis]]:
     """The coders of :func:`coded_model`, which takes the same arguments."""
-    return coded_model(calibration, rate, token_classes=token_classes, rebuild_cost=rebuild_cost).layers
+    settings = {"token_classes": token_classes, "rebuild_cost": rebuild_cost, "joint_kv": joint_kv}
+    return coded_model(calibration, rate, **settings).layers
 
 
 def coded_model(
-    calibration: Calibration, rate: float, *, token_classes: int = 1, rebuild_cost: float = 0.0
+    calibration: Calibration,
+    rate: float,
+    *,
+    token_classes: int = 1,
+    rebuild_cost: float = 0.0,
+    joint_kv: bool = False,
 ) -> CodedModel:
     """Coders of all layers' keys and values, the budget spread over all of them by what the loss asks.
 
@@ -84,17 +95,23 @@ def coded_model(
             where there are classes of them.
         token_classes: K, how many plans each layer's keys, and its values, have; 1 codes all tokens alike.
         rebuild_cost: bits that keeping a coefficient of keys counts for beyond those it takes.
+        joint_kv: whether each layer's keys and values are coded together, as rows [key, value].
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
     """
-    read = calibration.read_states()
-    names = [(index, side) for index in calibration.geometry.layers for side in (KEY, VALUE)]
+    if joint_kv:
+        read = {index: {KEY_VALUE: states} for index, states in calibration.joint_read_states().items()}
+    else:
+        read = calibration.read_states()
+    names = [(i, side) for i in calibration.geometry.layers for side in ((KEY_VALUE,) if joint_kv else (KEY, VALUE))]
     sides = [_Side.of(read[index][side], token_classes) for index, side in names]
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
     shares = [share for side in sides for share in side.shares]
     rebuild_costs = [
-        rebuild_cost if name == KEY else 0.0 for (_, name), side in zip(names, sides, strict=True) for _ in side.shares
+        0.0 if name == VALUE else rebuild_cost
+        for (_, name), side in zip(names, sides, strict=True)
+        for _ in side.shares
     ]
     units = [unit_NC for side in sides for unit_NC in side.units]
     uncompressed = 2 * sum(len(side.spectrum.importance_C) for side in sides)
@@ -132,7 +149,7 @@ def coded_model(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One layer's keys, or its values, whose tokens are in classes.
+    """One layer's keys, its values, or both together, whose tokens are in classes.
 
     Attributes:
         units: sampled rows of each class as coefficients, (N, C) each.

@@ -2,13 +2,12 @@
 
 A calibration is a directory of `moments.safetensors` and `config.json`, which says what model shape it is for, what text it
 saw, and the SHA-256 of the moments. A layer has 4·C² numbers, with the loss's gradients 2·C² more, and with what is read of
-a compressed cache 4·C² more and some rows.
+a compressed cache 6·C² more and some rows.
 
 Shapes: C = G·D joint width.
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 import warnings
@@ -22,29 +21,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.calibration.activation_moments import KEY, SIDES, VALUE, calibrate
+from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, SIDES, VALUE, calibrate
+from lowrank_kv.calibration.checked_tensor import checked_tensor
 from lowrank_kv.calibration.gradient_moments import gradient_moments
-from lowrank_kv.calibration.read_moments import ReadMoments, read_moments
-from lowrank_kv.calibration.spectrum import Spectrum
-from lowrank_kv.calibration.token_gates import GateFit, fit_gates
+from lowrank_kv.calibration.read_moments import read_moments
+from lowrank_kv.calibration.read_states import ReadStates, read_from, read_states_of, tensors_of
 from lowrank_kv.calibration.weight_marks import are_others, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import check_entries, require, within
+from lowrank_kv.utils.config import check_entries, require
 from lowrank_kv.utils.errors import UserError, nearest
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
-# What a calibration may have or not: moments of gradients, and what is read of a compressed cache.
+# Moments that a calibration may have or not.
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
-READ = {
-    side: {field: f"{side}_read_{field}" for field in ("state", "gradient", "sample", "gate", "costs")}
-    for side in (KEY, VALUE)
-}
 # What says which text was read, beside its tokens.
 RECORD = {
     "text": list | None,
@@ -56,31 +50,6 @@ RECORD = {
     "tokens": int | None,
     "tokens_sha256": str | None,
 }
-# Rows of each layer's keys and of its values that are kept for codebooks: a thousandth of their spread is known from them.
-_KEPT_ROWS = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadStates:
-    """What is read of one layer's keys before rotation, or of its values, once they are compressed.
-
-    Attributes:
-        state_CC, gradient_CC: mean second moments, fp32.
-        sample_NC: some rows, bf16.
-        fit: the gate that tells which tokens are to be coded finely.
-
-    See :class:`lowrank_kv.calibration.read_moments.ReadMoments`.
-    """
-
-    state_CC: Tensor
-    gradient_CC: Tensor
-    sample_NC: Tensor
-    fit: GateFit
-
-    @functools.cached_property
-    def spectrum(self) -> Spectrum:
-        """The loss-weighted basis of these states, from which plans of all rates are made."""
-        return Spectrum.of_states(self.state_CC, self.gradient_CC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +60,8 @@ class Calibration:
         geometry: the model's shape.
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
-        read: layer index → ``key``, ``value`` → what is read of it compressed; None where that was not taken.
+        read: layer index → ``key``, ``value`` and, but for older calibrations, ``key_value`` → what is read of it compressed;
+            None where that was not taken.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
@@ -140,7 +110,7 @@ class Calibration:
             check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
-        read_states = _read_states(read_moments(model, blocks_NT, progress=progress)) if read else None
+        read_states = read_states_of(read_moments(model, blocks_NT, progress=progress)) if read else None
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
@@ -162,7 +132,7 @@ class Calibration:
     ) -> "Calibration":
         """Only what is read of a compressed cache that keeps `exact_tokens` at full rank; see :func:`read_moments`."""
         found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, progress=progress)
-        return cls(geometry=geometry_of(model), moments={}, read=_read_states(found), tokens=blocks_NT.numel())
+        return cls(geometry=geometry_of(model), moments={}, read=read_states_of(found), tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str], **record: Any) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.
@@ -193,14 +163,7 @@ class Calibration:
             for i, sides in self.moments.items()
             for side, moment in sides.items()
         }
-        for i, sides in (self.read or {}).items():
-            for side, read in sides.items():
-                gate, fit = read.fit.gate, read.fit
-                weights = torch.cat([gate.linear_C, gate.square_C, gate.rest_3, torch.tensor([float(gate.leading)])])
-                costs = torch.stack([fit.score_N, fit.cost_N])
-                tensors = read.state_CC, read.gradient_CC, read.sample_NC, weights, costs
-                names = (f"layers.{i}.{name}" for name in READ[side].values())
-                flat |= dict(zip(names, tensors, strict=True))
+        flat |= tensors_of(self.read or {})
         data = save(flat)
         config = {
             "format": FORMAT,
@@ -257,7 +220,7 @@ class Calibration:
         return cls(
             geometry=geometry,
             moments=_unflattened(flat, geometry, moments_path),
-            read=_unflattened_read(flat, geometry, moments_path),
+            read=read_from(flat, geometry, moments_path),
             origin=f"the calibration `{directory}`",
             model=config["model"],
             weights=config.get("weights") or {},
@@ -298,6 +261,20 @@ class Calibration:
             )
         return self.read
 
+    def joint_read_states(self) -> dict[int, ReadStates]:
+        """Layer index → what is read of a layer's keys and values together, [keys before rotation, values] of twice the joint width.
+
+        Raises:
+            UserError: there is none.
+        """
+        read = self.read_states()
+        if not all(KEY_VALUE in sides for sides in read.values()):
+            raise UserError(
+                f"{self.origin} does not say what keys and values have in common, as older ones do not; make it anew with "
+                f"`read_gradients: true`"
+            )
+        return {index: sides[KEY_VALUE] for index, sides in read.items()}
+
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration as it serves `model`, after a check that it fits.
 
@@ -326,73 +303,8 @@ def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> d
     width = geometry.width
     return {
         index: {
-            side: _checked(flat, f"layers.{index}.{side}", (width, width), torch.float32, path)
+            side: checked_tensor(flat, f"layers.{index}.{side}", (width, width), torch.float32, path)
             for side in (*SIDES, *gradients)
         }
         for index in geometry.layers
     }
-
-
-def _unflattened_read(
-    flat: dict[str, Tensor], geometry: KVGeometry, path: Path
-) -> dict[int, dict[str, ReadStates]] | None:
-    """What is read compressed, from names in the file. Raises :class:`UserError` where a tensor is not what it should be."""
-    names = {
-        (index, side): [f"layers.{index}.{name}" for name in READ[side].values()]
-        for index in geometry.layers
-        for side in READ
-    }
-    if not any(name in flat for each in names.values() for name in each):
-        return None
-    width = geometry.width
-    shapes = (width, width), (width, width), (None, width), (2 * width + 4,), (2, None)
-    dtypes = torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32
-    read: dict[int, dict[str, ReadStates]] = {index: {} for index in geometry.layers}
-    for (index, side), each in names.items():
-        kinds = zip(each, shapes, dtypes, strict=True)
-        state_CC, gradient_CC, sample_NC, weights, (score_N, cost_N) = (_checked(flat, *kind, path) for kind in kinds)
-        linear_C, square_C, rest_3, leading = weights.split([width, width, 3, 1])
-        with within(prefix=f"layers.{index}.{READ[side]['gate']}.", source=str(path)):
-            gate = ImportanceGate(linear_C=linear_C, square_C=square_C, rest_3=rest_3, leading=int(leading)).check()
-        fit = GateFit(gate=gate, score_N=score_N, cost_N=cost_N)
-        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=sample_NC, fit=fit)
-    return read
-
-
-def _checked(
-    flat: dict[str, Tensor], name: str, shape: tuple[int | None, ...], dtype: torch.dtype, path: Path
-) -> Tensor:
-    """A tensor of the file. A size that is None may be any but zero.
-
-    Raises:
-        UserError: it is missing, has another shape or dtype, or numbers that are not finite.
-    """
-    tensor = flat.get(name)
-    if tensor is None:
-        wrong = f"it has no {name}"
-    elif len(tensor.shape) != len(shape) or not all(
-        size == wanted or (wanted is None and size) for size, wanted in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("any" if each is None else str(each) for each in shape)
-        wrong = f"{name} is {tuple(tensor.shape)}, not ({wanted})"
-    elif tensor.dtype != dtype:
-        found, needed = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
-        wrong = f"{name} is of {found}, not {needed}"
-    elif not bool(tensor.isfinite().all()):
-        wrong = f"{name} has numbers that are not finite"
-    else:
-        return tensor
-    raise UserError(f"{path} does not hold what its {CONFIG} says: {wrong}; calibrate again")
-
-
-def _read_states(found: dict[int, dict[str, ReadMoments]]) -> dict[int, dict[str, ReadStates]]:
-    names = [(index, side) for index, sides in found.items() for side in sides]
-    moments = [found[index][side] for index, side in names]
-    means = [(each.state.mean().float().cpu(), each.gradient.mean().float().cpu()) for each in moments]
-    spectra = [Spectrum.of_states(*pair) for pair in means]
-    fits = fit_gates(spectra, [each.sample_NC for each in moments], [each.sample_gradient_NC for each in moments])
-    read: dict[int, dict[str, ReadStates]] = {index: {} for index in found}
-    for (index, side), each, (state_CC, gradient_CC), fit in zip(names, moments, means, fits, strict=True):
-        kept_NC = each.sample_NC[:: -(-len(each.sample_NC) // _KEPT_ROWS)].contiguous()
-        read[index][side] = ReadStates(state_CC=state_CC, gradient_CC=gradient_CC, sample_NC=kept_NC, fit=fit)
-    return read

@@ -3,7 +3,7 @@
 A token's nearest successors see it at full rank (:class:`lowrank_kv.hf.exact_tokens.ExactTokens`), and they are the ones
 that look at it most. Their share of the gradient says nothing about what its compressed form is needed for: it is left out.
 
-Shapes: B batch, T tokens, N sampled rows, C = G·D joint width.
+Shapes: B batch, T tokens, N sampled rows, C width: the joint width G·D of keys and of values, twice that of both.
 """
 
 import dataclasses
@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.calibration.activation_moments import KEY, VALUE, add_rows, check_uncompressed, empty_moments
+from lowrank_kv.calibration.activation_moments import (
+    KEY,
+    KEY_VALUE,
+    VALUE,
+    add_rows,
+    check_uncompressed,
+    empty_moments,
+)
 from lowrank_kv.calibration.gradient_moments import gradients_of_loss, probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
@@ -26,7 +33,7 @@ SAMPLED_ROWS = 12_288
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadMoments:
-    """Of one layer's keys before rotation, or of its values.
+    """Of one layer's keys before rotation, of its values, or of both as rows [key, value].
 
     Attributes:
         state: second moment of the tokens that some later one reads compressed.
@@ -43,7 +50,7 @@ class ReadMoments:
 def read_moments(
     model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens | None = None, progress: bool = True
 ) -> dict[int, dict[str, ReadMoments]]:
-    """Layer index → ``key``, ``value`` → what is read of that layer.
+    """Layer index → ``key``, ``value``, ``key_value`` → what is read of that layer.
 
     One backward pass a block through the model in eval mode, whose attention is over twice as many keys; it keeps the
     activations of one block. Parameters get no gradients.
@@ -67,7 +74,7 @@ def read_moments(
             f"the latest {exact_tokens.recent_window} and the {exact_tokens.update_period} that wait are exact; calibrate "
             f"on longer blocks"
         )
-    states, gradients = empty_moments(model, (KEY, VALUE)), empty_moments(model, (KEY, VALUE))
+    states, gradients = (empty_moments(model, (KEY, VALUE, KEY_VALUE)) for _ in range(2))
     stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
     samples: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {
         (index, side): [] for index in states for side in (KEY, VALUE)
@@ -87,6 +94,9 @@ def read_moments(
                 add_rows(gradients[index][side], gradient_1TC[0, read], f"gradients of layer {index}, {side}")
                 pair = (each_1TC[0, read][first::stride] for each_1TC in (state_1TC, gradient_1TC))
                 samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in pair))
+            for (index, _, *key), (_, _, *value) in zip(found[::2], found[1::2], strict=True):
+                for moments, *pair in zip((states, gradients), key, value, strict=True):
+                    moments[index][KEY_VALUE].update(torch.cat([each_1TC[0, read] for each_1TC in pair], dim=1))
             bar.update(block_T.numel())
     moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
     for (index, side), pairs in samples.items():
@@ -96,5 +106,13 @@ def read_moments(
             gradient=gradients[index][side],
             sample_NC=row_NC,
             sample_gradient_NC=gradient_NC,
+        )
+    for index, sides in moments.items():
+        key, value = sides[KEY], sides[VALUE]
+        sides[KEY_VALUE] = ReadMoments(
+            state=states[index][KEY_VALUE],
+            gradient=gradients[index][KEY_VALUE],
+            sample_NC=torch.cat([key.sample_NC, value.sample_NC], dim=1),
+            sample_gradient_NC=torch.cat([key.sample_gradient_NC, value.sample_gradient_NC], dim=1),
         )
     return moments
