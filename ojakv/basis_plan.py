@@ -5,14 +5,16 @@ Shapes: C = G·D joint width, G KV heads, D head dim, P parts, W width of a part
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowrank_kv.bases.pca import parts_of, pca_basis
 from lowrank_kv.bases.rank_allocation import energy_rank, uniform_ranks, waterfill_ranks
-from lowrank_kv.calibration.activation_moments import KEY, QUERY, ROTATED_KEY, VALUE
-from lowrank_kv.calibration.bit_plans import coded_bases
+from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, QUERY, ROTATED_KEY, VALUE
+from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import KVGeometry
@@ -44,21 +46,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     """
     geometry = calibration.geometry
     if config.cache_dtype == MIXED:
-        coded = coded_bases(
-            calibration, config.rate, token_classes=config.token_classes, rebuild_cost=config.rebuild_cost
-        )
-        layers = {
-            index: tuple(
-                InitialBasis.coded(
-                    side.encoder_CC,
-                    side.decoder_CC,
-                    side.plan,
-                    importance_C=side.importance_C if config.own_directions else None,
-                )
-                for side in (sides[KEY], sides[VALUE])
-            )
-            for index, sides in coded.items()
-        }
+        layers = _coded_layers(calibration, config)
         return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width
     if config.integers is not None and (calibration.tokens or math.inf) < 2 * widest:
@@ -76,6 +64,22 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     ]
     layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
     return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
+
+
+def _coded_layers(calibration: Calibration, config: OjaKVConfig) -> dict[int, tuple[InitialBasis, InitialBasis]]:
+    settings = {key: getattr(config, key) for key in ("token_classes", "rebuild_cost", "joint_kv")}
+
+    def initial(side: CodedBasis, make: Callable[..., Any]) -> Any:
+        importance_C = side.importance_C if config.own_directions else None
+        return make(side.encoder_CC, side.decoder_CC, side.plan, importance_C=importance_C)
+
+    layers = {}
+    for index, sides in coded_bases(calibration, config.rate, **settings).items():
+        if config.joint_kv:
+            layers[index] = initial(sides[KEY_VALUE], InitialBasis.coded_together)
+        else:
+            layers[index] = tuple(initial(sides[side], InitialBasis.coded) for side in (KEY, VALUE))
+    return layers
 
 
 def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[_Spectrum]:

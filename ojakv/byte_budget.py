@@ -142,9 +142,10 @@ def _rate(plan: Plan, sequences: list[PlannedSequence], itemsize: int) -> float:
 def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int, itemsize: int) -> int:
     config = sequence.config
     parts, part_width, rank = initial.vectors_PWR.shape
-    rows = sequence.low_rank_capacity * parts
+    rows = sequence.low_rank_capacity * initial.stored_parts
     num_bytes = rows * _row_nbytes(initial, itemsize) + sequence.full_rank_capacity * width * itemsize
-    if sequence.has_own_directions and initial.shared is not None and initial.drops_some:
+    has_own = sequence.has_own_directions and initial.shared is not None and not initial.is_in_rows_of_keys
+    if has_own and initial.drops_some:
         num_bytes += OwnDirections.nbytes(len(initial.shared.weight_C), config.own_directions)
     if initial.is_compressed and config.follows_text:
         # A sketch has twice a basis's rows, the sum of deferred steps as many. Until its first step a basis is the plan's.
@@ -225,7 +226,7 @@ def plan_for_budget(calibration: Calibration, config: OjaKVConfig, budget: Budge
 
 def token_nbytes(plan: Plan, itemsize: int) -> float:
     """Bytes that a compressed token takes in all layers; on average where tokens have classes."""
-    return sum(initial.parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
+    return sum(initial.stored_parts * _row_nbytes(initial, itemsize) for kv in plan.layers.values() for initial in kv)
 
 
 _LONGEST = 2**40  # tokens of no sequence

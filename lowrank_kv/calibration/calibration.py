@@ -60,8 +60,8 @@ class Calibration:
         geometry: the model's shape.
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
-        read: layer index → ``key``, ``value`` and, but for older calibrations, ``key_value`` → what is read of it compressed;
-            None where that was not taken.
+        read: layer index → ``key``, ``value`` and, but for older calibrations, ``key_value`` → what is read of it
+            compressed; None where that was not taken.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
@@ -262,7 +262,7 @@ class Calibration:
         return self.read
 
     def joint_read_states(self) -> dict[int, ReadStates]:
-        """Layer index → what is read of a layer's keys and values together, [keys before rotation, values] of twice the joint width.
+        """Layer index → what is read of a layer's keys and values together, as rows [key before rotation, value].
 
         Raises:
             UserError: there is none.

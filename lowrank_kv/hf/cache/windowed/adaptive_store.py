@@ -32,15 +32,17 @@ class AdaptiveStore(TokenStore):
         self.count, self.least_tokens = count, least_tokens
         self.own: OwnDirections | None = None
 
-    def follow(self, rows_PNW: Tensor, *, is_prompt: bool) -> Tensor:
+    def look_at(self, coef_PNR: Tensor) -> None:
         """Find the directions in the first rows that are compressed, if they are enough."""
-        coef_PNC = super().follow(rows_PNW, is_prompt=is_prompt)
-        if not self.coef.length and self.own is None and rows_PNW.shape[1] >= self.least_tokens:
-            [coef_NC] = coef_PNC
+        if not self.coef.length and self.own is None and coef_PNR.shape[1] >= self.least_tokens:
+            [coef_NC] = coef_PNR
             initial = self.initial
             packing = {"plan": initial.quantization, "rank": initial.rank, "writer": initial.writer}
             self.own = OwnDirections.of_prompt(coef_NC, initial.shared.weight_C, self.count, **packing)
-        return coef_PNC
+
+    def read_rows_of(self, other: "AdaptiveStore") -> None:
+        super().read_rows_of(other)
+        self.own = other.own
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append rows, given by their coefficients of the shared basis, by which a token's class is told."""

@@ -16,6 +16,7 @@ from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
+from lowrank_kv.hf.cache.windowed.rows import JointRows, SeparateRows
 from lowrank_kv.hf.cache.windowed.sequence import CompressionContext, WindowedSequence, columns_of, mask_at
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.gradients import without_gradients
@@ -60,7 +61,8 @@ class WindowedLayer(SequenceLayer):
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)
         stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")
-        return WindowedSequence(*stores, self.schedule)
+        rows = JointRows(*stores) if value.is_in_rows_of_keys else SeparateRows(*stores)
+        return WindowedSequence(rows, self.schedule)
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         """An empty store of one sequence's keys, or values."""

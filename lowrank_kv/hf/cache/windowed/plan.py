@@ -33,6 +33,8 @@ class InitialBasis:
             model's dtype.
         is_compressed: False for the identity, where keys or values are stored uncompressed.
         shared: what each sequence finds directions of its own beside; None where none does.
+        is_in_rows_of_keys: of values: their coefficients are the keys' rows, which are x · vectors of both added up
+            (:class:`lowrank_kv.hf.cache.windowed.rows.JointRows`).
     """
 
     vectors_PWR: Tensor
@@ -41,6 +43,7 @@ class InitialBasis:
     quantization: Quantization | TokenPlans | None = None
     is_compressed: bool = True
     shared: SharedSpace | None = None
+    is_in_rows_of_keys: bool = False
 
     @classmethod
     def coded(
@@ -50,16 +53,19 @@ class InitialBasis:
         plan: BitPlan | TokenPlans,
         *,
         importance_C: Tensor | None = None,
+        is_in_rows_of_keys: bool = False,
     ) -> "InitialBasis":
         """The basis of joint states whose coefficients x · encoder are packed by a plan, or by one for each class of tokens.
 
         The last coefficients may be left out, but a gate reads them all, and so do sequences with directions of their own.
 
         Args:
+            encoder_CC, decoder_CC: of keys and values together, the rows of the one and the columns of the other that belong
+                to this side.
             importance_C: what the loss asks of each coefficient, where sequences have directions of their own.
         """
         rank = plan.num_coefficients
-        read = rank if isinstance(plan, BitPlan) and importance_C is None else len(encoder_CC)
+        read = rank if isinstance(plan, BitPlan) and importance_C is None else encoder_CC.shape[1]
         return cls(
             # Copies, because views would keep all directions in memory.
             vectors_PWR=by_columns(encoder_CC[None, :, :read].clone()),
@@ -67,11 +73,36 @@ class InitialBasis:
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
             shared=None if importance_C is None else SharedSpace.weighed(importance_C, decoder_CC),
+            is_in_rows_of_keys=is_in_rows_of_keys,
+        )
+
+    @classmethod
+    def coded_together(
+        cls,
+        encoder_CC: Tensor,
+        decoder_CC: Tensor,
+        plan: BitPlan | TokenPlans,
+        *,
+        importance_C: Tensor | None = None,
+    ) -> tuple["InitialBasis", "InitialBasis"]:
+        """The same of rows [key, value]: keys, which hold the rows, and values, which read them."""
+        width = len(encoder_CC) // 2
+        key, value = slice(width), slice(width, None)
+        return (
+            cls.coded(encoder_CC[key], decoder_CC[:, key], plan, importance_C=importance_C),
+            cls.coded(
+                encoder_CC[value], decoder_CC[:, value], plan, importance_C=importance_C, is_in_rows_of_keys=True
+            ),
         )
 
     @property
     def parts(self) -> int:
         return self.vectors_PWR.shape[0]
+
+    @property
+    def stored_parts(self) -> int:
+        """How many rows of a token are stored."""
+        return 0 if self.is_in_rows_of_keys else self.parts
 
     def __getstate__(self) -> dict[str, Any]:
         # What is made of the fields is made again: a saved cache may go on where there is no compiled code.
@@ -95,9 +126,9 @@ class InitialBasis:
     @property
     def drops_some(self) -> bool:
         """Whether the plan leaves coefficients of some tokens out."""
-        plan, width = self.quantization, self.vectors_PWR.shape[1]
+        plan, read = self.quantization, self.vectors_PWR.shape[2]
         plans = plan.plans if isinstance(plan, TokenPlans) else (plan,) if isinstance(plan, BitPlan) else ()
-        return any(each.num_coefficients < width for each in plans)
+        return any(each.num_coefficients < read for each in plans)
 
     def decoder(self, dtype: torch.dtype) -> Tensor:
         """:attr:`decoder_PWR` in a dtype; all caches share one copy."""
@@ -175,7 +206,7 @@ class Plan:
     @property
     def coefficient_rate(self) -> float:
         """Coefficients of a compressed token over the numbers of an uncompressed one."""
-        kept = sum(initial.parts * initial.rank for kv in self.layers.values() for initial in kv)
+        kept = sum(initial.stored_parts * initial.rank for kv in self.layers.values() for initial in kv)
         return kept / (2 * self.geometry.width * len(self.layers))
 
 

@@ -21,6 +21,7 @@ from lowrank_kv.hf.cache.prompt_tracker import Prompt
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
+from lowrank_kv.hf.cache.windowed.rows import SeparateRows
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -54,14 +55,24 @@ class WindowedSequence:
         min_crop_length: the sequence cannot be cropped to fewer tokens, because some of these are evicted.
     """
 
-    def __init__(self, key: TokenStore, value: TokenStore, schedule: RetentionSchedule):
+    def __init__(self, rows: SeparateRows, schedule: RetentionSchedule):
         self.config, self.schedule = schedule.config, schedule
-        self.key, self.value = key, value
-        self.positions = TokenPositions(key.device)
+        self.rows = rows
+        self.positions = TokenPositions(rows.key.device)
         self.num_pinned = 0
         self.has_started = False
         self.min_crop_length = 0
         self._num_new = 0  # tokens that the running call stored
+
+    @property
+    def key(self) -> TokenStore:
+        """What holds the keys."""
+        return self.rows.key
+
+    @property
+    def value(self) -> TokenStore:
+        """What holds the values."""
+        return self.rows.value
 
     @property
     def length(self) -> int:
@@ -133,8 +144,7 @@ class WindowedSequence:
             key_full, value_full, position_full = self._full_rank_rows(is_full_rank_F, num_pinned)
             positions = self.positions.with_low_rank(position_N, position_full)
         except BaseException:  # an interrupt, too
-            for store in (self.key, self.value):
-                store.crop(num_low_rank)
+            self.rows.crop(num_low_rank)
             raise
         # No call is between these: an interrupt finds all of them done, or none.
         self.key.full, self.value.full, self.positions = key_full, value_full, positions
@@ -150,12 +160,11 @@ class WindowedSequence:
         unrotated_GND = key_GND if unrotate is None else unrotate(key_GND, position_N)
         with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
             key_PNW, value_PNW = self.key.parts(unrotated_GND), self.value.parts(value_GND)
-            key_PNR = self.key.follow(key_PNW, is_prompt=step.is_prompt)
-            value_PNR = self.value.follow(value_PNW, is_prompt=step.is_prompt)
+            rows = self.rows.follow(key_PNW, value_PNW, is_prompt=step.is_prompt)
             if step.num_kept == step.num_due:
                 is_kept_N = torch.ones_like(position_N, dtype=torch.bool)
             elif step.num_kept:
-                rebuilt_GND = self.key.rebuilt(key_PNR)
+                rebuilt_GND = self.key.rebuilt(rows[0])
                 if rotation is not None:
                     rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
                 residual_GND = key_GND.float() - rebuilt_GND
@@ -163,9 +172,8 @@ class WindowedSequence:
             else:
                 is_kept_N = torch.zeros_like(position_N, dtype=torch.bool)
             if step.num_kept:
-                key_PNR, value_PNR = key_PNR[:, ~is_kept_N], value_PNR[:, ~is_kept_N]
-            self.key.append(key_PNR)
-            self.value.append(value_PNR)
+                rows = tuple(row_PNR[:, ~is_kept_N] for row_PNR in rows)
+            self.rows.append(rows)
         is_full_rank_F = torch.ones(self.key.full.length, dtype=torch.bool, device=position_N.device)
         is_full_rank_F[due] = is_kept_N
         return is_full_rank_F, position_N[~is_kept_N]
@@ -188,7 +196,7 @@ class WindowedSequence:
         if kept is None:
             return
         row_PN, min_crop_length = kept
-        key, value = (store.coef.kept(row_PN) for store in (self.key, self.value))
+        key, value = self.rows.only(row_PN)
         positions = self.positions.with_only(position_PN.expand(len(row_PN), -1).gather(1, row_PN))
         # No call is between these: an interrupt finds all of them done, or none.
         self.key.coef, self.value.coef, self.positions = key, value, positions
@@ -264,21 +272,19 @@ class WindowedSequence:
         has_started = self.has_started and positions.num_present >= max(1, self.config.num_sink_tokens)
         self.key.full, self.value.full, self.positions = key_full, value_full, positions
         self.num_pinned, self.has_started = num_pinned, has_started
-        for store in (self.key, self.value):
-            store.crop(num_low_rank)
-            if not num_low_rank and num_pinned <= self.config.num_sink_tokens:
-                store.forget_text()
+        self.rows.crop(num_low_rank)
+        if not num_low_rank and num_pinned <= self.config.num_sink_tokens:
+            self.rows.forget_text()
 
     def clone(self) -> "WindowedSequence":
         """An independent copy."""
         twin = copy.copy(self)
-        twin.key, twin.value, twin.positions = self.key.clone(), self.value.clone(), self.positions.clone()
+        twin.rows, twin.positions = self.rows.clone(), self.positions.clone()
         return twin
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of everything held."""
-        yield from self.key.tensors_by_kind(self.num_pinned)
-        yield from self.value.tensors_by_kind(self.num_pinned)
+        yield from self.rows.tensors_by_kind(self.num_pinned)
         for tensor in self.positions.tensors():
             yield POSITIONS, tensor
 

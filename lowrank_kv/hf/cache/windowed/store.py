@@ -111,10 +111,19 @@ class TokenStore:
         self.forget_operands()
         if rows_PNW.shape[1]:
             self._move(rows_PNW, is_prompt=is_prompt)
-        return self.projected(rows_PNW)
+        coef_PNR = self.projected(rows_PNW)
+        self.look_at(coef_PNR)
+        return coef_PNR
 
     def _move(self, rows_PNW: Tensor, *, is_prompt: bool) -> None:
         """Let the basis follow rows, of which there is at least one; this one stays."""
+
+    def look_at(self, coef_PNR: Tensor) -> None:
+        """See coefficients that are about to be appended; this store learns nothing from them."""
+
+    def read_rows_of(self, other: "TokenStore") -> None:
+        """Read the coefficients that another store of the same rows writes (:class:`JointRows`)."""
+        self.coef = other.coef
 
     def append(self, coef_PNR: Tensor) -> None:
         """Append coefficients in the present basis."""
@@ -136,6 +145,10 @@ class TokenStore:
     def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of everything held; the first `num_pinned` full-rank tokens stay, the others wait."""
         yield from self.coef.tensors_by_kind()
+        yield from self.full_rank_by_kind(num_pinned)
+
+    def full_rank_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
+        """The same of tokens at full rank alone."""
         yield FULL_RANK, self.full.buffer[:, :num_pinned]
         yield BUFFERS, self.full.buffer[:, num_pinned:]
 
