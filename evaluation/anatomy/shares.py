@@ -61,7 +61,7 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
             if isinstance(layer, (KiviLayer, PuzzleLayer)):
                 return None  # a page's tokens share ranges, or factors
             if isinstance(layer, WindowedLayer):
-                bytes_T = _of_basis(layer.plan.layers[index][position], rows_TC, itemsize)
+                bytes_T = _of_basis(layer.plan.layers[index], position, states, index, itemsize)
             elif isinstance(layer, CodecLayer):
                 codec = layer.codec.key if side == KEY else layer.codec.value
                 bytes_T = _of_codec(codec, layer.codec.quantization, rows_TC, itemsize)
@@ -72,16 +72,24 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
     return torch.stack(found)
 
 
-def _of_basis(initial: InitialBasis, rows_TC: Tensor, itemsize: int) -> Tensor:
+def _of_basis(
+    kv: tuple[InitialBasis, InitialBasis], position: int, states: States, index: int, itemsize: int
+) -> Tensor:
+    """Bytes of a layer's keys (position 0), or values (1); of rows of both, half to each."""
+    initial = kv[position]
+    if kv[1].is_in_rows_of_keys:
+        read, share = tuple(zip(kv, SIDES, strict=True)), 0.5
+    else:
+        read, share = ((initial, SIDES[position]),), 1.0
     parts, _, rank = initial.vectors_PWR.shape
-    plan = initial.quantization
+    plan, tokens = initial.quantization, len(states[index, SIDES[position]])
     if isinstance(plan, TokenPlans):
-        coef_TC = rows_TC.to(initial.vectors_PWR.device) @ initial.vectors_PWR[0]
-        return plan.size_K[plan.classes(coef_TC)].float().cpu()
+        coef_TC = sum(states[index, side].to(each.vectors_PWR.device) @ each.vectors_PWR[0] for each, side in read)
+        return share * plan.size_K[plan.classes(coef_TC)].float().cpu()
     if isinstance(plan, BitPlan):
-        return torch.full((len(rows_TC),), float(parts * plan.row_bytes(plan.num_coefficients)))
+        return torch.full((tokens,), share * parts * plan.row_bytes(plan.num_coefficients))
     each = rank * itemsize if plan is None else plan.nbytes(rank)
-    return torch.full((len(rows_TC),), float(parts * each))
+    return torch.full((tokens,), float(parts * each))
 
 
 def _of_codec(codec: Codec, quantization: Quantization | None, rows_TC: Tensor, itemsize: int) -> Tensor:

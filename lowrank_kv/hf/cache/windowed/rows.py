@@ -1,8 +1,8 @@
 """The rows of coefficients of one sequence in one layer: of keys and of values apart, or one row of a token's key and value.
 
-A token's key and value come from one hidden state, and have much in common, which rows of their own would hold twice. A row of
-both says it once: [key, value] in one loss-weighted basis, as a latent of multi-head latent attention is of both (DeepSeek-V2,
-arXiv 2405.04434, section 2.1). Attention pays for it: it rebuilds keys, and sums values, from all of a row.
+A token's key and value come from one hidden state, and have much in common, which rows of their own would hold twice. A row
+of both says it once: [key, value] in one loss-weighted basis, as a latent of multi-head latent attention is of both
+(DeepSeek-V2, arXiv 2405.04434, section 2.1). Attention pays for it: it rebuilds keys, and sums values, from all of a row.
 
 Shapes: G KV heads, D head dim, P parts, N tokens, W width of a part, R rank.
 """
