@@ -10,10 +10,10 @@ With `--read_gradients true` it also writes what plans of bits are made from, by
 
 from pathlib import Path
 
-from lowrank_kv.calibration.calibration import MOMENTS, Calibration
+from lowrank_kv.calibration.calibration import JOINT_LAYERS, MOMENTS, Calibration
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
-from lowrank_kv.utils.config import configuration, option, parse_config
+from lowrank_kv.utils.config import configuration, option, parse_config, require
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
 
@@ -35,9 +35,19 @@ class CalibrateConfig(CalibrationText):
         help="also take the gradients of what later tokens read of a compressed cache, for the `mixed` presets and for "
         "training plans of bits",
     )
+    joint_layers: int = option(
+        JOINT_LAYERS,
+        help="with `read_gradients`: for how many consecutive layers whose keys and values are coded together, as by "
+        "`joint-mixed`; the file grows with it; 0 leaves that out",
+        unit="layers",
+    )
     self_check: bool = option(
         True, help="first compare the model with a full-rank compressed cache to the model by itself"
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.joint_layers >= 0, "joint_layers", self.joint_layers, "zero or positive")
 
 
 def main(argv: list[str]) -> None:
@@ -49,7 +59,12 @@ def main(argv: list[str]) -> None:
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     check_length(model, min(config.length, config.tokens), "length")
     calibration = Calibration.from_text(
-        model, blocks_NT, gradients=config.gradients, read=config.read_gradients, self_check=config.self_check
+        model,
+        blocks_NT,
+        gradients=config.gradients,
+        read=config.read_gradients,
+        joint_layers=config.joint_layers,
+        self_check=config.self_check,
     )
     digest = calibration.save(config.output, model=name_of(config.model), **config.record())
     print(f"{config.output}: {calibration.geometry.describe()}, {blocks_NT.numel():,} tokens, SHA-256 {digest[:16]}…")

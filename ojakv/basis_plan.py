@@ -17,7 +17,7 @@ from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, QUERY, ROT
 from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
-from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.geometry import KVGeometry, layer_groups
 from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
@@ -67,18 +67,19 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
 
 
 def _coded_layers(calibration: Calibration, config: OjaKVConfig) -> dict[int, tuple[InitialBasis, InitialBasis]]:
-    settings = {key: getattr(config, key) for key in ("token_classes", "rebuild_cost", "joint_kv")}
+    settings = {key: getattr(config, key) for key in ("token_classes", "rebuild_cost", "joint_layers")}
+    coded = coded_bases(calibration, config.rate, **settings)
 
-    def initial(side: CodedBasis, make: Callable[..., Any]) -> Any:
+    def basis(side: CodedBasis, make: Callable[..., Any], **more: Any) -> Any:
         importance_C = side.importance_C if config.own_directions else None
-        return make(side.encoder_CC, side.decoder_CC, side.plan, importance_C=importance_C)
+        return make(side.encoder_CC, side.decoder_CC, side.plan, importance_C=importance_C, **more)
 
+    if not config.joint_layers:
+        return {i: tuple(basis(sides[side], InitialBasis.coded) for side in (KEY, VALUE)) for i, sides in coded.items()}
     layers = {}
-    for index, sides in coded_bases(calibration, config.rate, **settings).items():
-        if config.joint_kv:
-            layers[index] = initial(sides[KEY_VALUE], InitialBasis.coded_together)
-        else:
-            layers[index] = tuple(initial(sides[side], InitialBasis.coded) for side in (KEY, VALUE))
+    for group in layer_groups(calibration.geometry.layers, config.joint_layers):
+        bases = basis(coded[group[-1]][KEY_VALUE], InitialBasis.coded_together, layers=len(group))
+        layers |= dict(zip(group, bases, strict=True))
     return layers
 
 

@@ -144,7 +144,7 @@ def _store_bytes(initial: InitialBasis, sequence: PlannedSequence, *, width: int
     parts, part_width, rank = initial.vectors_PWR.shape
     rows = sequence.low_rank_capacity * initial.stored_parts
     num_bytes = rows * _row_nbytes(initial, itemsize) + sequence.full_rank_capacity * width * itemsize
-    has_own = sequence.has_own_directions and initial.shared is not None and not initial.is_in_rows_of_keys
+    has_own = sequence.has_own_directions and initial.shared is not None and initial.holds_rows
     if has_own and initial.drops_some:
         num_bytes += OwnDirections.nbytes(len(initial.shared.weight_C), config.own_directions)
     if initial.is_compressed and config.follows_text:

@@ -111,11 +111,6 @@ class OjaKVConfig(WindowedConfig):
         help=f"with `{MIXED}`: tokens are told apart by how finely the loss asks to code them, and each class has bits of "
         "its own; 1 codes all alike, 4 is most",
     )
-    joint_kv: bool = option(
-        False,
-        help=f"with `{MIXED}`: code a token's key and value as one row of what they have in common: less loss for the same "
-        "bytes, more arithmetic for each token that is read",
-    )
     rebuild_cost: float = option(0.0, help=f"with `{MIXED}`: {REBUILD_COST_HELP}", unit="bits")
 
     def __post_init__(self):
@@ -168,10 +163,10 @@ class OjaKVConfig(WindowedConfig):
             f"0 with `cache_dtype: {self.cache_dtype}`: only `{MIXED}` chooses between coefficients and bits",
         )
         require(
-            not self.joint_kv or self.cache_dtype == MIXED,
-            "joint_kv",
-            self.joint_kv,
-            f"false with `cache_dtype: {self.cache_dtype}`; only `{MIXED}` has a basis of keys and values together",
+            not self.joint_layers or self.cache_dtype == MIXED,
+            "joint_layers",
+            self.joint_layers,
+            f"0 with `cache_dtype: {self.cache_dtype}`; only `{MIXED}` has a basis of keys and values together",
         )
         require(
             not self.own_directions or self.cache_dtype == MIXED,

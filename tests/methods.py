@@ -65,7 +65,7 @@ def calibration_moments(model: PreTrainedModel):
 
 
 def calibration_of(
-    model: PreTrainedModel, blocks: int = 4, *, read: bool = False, words: int | None = None
+    model: PreTrainedModel, blocks: int = 4, *, read: bool = False, joint_layers: int = 3, words: int | None = None
 ) -> Calibration:
     """With `read` it says what is read of a compressed cache, for which longer blocks are read; with `words` it has seen
     only so many tokens of the vocabulary."""
@@ -76,7 +76,8 @@ def calibration_of(
     if not read:
         return calibration
     longer = torch.randint(1, end, (2, 160), generator=generator)
-    return dataclasses.replace(calibration, read=Calibration.from_text(model, longer, read=True, progress=False).read)
+    longer = Calibration.from_text(model, longer, read=True, joint_layers=joint_layers, progress=False)
+    return dataclasses.replace(calibration, read=longer.read, joint_layers=joint_layers)
 
 
 def spread_gates(model: PreTrainedModel, seed: int = 2) -> None:

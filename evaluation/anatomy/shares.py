@@ -14,7 +14,7 @@ from lowrank_kv.codec import Codec
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.quantization import Quantization
 from lowrank_kv.stores.token_plans import TokenPlans
@@ -61,7 +61,7 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
             if isinstance(layer, (KiviLayer, PuzzleLayer)):
                 return None  # a page's tokens share ranges, or factors
             if isinstance(layer, WindowedLayer):
-                bytes_T = _of_basis(layer.plan.layers[index], position, states, index, itemsize)
+                bytes_T = _of_basis(layer.plan, index, position, states, itemsize)
             elif isinstance(layer, CodecLayer):
                 codec = layer.codec.key if side == KEY else layer.codec.value
                 bytes_T = _of_codec(codec, layer.codec.quantization, rows_TC, itemsize)
@@ -72,23 +72,23 @@ def token_shares(make_cache: Callable[[], Cache], states: States, itemsize: int)
     return torch.stack(found)
 
 
-def _of_basis(
-    kv: tuple[InitialBasis, InitialBasis], position: int, states: States, index: int, itemsize: int
-) -> Tensor:
-    """Bytes of a layer's keys (position 0), or values (1); of rows of both, half to each."""
-    initial = kv[position]
-    if kv[1].is_in_rows_of_keys:
-        read, share = tuple(zip(kv, SIDES, strict=True)), 0.5
-    else:
-        read, share = ((initial, SIDES[position]),), 1.0
+def _of_basis(plan: Plan, index: int, position: int, states: States, itemsize: int) -> Tensor:
+    """Bytes of a layer's keys (position 0), or values (1); of a row of several, as many for each."""
+    initial, tokens = plan.layers[index][position], len(states[index, SIDES[position]])
     parts, _, rank = initial.vectors_PWR.shape
-    plan, tokens = initial.quantization, len(states[index, SIDES[position]])
-    if isinstance(plan, TokenPlans):
-        coef_TC = sum(states[index, side].to(each.vectors_PWR.device) @ each.vectors_PWR[0] for each, side in read)
-        return share * plan.size_K[plan.classes(coef_TC)].float().cpu()
-    if isinstance(plan, BitPlan):
-        return torch.full((tokens,), share * parts * plan.row_bytes(plan.num_coefficients))
-    each = rank * itemsize if plan is None else plan.nbytes(rank)
+    quantization, read = initial.quantization, [(index, position)]
+    if not plan.layers[index][1].holds_rows:
+        [group] = (each for each in plan.row_groups() if index in each)
+        read = [(of_group, side) for of_group in group for side in range(len(SIDES))]
+    if isinstance(quantization, TokenPlans):
+        coef_TC = sum(
+            states[i, SIDES[side]].to(initial.vectors_PWR.device) @ plan.layers[i][side].vectors_PWR[0]
+            for i, side in read
+        )
+        return quantization.size_K[quantization.classes(coef_TC)].float().cpu() / len(read)
+    if isinstance(quantization, BitPlan):
+        return torch.full((tokens,), parts * quantization.row_bytes(quantization.num_coefficients) / len(read))
+    each = rank * itemsize if quantization is None else quantization.nbytes(rank)
     return torch.full((tokens,), float(parts * each))
 
 

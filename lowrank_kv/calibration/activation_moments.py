@@ -21,7 +21,8 @@ from lowrank_kv.utils.progress import progress_bar
 
 KEY, ROTATED_KEY, VALUE, QUERY = "key", "rotated_key", "value", "query"
 SIDES = (KEY, ROTATED_KEY, VALUE, QUERY)
-KEY_VALUE = "key_value"  # keys before rotation and values of the same tokens, as rows of both
+# Keys before rotation and values of the same tokens, of one layer or of several, as rows [key, value, key, value, …].
+KEY_VALUE = "key_value"
 
 
 def calibrate(
@@ -72,7 +73,7 @@ def empty_moments(model: PreTrainedModel, sides: Sequence[str]) -> dict[int, dic
     for index, device in devices.items():
         check_not_offloaded(device, f"the attention of layer {index}")
     return {
-        index: {side: SecondMoment((1 + (side == KEY_VALUE)) * geometry.width, device=device) for side in sides}
+        index: {side: SecondMoment(geometry.width, device=device) for side in sides}
         for index, device in devices.items()
     }
 

@@ -2,7 +2,8 @@
 
 One coder of which rank reduction (0 or 16 bits), integers of one width and everything between are special cases.
 
-Shapes: N rows, C width: the joint width G·D of keys and of values, twice that of both; R coefficients that are kept.
+Shapes: N rows, C width: the joint width G·D of keys, and of values, the sum of those that are coded
+together; R coefficients that are kept.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ _MOST_SAMPLES = 1_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodedBasis:
-    """How one layer's keys before rotation, its values, or both together as rows [key, value], are coded.
+    """How one layer's keys before rotation, its values, or both in one layer or several together, are coded.
 
     Attributes:
         encoder_CC: all coefficients are x · encoder, about equally large, and in order of importance; fp32.
@@ -57,7 +58,7 @@ class CodedModel:
     """How all keys and values of a model are coded.
 
     Attributes:
-        layers: layer index → ``key``, ``value`` → its coder; or ``key_value`` alone.
+        layers: layer index → ``key``, ``value`` → its coder; or the last of layers that are coded together → ``key_value``.
         loss_per_rate: by how much a mean token's loss, in nats, would fall for one more unit of the rate, were the estimate
             right: half of what coefficients are asked (a second-order loss with the Fisher information as curvature).
     """
@@ -72,10 +73,10 @@ def coded_bases(
     *,
     token_classes: int = 1,
     rebuild_cost: float = 0.0,
-    joint_kv: bool = False,
+    joint_layers: int = 0,
 ) -> dict[int, dict[str, CodedBasis]]:
     """The coders of :func:`coded_model`, which takes the same arguments."""
-    settings = {"token_classes": token_classes, "rebuild_cost": rebuild_cost, "joint_kv": joint_kv}
+    settings = {"token_classes": token_classes, "rebuild_cost": rebuild_cost, "joint_layers": joint_layers}
     return coded_model(calibration, rate, **settings).layers
 
 
@@ -85,7 +86,7 @@ def coded_model(
     *,
     token_classes: int = 1,
     rebuild_cost: float = 0.0,
-    joint_kv: bool = False,
+    joint_layers: int = 0,
 ) -> CodedModel:
     """Coders of all layers' keys and values, the budget spread over all of them by what the loss asks.
 
@@ -95,16 +96,20 @@ def coded_model(
             where there are classes of them.
         token_classes: K, how many plans each layer's keys, and its values, have; 1 codes all tokens alike.
         rebuild_cost: bits that keeping a coefficient of keys counts for beyond those it takes.
-        joint_kv: whether each layer's keys and values are coded together, as rows [key, value].
+        joint_layers: of how many consecutive layers keys and values are coded together, as rows [key, value, key, value, …];
+            0 codes each layer's keys, and its values, by themselves.
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
     """
-    if joint_kv:
-        read = {index: {KEY_VALUE: states} for index, states in calibration.joint_read_states().items()}
+    if joint_layers:
+        joint = calibration.joint_read_states(joint_layers)
+        read = {group[-1]: {KEY_VALUE: states} for group, states in joint.items()}
     else:
-        read = calibration.read_states()
-    names = [(i, side) for i in calibration.geometry.layers for side in ((KEY_VALUE,) if joint_kv else (KEY, VALUE))]
+        read = {
+            index: {side: sides[side] for side in (KEY, VALUE)} for index, sides in calibration.read_states().items()
+        }
+    names = [(index, side) for index, sides in read.items() for side in sides]
     sides = [_Side.of(read[index][side], token_classes) for index, side in names]
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
     shares = [share for side in sides for share in side.shares]
@@ -141,7 +146,7 @@ def coded_model(
         widths = allocated(distortions)
     saved_by_a_bit = next_saving(importances, {**distortions, UNCODED: _BFLOAT16}, widths)
     plans = iter([BitPlan([bits for bits in row if bits], levels) for row in widths])
-    found: dict[int, dict[str, CodedBasis]] = {index: {} for index in calibration.geometry.layers}
+    found: dict[int, dict[str, CodedBasis]] = {index: {} for index in read}
     for (index, name), side in zip(names, sides, strict=True):
         found[index][name] = side.coded([next(plans) for _ in side.shares])
     return CodedModel(layers=found, loss_per_rate=saved_by_a_bit / 2 * 8 * uncompressed)

@@ -2,7 +2,7 @@
 
 A calibration is a directory of `moments.safetensors` and `config.json`, which says what model shape it is for, what text it
 saw, and the SHA-256 of the moments. A layer has 4·C² numbers, with the loss's gradients 2·C² more, and with what is read of
-a compressed cache 6·C² more and some rows.
+a compressed cache 4·C² more and some rows; of L layers that are coded together 4·L·C² more each.
 
 Shapes: C = G·D joint width.
 """
@@ -28,7 +28,7 @@ from lowrank_kv.calibration.read_moments import read_moments
 from lowrank_kv.calibration.read_states import ReadStates, read_from, read_states_of, tensors_of
 from lowrank_kv.calibration.weight_marks import are_others, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
-from lowrank_kv.hf.geometry import KVGeometry, geometry_of, warn_of_another
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of, layer_groups, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
 from lowrank_kv.utils.atomic_write import new_directory, put_back
@@ -39,6 +39,9 @@ MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
 # Moments that a calibration may have or not.
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
+# How many layers a calibration can code together, unless it is told: as many as the preset `joint-mixed` does.
+JOINT_LAYERS = 3
+_ENTRIES = {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, "joint_layers": int | None}
 # What says which text was read, beside its tokens.
 RECORD = {
     "text": list | None,
@@ -60,8 +63,9 @@ class Calibration:
         geometry: the model's shape.
         moments: layer index → side (``key``, ``rotated_key``, ``value``, ``query`` and, where gradients were taken,
             ``key_gradient``, ``value_gradient``) → mean second moment (C, C), fp32.
-        read: layer index → ``key``, ``value`` and, but for older calibrations, ``key_value`` → what is read of it
-            compressed; None where that was not taken.
+        read: layer index → ``key``, ``value`` → what is read of it compressed, and of the last of layers that are coded
+            together ``key_value``, what is read of all of them; None where that was not taken.
+        joint_layers: how many layers are coded together; 0 where `read` says nothing of that.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
@@ -75,6 +79,7 @@ class Calibration:
     geometry: KVGeometry
     moments: dict[int, dict[str, Tensor]]
     read: dict[int, dict[str, ReadStates]] | None = None
+    joint_layers: int = 0
     origin: str = "the calibration"
     model: str | None = None
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -91,6 +96,7 @@ class Calibration:
         *,
         gradients: bool = False,
         read: bool = False,
+        joint_layers: int = JOINT_LAYERS,
         progress: bool = True,
         self_check: bool = True,
     ) -> "Calibration":
@@ -99,6 +105,7 @@ class Calibration:
         Args:
             gradients: also take the loss's gradients, from which training can start; costs a backward pass.
             read: also take what is read of a compressed cache, from which plans of bits are made; costs another.
+            joint_layers: with `read`: for how many layers whose keys and values are coded together; 0 for none.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
                 model; see :func:`lowrank_kv.hf.self_check.self_check`.
 
@@ -110,7 +117,9 @@ class Calibration:
             check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
-        read_states = read_states_of(read_moments(model, blocks_NT, progress=progress)) if read else None
+        read_states = None
+        if read:
+            read_states = read_states_of(read_moments(model, blocks_NT, joint_layers=joint_layers, progress=progress))
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
@@ -120,6 +129,7 @@ class Calibration:
             geometry=geometry_of(model),
             moments=moments,
             read=read_states,
+            joint_layers=joint_layers if read else 0,
             weights=weight_marks(model),
             tokens=blocks_NT.numel(),
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
@@ -131,7 +141,7 @@ class Calibration:
         cls, model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens, progress: bool = True
     ) -> "Calibration":
         """Only what is read of a compressed cache that keeps `exact_tokens` at full rank; see :func:`read_moments`."""
-        found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, progress=progress)
+        found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, joint_layers=0, progress=progress)
         return cls(geometry=geometry_of(model), moments={}, read=read_states_of(found), tokens=blocks_NT.numel())
 
     def save(self, directory: str | Path, *, model: str, text: list[str], **record: Any) -> str:
@@ -174,6 +184,7 @@ class Calibration:
             **record,
             "tokens": self.tokens,
             "tokens_sha256": self.tokens_sha256,
+            "joint_layers": self.joint_layers,
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         with new_directory(directory, MOMENTS) as partial:
@@ -209,7 +220,7 @@ class Calibration:
             ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
-        check_entries(config, {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, **RECORD}, path)
+        check_entries(config, {**_ENTRIES, **RECORD}, path)
         geometry = KVGeometry.from_json(config["geometry"], path)
         if hashlib.sha256(data).hexdigest() != config["sha256"]:
             raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
@@ -220,7 +231,8 @@ class Calibration:
         return cls(
             geometry=geometry,
             moments=_unflattened(flat, geometry, moments_path),
-            read=read_from(flat, geometry, moments_path),
+            read=read_from(flat, geometry, config.get("joint_layers") or 0, moments_path),
+            joint_layers=config.get("joint_layers") or 0,
             origin=f"the calibration `{directory}`",
             model=config["model"],
             weights=config.get("weights") or {},
@@ -261,19 +273,25 @@ class Calibration:
             )
         return self.read
 
-    def joint_read_states(self) -> dict[int, ReadStates]:
-        """Layer index → what is read of a layer's keys and values together, as rows [key before rotation, value].
+    def joint_read_states(self, joint_layers: int) -> dict[tuple[int, ...], ReadStates]:
+        """Layers that are coded together → what is read of them, as rows [key before rotation, value, key, value, …].
 
         Raises:
-            UserError: there is none.
+            UserError: it was not taken of so many layers.
         """
         read = self.read_states()
-        if not all(KEY_VALUE in sides for sides in read.values()):
-            raise UserError(
-                f"{self.origin} does not say what keys and values have in common, as older ones do not; make it anew with "
-                f"`read_gradients: true`"
+        if joint_layers != self.joint_layers:
+            made = (
+                f"with `joint_layers: {self.joint_layers}`"
+                if self.joint_layers
+                else "before layers were coded together"
             )
-        return {index: sides[KEY_VALUE] for index, sides in read.items()}
+            raise UserError(
+                f"{self.origin} was made {made}, and `joint_layers` is {joint_layers}; make it anew with "
+                f"`joint_layers: {joint_layers}`"
+            )
+        groups = layer_groups(self.geometry.layers, joint_layers)
+        return {group: read[group[-1]][KEY_VALUE] for group in groups}
 
     def for_model(self, model: PreTrainedModel) -> "Calibration":
         """This calibration as it serves `model`, after a check that it fits.

@@ -3,10 +3,12 @@
 A token's nearest successors see it at full rank (:class:`lowrank_kv.hf.exact_tokens.ExactTokens`), and they are the ones
 that look at it most. Their share of the gradient says nothing about what its compressed form is needed for: it is left out.
 
-Shapes: B batch, T tokens, N sampled rows, C width: the joint width G·D of keys and of values, twice that of both.
+Shapes: B batch, T tokens, N sampled rows, C width: the joint width G·D of keys, and of values; the sum of those that are
+coded together.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from lowrank_kv.calibration.activation_moments import (
 )
 from lowrank_kv.calibration.gradient_moments import gradients_of_loss, probes_of
 from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 from lowrank_kv.utils.progress import progress_bar
@@ -33,7 +36,7 @@ SAMPLED_ROWS = 12_288
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadMoments:
-    """Of one layer's keys before rotation, of its values, or of both as rows [key, value].
+    """Of one layer's keys before rotation, of its values, or of both in one layer or several as rows.
 
     Attributes:
         state: second moment of the tokens that some later one reads compressed.
@@ -48,9 +51,15 @@ class ReadMoments:
 
 
 def read_moments(
-    model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens | None = None, progress: bool = True
+    model: PreTrainedModel,
+    blocks_NT: Tensor,
+    *,
+    exact_tokens: ExactTokens | None = None,
+    joint_layers: int = 1,
+    progress: bool = True,
 ) -> dict[int, dict[str, ReadMoments]]:
-    """Layer index → ``key``, ``value``, ``key_value`` → what is read of that layer.
+    """Layer index → ``key``, ``value`` → what is read of that layer; and of the last of so many layers that are coded
+    together ``key_value``, what is read of all of them.
 
     One backward pass a block through the model in eval mode, whose attention is over twice as many keys; it keeps the
     activations of one block. Parameters get no gradients.
@@ -59,6 +68,7 @@ def read_moments(
         model: an uncompressed model that attends with sdpa or eager attention, any floating dtype.
         blocks_NT: token ids.
         exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
+        joint_layers: how many consecutive layers are coded together; 0 for none.
 
     Raises:
         UserError: the model has compressors or attends otherwise, blocks are too short, inference mode is on, or states
@@ -74,7 +84,9 @@ def read_moments(
             f"the latest {exact_tokens.recent_window} and the {exact_tokens.update_period} that wait are exact; calibrate "
             f"on longer blocks"
         )
-    states, gradients = (empty_moments(model, (KEY, VALUE, KEY_VALUE)) for _ in range(2))
+    states, gradients = empty_moments(model, (KEY, VALUE)), empty_moments(model, (KEY, VALUE))
+    groups = layer_groups(list(states), joint_layers)
+    together = {group[-1]: [_empty_moment(states, group) for _ in range(2)] for group in groups}
     stride = max(1, len(blocks_NT) * rows_of_block // SAMPLED_ROWS)
     samples: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {
         (index, side): [] for index in states for side in (KEY, VALUE)
@@ -94,9 +106,11 @@ def read_moments(
                 add_rows(gradients[index][side], gradient_1TC[0, read], f"gradients of layer {index}, {side}")
                 pair = (each_1TC[0, read][first::stride] for each_1TC in (state_1TC, gradient_1TC))
                 samples[index, side].append(tuple(each_NC.bfloat16().cpu() for each_NC in pair))
-            for (index, _, *key), (_, _, *value) in zip(found[::2], found[1::2], strict=True):
-                for moments, *pair in zip((states, gradients), key, value, strict=True):
-                    moments[index][KEY_VALUE].update(torch.cat([each_1TC[0, read] for each_1TC in pair], dim=1))
+            for group in groups:
+                of_group = [pair for index, _, *pair in found if index in group]
+                for moment, parts in zip(together[group[-1]], zip(*of_group, strict=True), strict=True):
+                    rows = [each_1TC[0, read].to(moment.sum_CC.device) for each_1TC in parts]
+                    moment.update(torch.cat(rows, dim=1))
             bar.update(block_T.numel())
     moments: dict[int, dict[str, ReadMoments]] = {index: {} for index in states}
     for (index, side), pairs in samples.items():
@@ -107,12 +121,18 @@ def read_moments(
             sample_NC=row_NC,
             sample_gradient_NC=gradient_NC,
         )
-    for index, sides in moments.items():
-        key, value = sides[KEY], sides[VALUE]
-        sides[KEY_VALUE] = ReadMoments(
-            state=states[index][KEY_VALUE],
-            gradient=gradients[index][KEY_VALUE],
-            sample_NC=torch.cat([key.sample_NC, value.sample_NC], dim=1),
-            sample_gradient_NC=torch.cat([key.sample_gradient_NC, value.sample_gradient_NC], dim=1),
+    for group in groups:
+        state, gradient = together[group[-1]]
+        parts = [moments[index][side] for index in group for side in (KEY, VALUE)]
+        moments[group[-1]][KEY_VALUE] = ReadMoments(
+            state=state,
+            gradient=gradient,
+            sample_NC=torch.cat([each.sample_NC for each in parts], dim=1),
+            sample_gradient_NC=torch.cat([each.sample_gradient_NC for each in parts], dim=1),
         )
     return moments
+
+
+def _empty_moment(states: dict[int, dict[str, SecondMoment]], group: Sequence[int]) -> SecondMoment:
+    last_CC = states[group[-1]][KEY].sum_CC
+    return SecondMoment(2 * len(group) * len(last_CC), device=last_CC.device)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,8 @@ def attention_projections(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, child in module.named_children()
         if isinstance(child, nn.Linear | Conv1D)
     }
+
+
+def layer_groups(layers: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Layers cut into groups of `count` that follow one another, of which the last may have fewer; none where it is 0."""
+    return [tuple(layers[start : start + count]) for start in range(0, len(layers), count)] if count else []

@@ -44,6 +44,15 @@ class WindowedConfig:
         unit="tokens",
     )
 
+    # what layers share
+    joint_layers: int = option(
+        0,
+        help="with a plan of bits: code a token's keys and values in so many consecutive layers as one row of what they "
+        "have in common: less loss for the same bytes, more arithmetic for each token that is read; 0 codes a layer's keys, "
+        "and its values, by themselves",
+        unit="layers",
+    )
+
     # which tokens are forgotten
     eviction: Eviction = section(Eviction)
 
@@ -61,7 +70,7 @@ class WindowedConfig:
         for key in ("update_period", "observation_window", "score_pool", "own_directions_from"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.score_pool % 2 == 1, "score_pool", self.score_pool, "odd, so that it is centred on its token")
-        for key in ("num_sink_tokens", "recent_window", "min_length", "own_directions"):
+        for key in ("num_sink_tokens", "recent_window", "min_length", "own_directions", "joint_layers"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "zero or positive")
         require(
             0 <= self.full_rank_ratio <= 1,
@@ -76,6 +85,26 @@ class WindowedConfig:
             self.eviction.keep_ratio,
             "1 where all of a prompt stays at full rank (`keep_prompt_full_rank`, `full_rank_ratio`): only coefficients are "
             "evicted",
+        )
+
+        require(
+            not (self.joint_layers and self.full_rank_ratio),
+            "full_rank_ratio",
+            self.full_rank_ratio,
+            "0 with `joint_layers`: keys and values that share a row stay at full rank together",
+        )
+        require(
+            self.joint_layers <= 1 or not self.eviction.is_on,
+            "eviction.keep_ratio",
+            self.eviction.keep_ratio,
+            f"1 with `joint_layers: {self.joint_layers}`: each layer would forget other tokens of the rows that they share",
+        )
+        require(
+            self.joint_layers <= 1 or self.prefill == "exact",
+            "prefill",
+            self.prefill,
+            f"exact with `joint_layers: {self.joint_layers}`: a layer has no rows of a prompt before the last of them has "
+            f"read it",
         )
 
     @property

@@ -3,6 +3,7 @@
 Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached tokens.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.prompts import CommittedPromptTracker
+from lowrank_kv.hf.cache.windowed.row_group import RowGroup
 from lowrank_kv.hf.cache.windowed.rows import JointRows, SeparateRows
 from lowrank_kv.hf.cache.windowed.sequence import CompressionContext, WindowedSequence, columns_of, mask_at
 from lowrank_kv.hf.cache.windowed.store import TokenStore
@@ -35,6 +37,7 @@ class WindowedLayer(SequenceLayer):
         self.plan, self.config, self.index = plan, plan.config, index
         self.schedule = plan.schedule(index)
         self.prompts = CommittedPromptTracker(plan.config)
+        self.row_group = RowGroup([self])
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
     @functools.cached_property
@@ -61,8 +64,13 @@ class WindowedLayer(SequenceLayer):
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)
         stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")
-        rows = JointRows(*stores) if value.is_in_rows_of_keys else SeparateRows(*stores)
+        rows = JointRows(*stores, holds=key.holds_rows) if self._shares_rows else SeparateRows(*stores)
         return WindowedSequence(rows, self.schedule)
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether values, and perhaps other layers, are in the rows of keys."""
+        return not self.plan.layers[self.index][1].holds_rows
 
     def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
         """An empty store of one sequence's keys, or values."""
@@ -89,6 +97,8 @@ class WindowedLayer(SequenceLayer):
         past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
         is_exact = self.config.prefill == "exact"
+        if self._shares_rows:
+            self.row_group.find_rows(self)
         if not is_exact:
             self._compress_due(query, scaling)
         if past and is_few and self.config.attention == "low_rank":
@@ -125,13 +135,19 @@ class WindowedLayer(SequenceLayer):
         return without_gradients(torch.cat(outputs), query)
 
     def _compress_due(self, query: Tensor, scaling: float) -> None:
+        if not self.row_group.compresses_in(self):
+            return
         prompt, is_uncommitted = self.prompts.committed(query, self.get_seq_length())
         if self.prompts.uncommitted is not None:
             return  # all tokens wait until the next call
         for b, sequence in enumerate(self.sequences):
             of_sequence = None if prompt is None else prompt.of_sequence(b)
             steps = sequence.steps_due(of_sequence, is_uncommitted=is_uncommitted)
-            if steps:
+            if steps and self._shares_rows:
+                unrotates = [layer._unrotate(b) for layer in self.row_group.layers]
+                for step in steps:
+                    self.row_group.compress(b, step, unrotates)
+            elif steps:
                 context = CompressionContext(of_sequence, scaling, self._rotation(b), self._unrotate(b))
                 for step in steps:
                     sequence.compress(step, context)
@@ -154,8 +170,15 @@ class WindowedLayer(SequenceLayer):
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All keys (rotated) and values, rebuilt, (B, G, T, D) each."""
+        if self._shares_rows:
+            self.row_group.find_rows(self)
         pairs = [sequence.dense(self._rotation(b)) for b, sequence in enumerate(self.sequences)]
         return torch.stack([key for key, _ in pairs]), torch.stack([value for _, value in pairs])
+
+    def __deepcopy__(self, memo: dict) -> "WindowedLayer":
+        twin = super().__deepcopy__(memo)
+        twin.row_group = copy.deepcopy(self.row_group, memo)
+        return twin
 
     def _rotation(self, b: int) -> Rotation | None:
         return None if self.history is None else self.history.rotation(b, self.device)

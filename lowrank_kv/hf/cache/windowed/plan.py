@@ -33,8 +33,8 @@ class InitialBasis:
             model's dtype.
         is_compressed: False for the identity, where keys or values are stored uncompressed.
         shared: what each sequence finds directions of its own beside; None where none does.
-        is_in_rows_of_keys: of values: their coefficients are the keys' rows, which are x · vectors of both added up
-            (:class:`lowrank_kv.hf.cache.windowed.rows.JointRows`).
+        holds_rows: False where coefficients are in the rows of other keys, which are x · vectors of all that share them
+            added up (:class:`lowrank_kv.hf.cache.windowed.rows.JointRows`).
     """
 
     vectors_PWR: Tensor
@@ -43,7 +43,7 @@ class InitialBasis:
     quantization: Quantization | TokenPlans | None = None
     is_compressed: bool = True
     shared: SharedSpace | None = None
-    is_in_rows_of_keys: bool = False
+    holds_rows: bool = True
 
     @classmethod
     def coded(
@@ -53,15 +53,15 @@ class InitialBasis:
         plan: BitPlan | TokenPlans,
         *,
         importance_C: Tensor | None = None,
-        is_in_rows_of_keys: bool = False,
+        holds_rows: bool = True,
     ) -> "InitialBasis":
         """The basis of joint states whose coefficients x · encoder are packed by a plan, or by one for each class of tokens.
 
         The last coefficients may be left out, but a gate reads them all, and so do sequences with directions of their own.
 
         Args:
-            encoder_CC, decoder_CC: of keys and values together, the rows of the one and the columns of the other that belong
-                to this side.
+            encoder_CC, decoder_CC: of keys and values that are coded together, the rows of the one and the columns of the
+                other that belong to these.
             importance_C: what the loss asks of each coefficient, where sequences have directions of their own.
         """
         rank = plan.num_coefficients
@@ -73,7 +73,7 @@ class InitialBasis:
             decoder_PWR=by_columns(decoder_CC[None, :rank].mT.clone()),
             quantization=plan,
             shared=None if importance_C is None else SharedSpace.weighed(importance_C, decoder_CC),
-            is_in_rows_of_keys=is_in_rows_of_keys,
+            holds_rows=holds_rows,
         )
 
     @classmethod
@@ -83,17 +83,25 @@ class InitialBasis:
         decoder_CC: Tensor,
         plan: BitPlan | TokenPlans,
         *,
+        layers: int,
         importance_C: Tensor | None = None,
-    ) -> tuple["InitialBasis", "InitialBasis"]:
-        """The same of rows [key, value]: keys, which hold the rows, and values, which read them."""
-        width = len(encoder_CC) // 2
-        key, value = slice(width), slice(width, None)
-        return (
-            cls.coded(encoder_CC[key], decoder_CC[:, key], plan, importance_C=importance_C),
-            cls.coded(
-                encoder_CC[value], decoder_CC[:, value], plan, importance_C=importance_C, is_in_rows_of_keys=True
-            ),
-        )
+    ) -> list[tuple["InitialBasis", "InitialBasis"]]:
+        """The same of rows [key, value, key, value, …] of so many layers: the bases of each layer's keys and values. The
+        keys of the last one hold the rows."""
+        width = len(encoder_CC) // (2 * layers)
+        sides = []
+        for place in range(2 * layers):
+            of_side = slice(place * width, (place + 1) * width)
+            sides.append(
+                cls.coded(
+                    encoder_CC[of_side],
+                    decoder_CC[:, of_side],
+                    plan,
+                    importance_C=importance_C,
+                    holds_rows=place == 2 * (layers - 1),
+                )
+            )
+        return list(zip(sides[::2], sides[1::2], strict=True))
 
     @property
     def parts(self) -> int:
@@ -102,7 +110,7 @@ class InitialBasis:
     @property
     def stored_parts(self) -> int:
         """How many rows of a token are stored."""
-        return 0 if self.is_in_rows_of_keys else self.parts
+        return self.parts if self.holds_rows else 0
 
     def __getstate__(self) -> dict[str, Any]:
         # What is made of the fields is made again: a saved cache may go on where there is no compiled code.
@@ -202,6 +210,16 @@ class Plan:
     def schedule(self, index: int) -> RetentionSchedule:
         """When tokens of a layer are compressed."""
         return RetentionSchedule.of_layer(self.config, list(self.layers).index(index), len(self.layers))
+
+    def row_groups(self) -> list[tuple[int, ...]]:
+        """The layers that share their rows, each of the others by itself."""
+        groups, group = [], ()
+        for index, (key, _) in self.layers.items():
+            group += (index,)
+            if key.holds_rows:
+                groups.append(group)
+                group = ()
+        return groups
 
     @property
     def coefficient_rate(self) -> float:

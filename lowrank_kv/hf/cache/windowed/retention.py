@@ -25,6 +25,16 @@ class CompressionStep(NamedTuple):
     num_kept: int
     is_prompt: bool
 
+    @property
+    def due(self) -> slice:
+        """Where the tokens that are due are, among those at full rank."""
+        return slice(self.num_pinned, self.num_pinned + self.num_due)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether none of them becomes coefficients."""
+        return self.num_kept == self.num_due
+
 
 @dataclasses.dataclass(frozen=True)
 class RetentionSchedule:
@@ -41,7 +51,9 @@ class RetentionSchedule:
 
     @classmethod
     def of_layer(cls, config: WindowedConfig, place: int, layers: int) -> "RetentionSchedule":
-        """Of the layer at `place` of so many: behind a prompt they take turns, so that no token pays for the work of all."""
+        """Of the layer at `place` of so many: behind a prompt they take turns, so that no token pays for the work of all.
+        Layers that are coded together do so together."""
+        place -= place % max(1, config.joint_layers)
         return cls(config, place * config.update_period // layers if config.staggered else None)
 
     @property

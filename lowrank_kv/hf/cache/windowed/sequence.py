@@ -10,7 +10,7 @@ part, R rank, T all tokens seen.
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lowrank_kv.hf.cache.prompt_tracker import Prompt
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
-from lowrank_kv.hf.cache.windowed.rows import SeparateRows
+from lowrank_kv.hf.cache.windowed.rows import Rows
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -55,7 +55,7 @@ class WindowedSequence:
         min_crop_length: the sequence cannot be cropped to fewer tokens, because some of these are evicted.
     """
 
-    def __init__(self, rows: SeparateRows, schedule: RetentionSchedule):
+    def __init__(self, rows: Rows, schedule: RetentionSchedule):
         self.config, self.schedule = schedule.config, schedule
         self.rows = rows
         self.positions = TokenPositions(rows.key.device)
@@ -154,29 +154,47 @@ class WindowedSequence:
         """Append the coefficients of the tokens that are due, but for those that the step keeps. Returns which full-rank
         tokens stay, (F,), and the positions of those that do not."""
         prompt, scaling, rotation, unrotate = context
-        due = slice(step.num_pinned, step.num_pinned + step.num_due)
+        due = step.due
         position_N = self.positions.full_rank.rows[due].long()
-        key_GND, value_GND = self.key.full.rows[:, due], self.value.full.rows[:, due]
-        unrotated_GND = key_GND if unrotate is None else unrotate(key_GND, position_N)
         with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
-            key_PNW, value_PNW = self.key.parts(unrotated_GND), self.value.parts(value_GND)
-            rows = self.rows.follow(key_PNW, value_PNW, is_prompt=step.is_prompt)
+            key_PNR, value_PNR = self.rows.follow(*self.states_due(step, unrotate), is_prompt=step.is_prompt)
             if step.num_kept == step.num_due:
                 is_kept_N = torch.ones_like(position_N, dtype=torch.bool)
             elif step.num_kept:
-                rebuilt_GND = self.key.rebuilt(rows[0])
+                rebuilt_GND = self.key.rebuilt(key_PNR)
                 if rotation is not None:
                     rebuilt_GND = rotation.rotate(rebuilt_GND, position_N)
-                residual_GND = key_GND.float() - rebuilt_GND
+                residual_GND = self.key.full.rows[:, due].float() - rebuilt_GND
                 is_kept_N = largest_residuals(residual_GND, position_N, prompt, step.num_kept, scaling, self.config)
             else:
                 is_kept_N = torch.zeros_like(position_N, dtype=torch.bool)
             if step.num_kept:
-                rows = tuple(row_PNR[:, ~is_kept_N] for row_PNR in rows)
-            self.rows.append(rows)
+                key_PNR, value_PNR = key_PNR[:, ~is_kept_N], value_PNR[:, ~is_kept_N]
+            self.key.append(key_PNR)
+            self.value.append(value_PNR)
         is_full_rank_F = torch.ones(self.key.full.length, dtype=torch.bool, device=position_N.device)
         is_full_rank_F[due] = is_kept_N
         return is_full_rank_F, position_N[~is_kept_N]
+
+    def states_due(self, step: CompressionStep, unrotate: Rotate | None) -> tuple[Tensor, Tensor]:
+        """Keys as they are compressed, and values, of the tokens that are due, as rows of parts, (P, N, W) fp32."""
+        key_GND, value_GND = self.key.full.rows[:, step.due], self.value.full.rows[:, step.due]
+        if unrotate is not None:
+            key_GND = unrotate(key_GND, self.positions.full_rank.rows[step.due].long())
+        return self.key.parts(key_GND), self.value.parts(value_GND)
+
+    def changes_by(self, step: CompressionStep) -> list[tuple[object, dict[str, Any]]]:
+        """(object, its new attributes) of what changes here once the tokens that are due have rows, or stay."""
+        full_rank_F, num_pinned = self.positions.full_rank.rows, step.num_pinned + step.num_kept
+        is_kept_F = torch.ones(len(full_rank_F), dtype=torch.bool, device=full_rank_F.device)
+        is_kept_F[step.due] = step.keeps_all
+        key_full, value_full, position_full = self._full_rank_rows(is_kept_F, num_pinned)
+        positions = self.positions.with_low_rank(full_rank_F[~is_kept_F].long(), position_full)
+        return [
+            (self.key, {"full": key_full}),
+            (self.value, {"full": value_full}),
+            (self, {"positions": positions, "num_pinned": num_pinned, "has_started": True}),
+        ]
 
     def _full_rank_rows(self, is_kept_F: Tensor, num_pinned: int) -> list[GrowingTensor]:
         """Keys, values and positions of these full-rank tokens, with room for those that will wait until the next step."""

@@ -154,7 +154,13 @@ class TokenStore:
 
     def clone(self) -> "TokenStore":
         """An independent copy."""
+        twin = self.clone_full_rank()
+        twin.coef = self.coef.clone()
+        return twin
+
+    def clone_full_rank(self) -> "TokenStore":
+        """A copy that is independent but for the coefficients, which it reads where this one does."""
         twin = copy.copy(self)
-        twin.coef, twin.full = self.coef.clone(), self.full.clone()
+        twin.full = self.full.clone()
         twin.forget_operands()
         return twin
