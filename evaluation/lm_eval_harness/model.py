@@ -179,7 +179,7 @@ class CompressedLM(TemplateLM):
         answers = []
         for request in progress_bar(requests, unit="text", desc="reading", disable=disable_tqdm):
             [text] = request.args
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             pairs = [make_disjoint_window(window) for window in windows]
             found = self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs], disable_tqdm=True)
             answers.append(sum(value for value, _ in found))

@@ -33,11 +33,13 @@ class Choices:
         questions: of each choice, the text before it; mostly all the same.
         continuations: the choices.
         right: the number of the right one.
+        about: questions that are equal in this are drawn together by intervals.
     """
 
     questions: list[str]
     continuations: list[str]
     right: int
+    about: str
 
     @property
     def shown(self) -> str:
@@ -133,11 +135,13 @@ class ChoiceTask:
     Attributes:
         answer: the key of the answer.
         metric: the harness's convention.
+        about: what rows about the same have in common; None where a row does not say it, and its questions do.
     """
 
     read: ReadRow
     answer: str
     metric: str
+    about: Callable[[Row], str | None] = lambda row: None
 
     def choices(self, row: Row) -> Choices:
         """The question of a row."""
@@ -148,7 +152,8 @@ class ChoiceTask:
                 f"`{row.path}`: row {row.number} names the answer {answer!r}, which is none of {', '.join(letters)}"
             )
         continuations = [f" {text}" for text in texts]
-        return Choices(questions=questions, continuations=continuations, right=letters.index(str(answer)))
+        about = self.about(row) or "\n".join(questions)
+        return Choices(questions=questions, continuations=continuations, right=letters.index(str(answer)), about=about)
 
 
 def _lettered(prompt: str) -> ReadRow:
@@ -182,6 +187,16 @@ def _hellaswag(row: Row) -> tuple[list[str], list[str], list[str]]:
     return [question] * len(endings), endings, [str(i) for i in range(len(endings))]
 
 
+def _twins(row: Row) -> str | None:
+    """WinoGrande's sentences that differ in a word have one identifier, and a number behind it."""
+    return row.values["qID"].rpartition("-")[0] if "qID" in row.values else None
+
+
+def _source(row: Row) -> str | None:
+    """The video or the article that HellaSwag's rows are from."""
+    return row.values.get("source_id")
+
+
 def _without_marks(text: str) -> str:
     """HellaSwag's texts without the marks of WikiHow."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
@@ -193,8 +208,8 @@ CHOICE_TASKS: dict[str, ChoiceTask] = {
     "arc_challenge": ChoiceTask(read=_lettered("Question: {}\nAnswer:"), answer="answerKey", metric=NORMALIZED),
     "openbookqa": ChoiceTask(read=_lettered("{}"), answer="answerKey", metric=NORMALIZED),
     "piqa": ChoiceTask(read=_piqa, answer="label", metric=ACCURACY),
-    "winogrande": ChoiceTask(read=_winogrande, answer="answer", metric=ACCURACY),
-    "hellaswag": ChoiceTask(read=_hellaswag, answer="label", metric=NORMALIZED),
+    "winogrande": ChoiceTask(read=_winogrande, answer="answer", metric=ACCURACY, about=_twins),
+    "hellaswag": ChoiceTask(read=_hellaswag, answer="label", metric=NORMALIZED, about=_source),
 }
 
 
@@ -247,6 +262,7 @@ def choice_items(
     examples, asked = found[:shots], found[shots : shots + count]
     context = "".join(f"{example.shown}\n\n" for example in examples)
     metric = CHOICE_TASKS[name].metric
+    clusters = {about: number for number, about in enumerate(dict.fromkeys(each.about for each in asked))}
 
     def begin(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text).input_ids)
@@ -256,7 +272,7 @@ def choice_items(
 
     return [
         ChoiceItem(
-            cluster=number,
+            cluster=clusters[each.about],
             context=begin(context) if context else (),
             questions=tuple(map(behind if context else begin, each.questions)),
             continuations=tuple(map(behind, each.continuations)),
@@ -265,5 +281,5 @@ def choice_items(
             right=each.right,
             metric=metric,
         )
-        for number, each in enumerate(asked)
+        for each in asked
     ]

@@ -61,6 +61,10 @@ class BeginsWith(Metric):
         return all(len(text) >= len(each) or not each.startswith(text) for each in references)
 
 
+_THOUSANDS = r"(?:,\\!|,|\\[,!;]|\s)"  # as LaTeX writes their separator
+_MOST_DIGITS = 4000  # Python reads hardly longer ones
+
+
 class BoxedInteger(Metric):
     r"""1 where the last ``\boxed{…}`` holds the reference's integer, as AIME's answers are given."""
 
@@ -72,10 +76,13 @@ class BoxedInteger(Metric):
 
 
 def boxed_integer(text: str) -> int | None:
-    r"""The integer in the last ``\boxed{…}``: braces, spaces, dollars and separators of thousands around it do not
-    count."""
+    r"""The integer in the last ``\boxed{…}``: braces, dollars and text around it do not count, and a comma or a space
+    separates thousands only where three digits follow. ``1,234`` is an integer; ``1,2`` and ``1, 234`` are several."""
     found = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     if not found:
         return None
-    digits = re.sub(r"\\text\s*\{[^{}]*\}|\\[,!;]|[\s${},]", "", found[-1])
-    return int(digits) if re.fullmatch(r"[+-]?\d{1,4000}", digits) else None  # Python reads no longer ones
+    written = re.sub(r"\\text\s*\{[^{}]*\}|[${}]", "", found[-1]).strip()
+    if not re.fullmatch(rf"[+-]?\s*(?:\d+|[1-9]\d{{0,2}}(?:{_THOUSANDS}\d{{3}})+)", written):
+        return None
+    digits = re.sub(rf"{_THOUSANDS}|\s", "", written)
+    return int(digits) if len(digits) <= _MOST_DIGITS else None

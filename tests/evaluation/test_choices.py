@@ -157,6 +157,34 @@ def test_a_likely_continuation_is_told_to_be_greedy():
     assert not reader.copy().log_likelihood([(likely + 1) % 97])[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "clusters"),
+    [
+        (
+            "winogrande",
+            [WINO | {"qID": "3ABC-1", "sentence": "Bob ran as _ won."}, WINO | {"qID": "3ABC-2"}, WINO | {"qID": "3A"}],
+            2,
+        ),
+        # Without an identifier, sentences that are equal up to the gap.
+        ("winogrande", [WINO, WINO | {"sentence": "He saw _ and sat."}, WINO | {"sentence": "She saw _ and ran."}], 2),
+        ("piqa", [PIQA, PIQA | {"sol1": "since"}, PIQA | {"goal": "How?"}], 2),
+        ("arc_easy", [ARC, ARC, ARC | {"question": ARC["question"] | {"stem": "How?"}}], 2),
+        (
+            "hellaswag",
+            [SWAG | {"source_id": "v_1"}, SWAG | {"source_id": "v_1", "ctx_b": "she"}, SWAG | {"source_id": "v_2"}],
+            2,
+        ),
+        ("hellaswag", [SWAG, SWAG | {"endings": ["sits.", "runs."]}, SWAG | {"ctx_b": "she"}], 2),
+    ],
+)
+def test_questions_about_the_same_are_drawn_together(written, name, rows, clusters):
+    items = choice_items(name, byte_tokenizer(), written(*rows), shots=0, count=None, seed=0)
+    numbers = [item.cluster for item in items]
+    assert len(set(numbers)) == clusters
+    about = [each.about for each in read_choices(name, written(*rows))]
+    assert about[0] == about[1] != about[2]
+
+
 def test_too_few_rows_are_refused(written):
     with pytest.raises(UserError, match="`items` must be at most 5, which .* has besides the `shots`; got 6"):
         choice_items("piqa", byte_tokenizer(), written(*rows(8)), shots=3, count=6, seed=0)
@@ -193,6 +221,19 @@ def test_the_answer_to_a_lookup_is_a_beginning():
         (r"\boxed{" + 5000 * "1" + "}", None),
         (r"\boxed{1} no, \boxed{ 025 }", 25),
         (r"\boxed{1{,}234}", 1234),
+        (r"\boxed{1,234}", 1234),
+        (r"\boxed{1\,234\,567}", 1234567),
+        (r"\boxed{-1 234}", -1234),
+        (r"\boxed{1234}", 1234),
+        # Several numbers are no integer.
+        (r"\boxed{1,2}", None),
+        (r"\boxed{20,4}", None),
+        (r"\boxed{1 2}", None),
+        (r"\boxed{1, 234}", None),
+        (r"\boxed{12,34,567}", None),
+        (r"\boxed{1234,567}", None),
+        (r"\boxed{0,123}", None),
+        (r"\boxed{" + "1" + 1400 * ",111" + "}", None),
         (r"\boxed{-3}", -3),
         (r"\boxed{$7$}", 7),
         (r"\boxed{7\text{ apples}}", 7),

@@ -1,21 +1,26 @@
 """`lowrank-kv compare` on a tiny model: every kind of method, at every kind of budget, started again, and its mistakes."""
 
+import dataclasses
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from dynakv.training_config import TrainConfig
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
 from evaluation.methods import MethodConfig, methods_of, there
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
-from lowrank_kv.utils.config import build
+from lowrank_kv.utils.config import build, parse_config
 from lowrank_kv.utils.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +296,31 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the checkpoints is there: /nowhere$"):
         there([missing, alone])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("compare-*.yaml")), ids=lambda path: path.stem)
+def test_our_comparisons_are_valid(path, monkeypatch):
+    monkeypatch.setenv("LOWRANK_KV_HOME", "home")
+    config, _ = parse_config(CompareConfig, ["--config", str(path)], description="")
+    labels = [method.name for method in config.methods if not method.rates and not method.bytes]
+    assert len(set(labels)) == len(labels)
+
+
+def test_trained_peers_learn_from_what_the_plans_that_they_are_compared_with_learn_from(monkeypatch):
+    monkeypatch.setenv("LOWRANK_KV_HOME", "home")
+
+    def recipe(name: str, *arguments: str) -> TrainConfig:
+        return parse_config(TrainConfig, ["--config", str(CONFIGS / f"{name}.yaml"), *arguments], description="")[0]
+
+    def tokens(config: TrainConfig) -> int:
+        return config.optimizer.steps * config.optimizer.batch_size * config.dataset.sequence_length
+
+    plan = recipe("smollm2-plan", "--optimizer.steps", "100")
+    for name in ("matryoshka-mixed", "star-kv"):
+        peer = recipe(name)
+        assert dataclasses.replace(peer.dataset, sequence_length=1024) == plan.dataset
+        assert (peer.model, peer.dtype, peer.calibration.bases) == (plan.model, plan.dtype, plan.calibration.bases)
+        assert tokens(peer) == tokens(plan)
+    mixed, published = recipe("matryoshka-mixed"), recipe("matryoshka")
+    for section in ("compressor", "loss", "optimizer"):
+        assert getattr(mixed, section) == getattr(published, section)

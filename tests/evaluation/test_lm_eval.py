@@ -9,6 +9,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from methods import calibration_of, tiny_model
 from tokenizers import Tokenizer
@@ -138,20 +139,17 @@ def test_nothing_is_warned_of_where_all_is_as_asked(model, tmp_path, caplog):
     assert not caplog.records
 
 
-def test_rolling_texts_are_read_in_windows_that_fit(model):
-    text = "What is read here is longer than the model has positions. " * 25
-    [found] = uncompressed(model).loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
-    ids = [0, *byte_tokenizer()(text).input_ids]
-    expected = 0.0
+@pytest.mark.parametrize("tokens", [3, 1023, 1024, 1025, 1500, 2500])
+def test_rolling_texts_are_those_of_the_harness_s_own_model(tokens):
+    # A steep model: one token more of context changes its likelihoods by more than rounding does.
+    model = tiny_model(vocab_size=257, max_position_embeddings=1024, eos_token_id=0)
     with torch.no_grad():
-        first = torch.tensor([ids[:1024]])
-        log_TV = model(first).logits[0].log_softmax(-1)
-        expected += float(log_TV[:-1].gather(-1, first[0, 1:, None]).sum())
-        rest = len(ids) - 1024
-        last = torch.tensor([ids[-1024:]])
-        log_TV = model(last).logits[0].log_softmax(-1)
-        expected += float(log_TV[-rest - 1 : -1].gather(-1, last[0, -rest:, None]).sum())
-    assert found == pytest.approx(expected, rel=1e-3)
+        model.lm_head.weight.mul_(20)
+    text = ("What is read here may be longer than the model has positions. " * 50)[:tokens]
+    arguments = requests("loglikelihood_rolling", (text,))
+    [found] = uncompressed(model).loglikelihood_rolling(arguments)
+    [expected] = HFLM(pretrained=model, tokenizer=byte_tokenizer(), backend="causal").loglikelihood_rolling(arguments)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_text_is_generated_until_it_says_so(model):

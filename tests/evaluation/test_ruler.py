@@ -1,17 +1,23 @@
 """RULER's generator against the definitions of its tasks, and its scoring."""
 
+import collections
+import dataclasses
 import json
+import random
 import re
 import uuid
 from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from evaluation.tasks.matching import AllContained, AnyContained
 from evaluation.tasks.ruler import NEED_ESSAY, OFFLINE, longest_sample, ruler_items, ruler_task
 from evaluation.tasks.ruler.needles import DEPTHS, NEEDLE_TASKS, NOISE
 from evaluation.tasks.ruler.word_counts import FrequentWords
+from evaluation.tasks.ruler.words import listed
 from lowrank_kv.utils.errors import UserError
 
 # A byte is a token here.
@@ -23,6 +29,18 @@ NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
 @pytest.fixture(scope="module")
 def tokenizer():
     return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def of_noise():
+    """A tokenizer that learned the words of a chain and its noise."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([f"{NOISE}\nVAR"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def task(name):
@@ -152,6 +170,19 @@ def test_a_chain_of_variables_can_be_followed(tokenizer):
             assert f"assigned the value {first[0][1]} in the text above." in found.question
 
 
+def test_the_example_of_variables_has_500_tokens_however_many_are_generated(of_noise):
+    definition, shown = task("vt"), set()
+    for new_tokens in (definition.max_new_tokens, 100, 400):
+        longer = dataclasses.replace(definition, max_new_tokens=new_tokens)
+        context = longer.sample(random.Random(1), 0, 30, 4096, of_noise).context
+        shown.add(context.rsplit("\n\nMemorize and track", 1)[0])
+    [example] = shown
+    prompt = example.rsplit("they are: ", 1)[0] + "they are: "
+    assert len(of_noise(prompt).input_ids) <= 500 < len(of_noise(NOISE + "\n" + prompt).input_ids)
+    # RULER's own example has two spaces in front of its answer, one of them its prompt's last character.
+    assert re.fullmatch(r".*they are:  [A-Z]{3}( [A-Z]{3}){4}", example, re.DOTALL)
+
+
 @pytest.mark.parametrize(("length", "times", "example"), [(4000, (6, 1), (20, 3, 1)), (12000, (30, 3), (40, 10, 3))])
 def test_common_words_stand_more_often(tokenizer, length, times, example):
     found = sample("cwe", tokenizer, length=length)
@@ -164,6 +195,20 @@ def test_common_words_stand_more_often(tokenizer, length, times, example):
     words, common, other = example
     counts = sorted((shown.count(word) for word in set(shown)), reverse=True)
     assert counts == [common] * 10 + [other] * (words - 10)
+
+
+def test_common_words_are_as_many_as_asked_for_beyond_the_list_of_words(tokenizer):
+    definition, listed_words = task("cwe"), set(listed("NOUNS", "ADJECTIVES", "VERBS"))
+    least, most = definition.units(0, 1 << 18)
+    assert least < len(listed_words) + 500 < most
+    found = definition.sample(random.Random(0), 0, len(listed_words) + 500, 1 << 18, tokenizer)
+    # By the numbers: some words of the list have a space in them.
+    asked = re.split(r"(?:^| )\d+\. ", found.context.split("most often.\n")[2])[1:]
+    counts = collections.Counter(asked)
+    assert len(counts) == len(listed_words) + 500
+    assert [counts.pop(word) for word in found.references] == [30] * 10
+    assert set(counts.values()) == {3}
+    assert all("-" in word for word in set(counts) - listed_words)
 
 
 def test_coded_words_fall_in_frequency(tokenizer):

@@ -6,6 +6,8 @@ take at most `length` tokens. Differences from the published generator, each for
 - The number of units is found for each sample, not for the first one alone, so all are as long as they can be.
 - Every shuffle has a seed of its sample. Under one seed for all the right document of `qa_*` stands at the same place.
 - The essay is local prose, of which each sample begins at another sentence. Results are those of an own haystack.
+- `cwe` adds pairs of an adjective and a noun where all words of its list do not fill the length (from about 200 K tokens
+  on). The published generator draws all words from another list there, which it has beside the package of the first.
 - `qa_2` keeps the supporting documents of a question and fills up with the others, so it works below 4 K tokens.
 """
 

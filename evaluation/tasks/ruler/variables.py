@@ -10,7 +10,7 @@ from .needles import NOISE
 from .sample import RulerTask, Sample
 
 _MOST_UNITS = 1 << 20
-# The example in front: of shorter names, and of at most so many tokens with those of its answer.
+# The example in front: of shorter names, and of at most so many tokens without those of its answer.
 _EXAMPLE_NAME, _EXAMPLE_TOKENS = 3, 500
 
 
@@ -42,9 +42,10 @@ class VariableTracking(RulerTask):
         seed, shown = rng.random(), ""
         for units in range(self.num_hops + 1, _EXAMPLE_TOKENS):
             text = self._text(random.Random(seed), units, _EXAMPLE_NAME)
-            if shown and text.num_tokens(tokenizer) > _EXAMPLE_TOKENS:
+            if shown and sum(map(len, text.pieces(tokenizer))) > _EXAMPLE_TOKENS:
                 break
-            shown = f"{text.context}{text.question}{text.answer_prefix}{' '.join(text.references)}"
+            # A second space, as RULER's: a model that continues the prompt's own begins its answer with one, too.
+            shown = f"{text.context}{text.question}{text.answer_prefix} {' '.join(text.references)}"
         return shown
 
     def _text(self, rng: random.Random, units: int, name_length: int) -> Sample:

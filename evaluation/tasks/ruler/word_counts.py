@@ -8,7 +8,7 @@ import string
 from transformers import PreTrainedTokenizerBase
 
 from .sample import RulerTask, Sample
-from .words import enumerated, listed
+from .words import different, enumerated
 
 _NUM_COMMON = 10
 _SHORT = 4096  # below, RULER repeats words less often
@@ -22,7 +22,7 @@ class CommonWords(RulerTask):
     max_new_tokens: int = 120
 
     def units(self, index: int, length: int) -> tuple[int, int]:
-        return _NUM_COMMON + 1, len(self._words())
+        return _NUM_COMMON + 1, _MOST_UNITS
 
     def sample(
         self, rng: random.Random, index: int, units: int, length: int, tokenizer: PreTrainedTokenizerBase
@@ -34,8 +34,7 @@ class CommonWords(RulerTask):
         return dataclasses.replace(asked, context=f"{answered}\n{asked.context}")
 
     def _text(self, rng: random.Random, num_words: int, common_times: int, other_times: int) -> Sample:
-        # All words in an order of the sample's own, so that a longer list has the same common ones.
-        words = rng.sample(self._words(), len(self._words()))[:num_words]
+        words = different(rng, num_words)
         common, others = words[:_NUM_COMMON], words[_NUM_COMMON:]
         numbered = common * common_times + others * other_times
         rng.shuffle(numbered)
@@ -47,10 +46,6 @@ class CommonWords(RulerTask):
             references=common,
             max_new_tokens=self.max_new_tokens,
         )
-
-    @staticmethod
-    def _words() -> tuple[str, ...]:
-        return listed("NOUNS", "ADJECTIVES", "VERBS")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

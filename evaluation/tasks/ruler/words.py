@@ -38,6 +38,16 @@ def drawn(kind: str, rng: random.Random) -> str:
     return f"{rng.choice(listed('ADJECTIVES'))}-{rng.choice(listed('NOUNS'))}"
 
 
+def different(rng: random.Random, count: int) -> list[str]:
+    """As many different words in an order that does not depend on `count`: all of a list, then pairs of an adjective and
+    a noun."""
+    words = listed("NOUNS", "ADJECTIVES", "VERBS")
+    found = dict.fromkeys(rng.sample(words, len(words)))
+    while len(found) < count:
+        found[drawn(WORDS, rng)] = None
+    return list(found)[:count]
+
+
 def enumerated(words: Sequence[str]) -> str:
     """1. this 2. that"""
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
