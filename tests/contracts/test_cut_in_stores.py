@@ -153,7 +153,9 @@ def test_an_empty_cache_is_as_a_fresh_one(method, ids, monkeypatch):
         assert torch.equal(read(model, ids, cache, 0, 30, 31, 70), expected)
 
 
-@pytest.mark.parametrize("name", ["static-mixed", "tokenwise-mixed", "adaptive-mixed", "dynakv-tokenwise-plan"])
+@pytest.mark.parametrize(
+    "name", ["static-mixed", "tokenwise-mixed", "adaptive-mixed", "joint-mixed", "dynakv-tokenwise-plan"]
+)
 @torch.no_grad()
 def test_packed_rows_are_as_they_were(name, ids, monkeypatch):
     """Bits differ from token to token: a row too many, or a byte, would move all that follow. What the first layer stores
@@ -204,7 +206,7 @@ def test_rows_that_are_refused_leave_none(ids, monkeypatch):
     assert rows == (sequence.key.coef.length, sequence.value.coef.length) == (sequence.positions.num_low_rank,) * 2
 
 
-@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint", "tokenwise-mixed"])
+@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint", "tokenwise-mixed", "joint-mixed"])
 @torch.no_grad()
 def test_the_last_layer_is_whole_without_a_crop(name, ids, monkeypatch):
     """All layers have the call's tokens then, so that nothing refuses the next."""
@@ -295,7 +297,7 @@ def cut_at_line(number, call):
     return seen, where
 
 
-@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint", "subspace-a", "adaptive-mixed"])
+@pytest.mark.parametrize("name", ["dynakv", "ojakv-joint", "subspace-a", "adaptive-mixed", "joint-mixed"])
 @torch.no_grad()
 def test_any_line_may_be_cut(name, ids):
     generator, model = random.Random(name), tiny_model()

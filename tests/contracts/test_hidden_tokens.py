@@ -11,7 +11,7 @@ from lowrank_kv.utils.errors import UserError
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT = 40
-NAMES = ("ojakv-joint", "ojakv-pf", "adaptive-mixed", "dynakv-plan")
+NAMES = ("ojakv-joint", "ojakv-pf", "adaptive-mixed", "joint-mixed", "dynakv-plan")
 every_method = pytest.mark.parametrize(
     "method", [m for m in METHODS if m.name in NAMES], ids=lambda method: method.name
 )

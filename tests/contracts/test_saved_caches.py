@@ -30,7 +30,7 @@ torch.save(torch.cat(logits, dim=1), f"{directory}/logits.pt")
 """
 
 
-@pytest.mark.parametrize("name", ["dynakv", "ojakv", "ojakv-joint", "tokenwise-mixed", "adaptive-mixed"])
+@pytest.mark.parametrize("name", ["dynakv", "ojakv", "ojakv-joint", "tokenwise-mixed", "adaptive-mixed", "joint-mixed"])
 @pytest.mark.parametrize("compiled", ["1", "0"], ids=["", "without compiled code"])
 @torch.no_grad()
 def test_a_saved_cache_goes_on_in_another_process(name, compiled, tmp_path):

@@ -69,7 +69,7 @@ def test_a_sketch_that_has_seen_too_few_directions_is_filled_up_the_same(dtype, 
 
 
 @OTHERS
-@pytest.mark.parametrize("preset", ["adaptive-mixed", "static-joint-pf", "ojakv-joint"])
+@pytest.mark.parametrize("preset", ["adaptive-mixed", "joint-mixed", "static-joint-pf", "ojakv-joint"])
 @torch.no_grad()
 def test_a_model_that_is_compressed_under_them_is_the_same(preset, dtype, device):
     bases = calibration_of(tiny_model(), read=True)

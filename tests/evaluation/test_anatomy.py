@@ -44,6 +44,19 @@ def test_shares_of_planned_tokens_are_the_bytes_a_cache_holds_of_them(model, cal
             torch.testing.assert_close(share_L2T[index, side] * 32 * 4, held.float())
 
 
+def test_shares_of_a_row_of_several_layers_add_up_to_its_bytes(model, calibration, ids):
+    settings = {"rate": 0.3, "num_sink_tokens": 0, "recent_window": 0, "update_period": 1}
+    make = cache_of(model, calibration, "joint-mixed", own_directions=0, **settings)
+    share_L2T = token_shares(make, states_of(model, ids), 4)
+    cache = make()
+    with torch.no_grad():
+        model(ids[None], past_key_values=cache)  # a prompt, which all layers read exactly
+    coef = cache.layers[-1].sequences[0].key.coef
+    held_T = coef.quantization.size_K[coef.class_of_rows()].float()
+    assert float(held_T.std()) > 0
+    torch.testing.assert_close(share_L2T.sum(dim=(0, 1)) * 32 * 4, held_T)
+
+
 def test_shares_of_learned_ranks_are_those_of_the_gates(ids):
     model = tiny_model()
     states = states_of(model, ids)

@@ -132,7 +132,7 @@ def test_planned_bytes_are_the_bytes_held(model, calibration, preset, prompt, to
     assert cache.rate <= 0.85 * (1 + allowed) + 0.001
 
 
-@pytest.mark.parametrize("preset", ["static-mixed", "tokenwise-mixed", "adaptive-mixed"])
+@pytest.mark.parametrize("preset", ["static-mixed", "tokenwise-mixed", "adaptive-mixed", "joint-mixed"])
 @pytest.mark.parametrize(("share", "most"), [(0.2, 14), (0.5, 8), (5.0, 3)])
 def test_plans_of_bits_meet_a_budget_in_few_trials(calibration, preset, share, most, monkeypatch):
     made = []

@@ -28,7 +28,7 @@ every_method = pytest.mark.parametrize(
 )
 
 # One method of each kind of layer, where all would take a minute.
-QUICK = ("dynakv", "ojakv-joint", "adaptive-mixed")
+QUICK = ("dynakv", "ojakv-joint", "adaptive-mixed", "joint-mixed")
 
 
 def slow_but_for(method, names):
