@@ -17,8 +17,10 @@ from lowrank_kv.hf import compile_decoding as compiled
 from lowrank_kv.hf.compile_decoding import compile_decoding
 from lowrank_kv.utils.errors import UserError
 
-DYNAKV, OJAKV = (next(method for method in METHODS if method.name == name) for name in ("dynakv", "ojakv-pf"))
-both_methods = pytest.mark.parametrize("method", [DYNAKV, OJAKV], ids=lambda method: method.name)
+DYNAKV, OJAKV, JOINT = (
+    next(method for method in METHODS if method.name == name) for name in ("dynakv", "ojakv-pf", "joint-mixed")
+)
+all_kinds = pytest.mark.parametrize("method", [DYNAKV, OJAKV, JOINT], ids=lambda method: method.name)
 needs_cxx = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
 STEPS = 4
 
@@ -59,7 +61,7 @@ def decoded(model, ids, cache, steps=STEPS):
     return torch.cat([model(token, past_key_values=cache).logits for _ in range(steps)], dim=1)
 
 
-@both_methods
+@all_kinds
 def test_only_decoded_tokens_run_compiled_and_one_graph_serves_them_all(method, ids, graphs):
     model = tiny_model(num_hidden_layers=2)
     make_cache = method.build(model, 0.5)
@@ -152,7 +154,7 @@ def test_a_ninth_graph_of_a_kind_takes_the_place_of_eight(ids, graphs):
         assert len(graphs) == count
 
 
-@both_methods
+@all_kinds
 def test_under_autocast_a_compiled_token_has_the_dtype_of_any(method, ids, graphs):
     model = tiny_model(num_hidden_layers=2)
     make_cache = method.build(model, 0.5)
