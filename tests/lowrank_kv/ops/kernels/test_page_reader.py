@@ -79,7 +79,7 @@ def test_attention_is_that_of_compiled_code(device, generator, row_format, dtype
     expected_THD = torch.full((token_count, QUERY_HEADS, HEAD_DIM), 9.0)
     options = {"scaling": 0.25, "softcap": softcap, "sees_itself": sees_itself}
     tokens.pages.attend(
-        query_THD, step, sequences, served_N, PageDecoders(*decoders, in_pairs=dtype == torch.bfloat16), rotation,
+        query_THD, step, sequences, served_N, PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None), rotation,
         output_THD=expected_THD, **options,
     )  # fmt: skip
     found_THD = torch.full_like(expected_THD, 9.0, dtype=dtype, device=device)
