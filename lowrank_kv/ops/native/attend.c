@@ -37,7 +37,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
     int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
         slot[t] = slot_of(store, bucket, first + t);
-        if (task->cos) place[t] = rotation_of(task, slot[t]);
+        if (task->cos) place[t] = rotation_of(task, slot[t], task->pairs);
     }
     const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;

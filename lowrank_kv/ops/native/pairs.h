@@ -1,6 +1,7 @@
 /* Planned coefficients of one part, multiplied as bfloat16, two at a time.
  *
- * The tokens of a stretch are served class by class, so that those of one rank fill whole tiles.
+ * The tokens of a stretch, or of a chunk of it where some pairs are interpolated, are served class by class, so that those of
+ * one rank fill whole tiles.
  */
 #pragma once
 #include <stdint.h>
@@ -60,7 +61,7 @@ static void score_pairs(const struct task *task, const struct alike *tokens, con
     const int64_t stride = in_blocks(rank) / 2, pairs = nodes ? rebuilt_pairs(task) : task->pairs;
     const uint8_t *const *next = tokens->row + tokens->count;
     for (int64_t t = 0; t < tokens->count; t++) {
-        scratch->place[t] = rotation_of(task, tokens->slot[t]);
+        scratch->place[t] = rotation_of(task, tokens->slot[t], pairs);
         if (t >= tokens->left) continue;
         __builtin_prefetch(next[t]);
         __builtin_prefetch(next[t] + tokens->row_bytes - 1);

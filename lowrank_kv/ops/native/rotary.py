@@ -29,7 +29,9 @@ class PackedRotary:
         cos, sin = contiguous_fp32(cos_BTX), contiguous_fp32(sin_BTX)
         self._keepalive = cos, sin  # their addresses follow
         batch, _, size = cos.shape
-        self.for_attend = ATTEND_ROTARY.pack(cos.data_ptr(), sin.data_ptr(), size, size if slow_from is None else slow_from)
+        self.for_attend = ATTEND_ROTARY.pack(
+            cos.data_ptr(), sin.data_ptr(), size, size if slow_from is None else slow_from
+        )
         self.for_encode = ENCODE_ROTARY.pack(cos.data_ptr(), sin.data_ptr(), 0 if batch == 1 else cos.stride(0), size)
 
     def __reduce__(self) -> tuple:

@@ -39,7 +39,7 @@ struct scratch {
     struct ahead next[2];        /* of these */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
     struct arranged arranged;    /* of the stretch, where pairs are multiplied */
-    float *memory_of_nodes;      /* of a chunk of it, where some pairs are interpolated */
+    float *memory_of_nodes;      /* see slow.h */
 };
 
 /* Prefetches some rows of the next task, which are at full rank and few: while values are summed, nothing else is. */
@@ -48,11 +48,10 @@ static inline void prefetch_next(struct scratch *scratch) {
     prefetch_some(scratch->next + 1);
 }
 
-/* Prefetches the rotation of a slot as far as keys are rebuilt, and returns its offset in `cos` and `sin`. */
-static inline int64_t rotation_of(const struct task *task, int64_t slot) {
+/* Prefetches the rotation of a slot's first `pairs` pairs, and returns its offset in `cos` and `sin`. */
+static inline int64_t rotation_of(const struct task *task, int64_t slot, int64_t pairs) {
     const int64_t place = task->pairs * (task->place ? task->place[slot] : slot + task->first_place);
-    const int64_t rebuilt = rebuilt_pairs(task);
-    for (int64_t f = 0; f < rebuilt; f += 16) { /* needed once the block is rebuilt */
+    for (int64_t f = 0; f < pairs; f += 16) { /* needed once the block is rebuilt */
         __builtin_prefetch(task->cos + place + f);
         __builtin_prefetch(task->sin + place + f);
     }

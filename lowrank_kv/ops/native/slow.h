@@ -5,8 +5,8 @@
  * once for all tokens. A token's coefficients are then multiplied with one vector for each node and query instead of all slow
  * columns of all heads, and its score is interpolated between the nodes.
  *
- * A pair that turns by 1/300 a place is interpolated to (CHUNK / 2 / 300)^3 / 24 = 0.0004 of its length, a fifth of what
- * bfloat16 rounds.
+ * A pair that turns by 1/300 a place is interpolated to (CHUNK / 2 / 300)^3 / 24 = 0.003 of its length, and those behind it,
+ * which turn more slowly, far better. bfloat16, in which coefficients, decoder and angles are, rounds each by up to 0.002.
  */
 #pragma once
 #include <stdint.h>
@@ -17,16 +17,18 @@
 
 enum { NODES = 3, CHUNK = 256 }; /* CHUNK: places */
 
-/* The vectors of a chunk's nodes, and what becomes of them. */
+/* A chunk's nodes. */
 struct nodes {
-    float *turned;  /* (NODES · queries of a KV head, slow pairs): of queries, in pairs */
-    float *vectors; /* (KV heads, NODES, queries of each, vector_stride) */
-    float *columns; /* (padded rank / 2, columns): the same in pairs of neighbouring coefficients, node by node */
-    float *found;   /* (tokens, places of a row): a block's products with them */
     float at[NODES]; /* slots */
+    float *turned;   /* (NODES · queries of a KV head, slow pairs): queries turned back, a pair's dims side by side */
+    float *vectors;  /* (KV heads, NODES, queries of each, vector_stride): their products with the decoder */
+    float *columns;  /* (padded rank / 2, columns): the same in pairs of neighbouring coefficients, node by node */
+    float *found;    /* (tokens, found_stride): products of a block's coefficients with them */
 };
 
-static inline int64_t vector_stride(const struct task *task) { return (task->keys->rank + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
+static inline int64_t vector_stride(const struct task *task) {
+    return (task->keys->rank + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+}
 
 /* One for each node and row of queries. */
 static inline int64_t columns_of_nodes(const struct task *task) { return padded(NODES * task->heads); }
@@ -45,22 +47,28 @@ static inline int64_t rebuilt_pairs(const struct task *task) {
     return interpolates ? rebuilt : task->pairs;
 }
 
-/* Floats of a thread's `nodes`, for blocks of `count` tokens. */
-static inline int64_t size_of_nodes(const struct task *task, int64_t count) {
-    const int64_t slow = task->pairs - rebuilt_pairs(task), rank = padded(task->keys->rank);
-    const int64_t rows = NODES * (task->heads / task->num_kv_heads);
-    return slow ? rows * slow + NODES * task->heads * vector_stride(task) + rank / 2 * columns_of_nodes(task) + count * found_stride(task) : 0;
+/* Floats of each array of `struct nodes`, for blocks of so many tokens. */
+struct node_sizes { int64_t turned, vectors, columns, found; };
+
+static inline struct node_sizes node_sizes_of(const struct task *task, int64_t tokens) {
+    const int64_t slow = task->pairs - rebuilt_pairs(task);
+    if (!slow) return (struct node_sizes){0};
+    return (struct node_sizes){NODES * (task->heads / task->num_kv_heads) * slow, NODES * task->heads * vector_stride(task),
+                               padded(task->keys->rank) / 2 * columns_of_nodes(task), tokens * found_stride(task)};
+}
+
+static inline int64_t size_of_nodes(const struct task *task, int64_t tokens) {
+    const struct node_sizes sizes = node_sizes_of(task, tokens);
+    return sizes.turned + sizes.vectors + sizes.columns + sizes.found;
 }
 
 #if HAS_PAIRS
 /* Divides memory of `size_of_nodes`, which is zero at first: numbers that are never written are read, and have to be finite. */
 static struct nodes nodes_in(float *memory, const struct task *task) {
-    const int64_t slow = task->pairs - rebuilt_pairs(task), rank = padded(task->keys->rank);
-    const int64_t rows = NODES * (task->heads / task->num_kv_heads);
-    struct nodes nodes = {.turned = memory};
-    nodes.vectors = nodes.turned + rows * slow;
-    nodes.columns = nodes.vectors + NODES * task->heads * vector_stride(task);
-    nodes.found = nodes.columns + rank / 2 * columns_of_nodes(task);
+    const struct node_sizes sizes = node_sizes_of(task, 0);
+    struct nodes nodes = {.turned = memory, .vectors = memory + sizes.turned};
+    nodes.columns = nodes.vectors + sizes.vectors;
+    nodes.found = nodes.columns + sizes.columns;
     return nodes;
 }
 

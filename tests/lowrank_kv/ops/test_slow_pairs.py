@@ -30,7 +30,12 @@ CLASSES = (
 )
 ONE_CLASS = [(6,) * 5 + (3,) * 40], []
 # Head dim, KV heads, queries that share one, and base of the frequencies.
-MODELS = {"demo": (64, 3, 3, 1e5), "no groups": (64, 4, 1, 1e6), "wide heads": (128, 2, 4, 1e6), "few pairs": (128, 4, 1, 1e4)}
+MODELS = {
+    "demo": (64, 3, 3, 1e5),
+    "no groups": (64, 4, 1, 1e6),
+    "wide heads": (128, 2, 4, 1e6),
+    "few pairs": (128, 4, 1, 1e4),
+}
 
 
 def interpolates() -> bool:
@@ -168,9 +173,7 @@ def test_fp32_is_not_interpolated():
 
 
 def _one_plan() -> TokenPlans:
-    gate = ImportanceGate(
-        linear_C=torch.zeros(RANK), square_C=torch.zeros(RANK), rest_3=torch.zeros(3), leading=RANK
-    )
+    gate = ImportanceGate(linear_C=torch.zeros(RANK), square_C=torch.zeros(RANK), rest_3=torch.zeros(3), leading=RANK)
     return TokenPlans(gate=gate, bounds_K=torch.zeros(0), plans=(BitPlan(ONE_CLASS[0][0], LEVELS),), shares=(1.0,))
 
 
