@@ -1,4 +1,4 @@
-"""Scores of pairs that turn slowly, which compiled code interpolates between positions (slow.h), against the fp64 reference."""
+"""Scores of pairs that turn slowly, interpolated between positions by compiled code, against the fp64 reference."""
 
 import pytest
 import torch
