@@ -35,7 +35,8 @@ class CompiledPages:
             most_tokens=layer.most_tokens,
         )
         in_pairs = key.multiplies_pairs and value.multiplies_pairs
-        self._decoders = PageDecoders(key.decoder_RC, value.decoder_RC, in_pairs=in_pairs)
+        head_dim = layer.head_dim if in_pairs else None
+        self._decoders = PageDecoders(key.decoder_RC, value.decoder_RC, head_dim=head_dim)
         self._rotation = layer.rotation.cos_BTF[0], layer.rotation.sin_BTF[0]
         self._projection: Projection | None = None
         if key.vectors_CR is not None:
@@ -66,6 +67,7 @@ class CompiledPages:
             softcap=None,
             output_THD=found_THD,
             sees_itself=self._layer.sees_itself,
+            slow_from=self._layer.rotation.slow_from,
         )
         if is_direct:
             return

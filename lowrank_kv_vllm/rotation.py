@@ -5,9 +5,11 @@ Shapes: T tokens, G KV heads, D head dim.
 
 import functools
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers import rotary_embedding
 
+from lowrank_kv.ops import native
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.utils.errors import UserError
 
@@ -35,7 +37,8 @@ def rotation_of_model() -> RotaryTable:
 @functools.lru_cache(maxsize=1)
 def _table_of(rope: nn.Module) -> RotaryTable:
     cos_TF, sin_TF = rope.cos_sin_cache.float().chunk(2, dim=-1)
-    return RotaryTable(cos_TF[None].contiguous(), sin_TF[None].contiguous())
+    frequency_F = torch.atan2(sin_TF[1], cos_TF[1])  # of position 1; none turns by more than half a turn
+    return RotaryTable(cos_TF[None].contiguous(), sin_TF[None].contiguous(), native.slow_from(frequency_F))
 
 
 def rotated(table: RotaryTable, key_TGD: Tensor, position_T: Tensor) -> Tensor:

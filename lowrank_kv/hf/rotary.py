@@ -138,7 +138,14 @@ class Rotary:
 
     def _table_of_frequencies(self, position_BT: Tensor, *, rounds_to_bf16: bool = False) -> RotaryTable:
         scaling = getattr(self.module, "attention_scaling", 1.0)
-        return RotaryTable(*native.cos_sin(position_BT, self.module.inv_freq, scaling, rounds_to_bf16=rounds_to_bf16))
+        table = native.cos_sin(position_BT, self.module.inv_freq, scaling, rounds_to_bf16=rounds_to_bf16)
+        follow_one_another = bool((position_BT.diff(dim=1) == 1).all())
+        return RotaryTable(*table, self._slow_from if follow_one_another else None)
+
+    @functools.cached_property
+    def _slow_from(self) -> int:
+        """Of the module's frequencies, which :attr:`follows_frequencies` says are fixed."""
+        return native.slow_from(self.module.inv_freq)
 
 
 def rotary_function(module: nn.Module) -> Callable | None:

@@ -41,10 +41,13 @@ class RotaryTable:
 
     Attributes:
         cos_BTF, sin_BTF: scaling included, any floating dtype; contiguous in F.
+        slow_from: the first pair of those that turn slowly (:func:`lowrank_kv.ops.native.slow_from`), where the table's rows
+            are those of consecutive positions; None where that is not known.
     """
 
     cos_BTF: Tensor
     sin_BTF: Tensor
+    slow_from: int | None = None
 
     def __post_init__(self):
         require(
@@ -62,12 +65,13 @@ class RotaryTable:
     def for_sequence(self, sequence: int, device: torch.device) -> "RotaryTable":
         """One sequence's table, a batch of one, on a device."""
         row = sequence if self.cos_BTF.shape[0] > 1 else 0
-        return RotaryTable(*(table[row : row + 1].to(device) for table in (self.cos_BTF, self.sin_BTF)))
+        tables = (table[row : row + 1].to(device) for table in (self.cos_BTF, self.sin_BTF))
+        return RotaryTable(*tables, self.slow_from)
 
     @functools.cached_property
     def packed(self) -> native.PackedRotary:
         """The table for compiled code, which reads a batch of one."""
-        return native.PackedRotary(self.cos_BTF, self.sin_BTF)
+        return native.PackedRotary(self.cos_BTF, self.sin_BTF, self.slow_from)
 
     @functools.cached_property
     def complex_TF(self) -> Tensor:  # noqa: N802 (a tensor's dims are part of its name)

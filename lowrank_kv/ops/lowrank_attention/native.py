@@ -48,7 +48,11 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
         low_query, key_decoder_PRW, rotary = query, keys.decoder_PRW, rotation.table.packed
         paired = _are_paired(shape_HQD, groups, tokens)
     decoders = native.PackedDecoders(
-        key_decoder_PRW, values.decoder_PRW, paired=paired, key_memo=keys.prepared, value_memo=values.prepared
+        key_decoder_PRW,
+        values.decoder_PRW,
+        head_dim=shape_HQD[2] if paired else None,
+        key_memo=keys.prepared,
+        value_memo=values.prepared,
     )
     held = _view(keys.coef), _view(values.coef), low
     softmax = [native.Tokens(low_query, *held, decoders, rotary, positions, mask_of_low)]

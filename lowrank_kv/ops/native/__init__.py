@@ -4,7 +4,7 @@ and appending new tokens."""
 from lowrank_kv.ops.native.attention import PackedDecoders, Tokens, attend, multiplies_pairs, unsupported_reason
 from lowrank_kv.ops.native.encoding import AppendTarget, EncodedTokens, Encoder, encoder_of, encodes
 from lowrank_kv.ops.native.packing import compiled_writer
-from lowrank_kv.ops.native.rotary import PackedRotary, computes_cos_sin, cos_sin
+from lowrank_kv.ops.native.rotary import PackedRotary, computes_cos_sin, cos_sin, slow_from
 from lowrank_kv.ops.native.store_view import RankBucketView, StoreView, appends
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "encoder_of",
     "encodes",
     "multiplies_pairs",
+    "slow_from",
     "unsupported_reason",
 ]

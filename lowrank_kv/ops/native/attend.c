@@ -37,7 +37,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
     int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
         slot[t] = slot_of(store, bucket, first + t);
-        if (task->cos) place[t] = rotation_of(task, slot[t]);
+        if (task->cos) place[t] = rotation_of(task, slot[t], task->pairs);
     }
     const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
     const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;
@@ -59,7 +59,7 @@ static void score_block(const struct task *task, const struct bucket *bucket, in
             float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
             if (in_registers) {
                 const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, rank, depth, 0};
+                                             rows.stride, stride, rank, depth, task->pairs, 0};
                 rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
                 continue;
             }
@@ -153,11 +153,11 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
     move_shares(values, first, scratch->values);
     for (int64_t i = 0; i < stretches; i++) {
         const int64_t last = first + (end - first) * (i + 1) / stretches;
-        scratch->start = first + (end - first) * i / stretches;
+        scratch->start = first + (end - first) * i / stretches, scratch->end = last;
         move_shares(keys, last, scratch->keys);
         move_shares(values, last, scratch->values);
         const int64_t tokens = last - scratch->start;
-        const int64_t calls = rebuilds_in_registers(task) ? prefetch_calls(tokens, task->num_kv_heads, task->depth) : 0;
+        const int64_t calls = rebuilds_in_registers(task) ? prefetch_calls(tokens, task->num_kv_heads, rebuilt_pairs(task)) : 0;
         scratch->ahead = ahead_of(values, scratch->values, task->parts, calls);
 #if HAS_PAIRS
         if (task->paired) {
@@ -230,19 +230,20 @@ static void decode_values(const struct task *task, const float *latent, float *o
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count) {
     const int64_t threads = tasks->threads, heads = tasks->heads, lanes = tasks->lanes, head_dim = tasks->head_dim;
-    int64_t rank = 0, width = 0, latents = 0, buckets = 0;
+    int64_t rank = 0, width = 0, latents = 0, buckets = 0, nodes = 0;
     for (const struct task *task = tasks; task < tasks + count; task++) {
         const int64_t larger = task->keys->rank > task->values->rank ? task->keys->rank : task->values->rank;
         const int64_t most = task->paired ? in_blocks(larger) : padded(larger);
         if (most > rank) rank = most;
         if (task->decoder_stride > width) width = task->decoder_stride;
         latents += latents_of(task);
+        if (size_of_nodes(task, BLOCK) > nodes) nodes = size_of_nodes(task, BLOCK);
         if (task->keys->num_buckets > buckets) buckets = task->keys->num_buckets;
         if (task->values->num_buckets > buckets) buckets = task->values->num_buckets;
     }
     const int64_t partial = partial_size(BLOCK, head_dim, heads / tasks->num_kv_heads);
     const int64_t key = BLOCK * width > partial ? BLOCK * width : partial;
-    const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes);
+    const int64_t size = padded(BLOCK * (rank + lanes) + key + latents + (3 + STRETCH) * lanes + nodes);
     float *memory = aligned_alloc(64, ((threads * size + heads * head_dim) * sizeof(float) + 63) / 64 * 64);
     struct scratch *all = malloc(threads * sizeof(struct scratch));
     struct share *shares = malloc((threads * 4 * buckets + 1) * sizeof(struct share));
@@ -262,6 +263,7 @@ int attend(const struct task *tasks, int count) {
         scratch->sum = scratch->scaled + lanes;
         scratch->latents = scratch->sum + lanes;
         scratch->scores = scratch->latents + latents;
+        scratch->memory_of_nodes = scratch->scores + STRETCH * lanes;
         scratch->keys = shares + thread * 4 * buckets;
         scratch->values = scratch->keys + buckets;
         scratch->next_keys = scratch->values + buckets;
@@ -269,6 +271,7 @@ int attend(const struct task *tasks, int count) {
         for (int64_t m = 0; m < 2 * lanes; m++) scratch->largest[m] = -FLT_MAX; /* and `scaled` */
         memset(scratch->score, 0, BLOCK * lanes * sizeof(float)); /* the padding stays finite */
         memset(scratch->sum, 0, (lanes + latents) * sizeof(float));
+        memset(scratch->memory_of_nodes, 0, nodes * sizeof(float)); /* the padding stays finite */
     }
     float *decoded = memory + threads * size, *output = tasks->output, *largest = all[0].largest;
     memset(decoded, 0, heads * head_dim * sizeof(float));

@@ -19,9 +19,10 @@ from lowrank_kv.ops.native.store_view import KINDS, NOTHING, StoreView
 from lowrank_kv.ops.scoring import Scoring
 
 # The members of `struct task` in attend.c, in their order: tokens and queries, (the rotation,) decoders, what tasks share.
-_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "6q", "7q2f"))
-# What a basis keeps of its decoder for compiled code: of keys pairs of rows in bf16, or padded rows; rows of values.
-_PAIRS, _KEY_ROWS, _VALUE_ROWS = "native pairs", "native key rows", "native value rows"
+_TOKENS, _DECODERS, _COMMON = (struct.Struct(members) for members in ("10q", "7q", "7q2f"))
+# What a basis keeps of its decoder for compiled code: of keys pairs of rows and of columns in bf16, or padded rows; rows of
+# values.
+_PAIRS, _COLUMNS, _KEY_ROWS, _VALUE_ROWS = "native pairs", "native columns", "native key rows", "native value rows"
 _NO_ROTATION = bytes(ATTEND_ROTARY.size)
 
 
@@ -41,15 +42,15 @@ class PackedDecoders:
     """The maps from coefficients to keys and values, as compiled code reads them.
 
     Args:
-        key_PRW: rebuilds keys, with as many rows as the keys' :class:`StoreView` has coefficients; (R, W) of one part. None
-            where queries are projected onto the coefficients.
+        key_PRW: rebuilds keys, with as many rows as the keys' :class:`StoreView` has coefficients. None where queries are
+            projected onto the coefficients.
         value_PRW: the same for values, which are not rebuilt one by one.
         key_memo, value_memo: where copies in the form that is read are kept for the next time.
-        paired: whether planned coefficients are multiplied two at a time (:func:`multiplies_pairs`); the keys' decoder then
-            has one part and is rounded to bf16.
+        head_dim: D, where planned coefficients are multiplied two at a time (:func:`multiplies_pairs`); the keys' decoder
+            then has one part and is rounded to bf16. None where they are not.
 
     Attributes:
-        key_address, value_address: where they are; 0 where there are none.
+        key_address, column_address, value_address: where they are; 0 where there are none.
         key_stride: numbers from one row of the keys' to the next.
     """
 
@@ -58,25 +59,29 @@ class PackedDecoders:
         key_PRW: Tensor | None,
         value_PRW: Tensor,
         *,
-        paired: bool = False,
+        head_dim: int | None = None,
         key_memo: dict[str, Any] | None = None,
         value_memo: dict[str, Any] | None = None,
     ):
-        key = None
-        if key_PRW is not None:
-            name, prepare = (_PAIRS, _pairs) if paired else (_KEY_ROWS, _padded)
-            key = _kept(key_memo, name, prepare, key_PRW)
+        key = columns = None
+        if key_PRW is not None and head_dim is None:
+            key = _kept(key_memo, _KEY_ROWS, _padded, key_PRW)
+        elif key_PRW is not None:
+            key = _kept(key_memo, _PAIRS, _pairs, key_PRW)
+            columns = _kept(key_memo, _COLUMNS, functools.partial(_columns, head_dim=head_dim), key_PRW)
         value = _kept(value_memo, _VALUE_ROWS, contiguous_fp32, value_PRW)
-        self._keepalive = key, value  # addresses in them follow
-        self.key_address, self.value_address = 0 if key is None else key.data_ptr(), value.data_ptr()
+        self._keepalive = key, columns, value  # addresses in them follow
+        self.key_address, self.column_address = (0 if each is None else each.data_ptr() for each in (key, columns))
+        self.value_address = value.data_ptr()
         self.key_stride = 0 if key is None else key.shape[-1]
         self.packed = _DECODERS.pack(
             self.key_address,
+            self.column_address,
             self.value_address,
             self.key_stride,
             value.shape[-1],
             value.shape[0] if value.dim() == 3 else 1,
-            paired,
+            head_dim is not None,
         )
 
     def __reduce__(self) -> tuple:
@@ -158,7 +163,7 @@ def attend(
                 output + b * output_bytes,
             )
             packed += _NO_ROTATION if rotary is None else rotary.for_attend
-            packed += (_DECODERS.pack(0, 0, 0, 0, groups, False) if decoders is None else decoders.packed) + common
+            packed += (_DECODERS.pack(0, 0, 0, 0, 0, groups, False) if decoders is None else decoders.packed) + common
         if library().attend(packed, len(tokens)):
             raise MemoryError("no memory for the scratch space of compiled decode attention")
     return output_BQHD
@@ -192,6 +197,15 @@ def _pairs(decoder_1RW: Tensor) -> Tensor:
     padded_RW = F.pad(decoder_RW.to(CPU, torch.bfloat16), (0, -width % lanes(), 0, rank % 2))
     bits_RW = padded_RW.view(torch.int16).int()
     return ((bits_RW[1::2] << 16) | (bits_RW[0::2] & 0xFFFF)).contiguous()
+
+
+def _columns(decoder_1RW: Tensor, *, head_dim: int) -> Tensor:
+    """A pair of dims (j, j + D/2) side by side, (G, D/2, R) int32 of two bf16 numbers each, the first in the low half; R
+    padded."""
+    [decoder_RW] = decoder_1RW
+    padded_RW = F.pad(decoder_RW.to(CPU, torch.bfloat16), (0, 0, 0, -len(decoder_RW) % lanes()))
+    bits_GXFR = padded_RW.T.contiguous().view(torch.int16).int().view(-1, 2, head_dim // 2, len(padded_RW))
+    return ((bits_GXFR[:, 1] << 16) | (bits_GXFR[:, 0] & 0xFFFF)).contiguous()
 
 
 def _padded(states: Tensor) -> Tensor:

@@ -217,8 +217,8 @@ struct querying {
     const int64_t *served;   /* (count): the sequences to serve */
     int64_t count;
     const float *cos, *sin;  /* (places, pairs) */
-    int64_t pairs;
-    const float *decoder, *decoder_pairs; /* of keys; the latter NULL where coefficients are not rounded */
+    int64_t pairs, slow;     /* see task.h */
+    const float *decoder, *decoder_pairs, *decoder_columns; /* of keys; the latter two NULL where coefficients are not rounded */
     int64_t decoder_stride, pairs_stride;
     const float *value_decoder;
     int64_t value_width, heads;
@@ -271,7 +271,8 @@ static int attend_one(const struct pages *pages, const struct querying *all, int
             for (int which = 0; which < 2; which++) store[which] = store_of(pages->sides + which, own.buckets + which * count, count);
             tasks[n] = common;
             tasks[n].keys = store, tasks[n].values = store + 1, tasks[n].slots = rows, tasks[n].first_place = pages->num_sinks;
-            tasks[n].cos = all->cos, tasks[n].sin = all->sin, tasks[n].pairs = all->pairs, tasks[n].parts = 1;
+            tasks[n].cos = all->cos, tasks[n].sin = all->sin, tasks[n].pairs = all->pairs, tasks[n].slow = all->slow;
+            tasks[n].parts = 1, tasks[n].decoder_columns = all->decoder_columns;
             tasks[n].decoder = paired ? all->decoder_pairs : all->decoder, tasks[n].value_decoder = all->value_decoder;
             tasks[n].decoder_stride = paired ? all->pairs_stride : all->decoder_stride, tasks[n].value_width = all->value_width;
             tasks[n++].paired = paired;

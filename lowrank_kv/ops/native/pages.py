@@ -22,7 +22,7 @@ from lowrank_kv.utils.errors import UserError
 
 # The members of the structs in pages.c, in their order.
 _SIDE, _PAGES = struct.Struct("17q"), struct.Struct("7q")
-_WRITING, _QUERYING = struct.Struct("16q"), struct.Struct("26q2f")
+_WRITING, _QUERYING = struct.Struct("16q"), struct.Struct("28q2f")
 
 
 class NewTokens(NamedTuple):
@@ -166,6 +166,7 @@ class Pages:
         softcap: float | None,
         output_THD: Tensor,
         sees_itself: bool = True,
+        slow_from: int | None = None,
     ) -> None:
         """Attention of some sequences' new tokens over their pages and, exactly, over the new tokens up to their own.
 
@@ -177,6 +178,7 @@ class Pages:
             output_THD: fp32, contiguous; rows of sequences that are not served stay as they are.
             sees_itself: False where a token sees its own row instead; each sequence served then has one new token, which has
                 been written.
+            slow_from: of the rotation, see :class:`lowrank_kv.ops.rotation.RotaryTable`.
         """
         query_THD = contiguous_fp32(query_THD)
         cos_XF, sin_XF = rotation
@@ -194,6 +196,7 @@ class Pages:
             cos_XF.data_ptr(),
             sin_XF.data_ptr(),
             cos_XF.shape[1],
+            cos_XF.shape[1] if slow_from is None else slow_from,
             *decoders.members,
             query_THD.shape[1],
             sees_itself,
@@ -210,17 +213,17 @@ class PageDecoders:
 
     Args:
         key_RC, value_RC: rebuild keys, and values, from coefficients.
-        in_pairs: whether coefficients are packed by plans of bits, and the model computes in bf16: they are then rounded to
-            it.
+        head_dim: D, where coefficients are packed by plans of bits, and the model computes in bf16: they are then rounded to
+            it. None where they are not.
     """
 
-    def __init__(self, key_RC: Tensor, value_RC: Tensor, *, in_pairs: bool):
+    def __init__(self, key_RC: Tensor, value_RC: Tensor, *, head_dim: int | None):
         rows = PackedDecoders(key_RC[None], value_RC)
-        pairs = PackedDecoders(key_RC[None], value_RC, paired=True) if in_pairs else None
+        pairs = None if head_dim is None else PackedDecoders(key_RC[None], value_RC, head_dim=head_dim)
         self._keepalive = rows, pairs
         self.members = (
             rows.key_address,
-            0 if pairs is None else pairs.key_address,
+            *((0, 0) if pairs is None else (pairs.key_address, pairs.column_address)),
             rows.key_stride,
             0 if pairs is None else pairs.key_stride,
             rows.value_address,

@@ -1,6 +1,7 @@
 /* Planned coefficients of one part, multiplied as bfloat16, two at a time.
  *
- * The tokens of a stretch are served class by class, so that those of one rank fill whole tiles.
+ * The tokens of a stretch, or of a chunk of it where some pairs are interpolated, are served class by class, so that those of
+ * one rank fill whole tiles.
  */
 #pragma once
 #include <stdint.h>
@@ -8,6 +9,7 @@
 #include "plan.h"
 #include "scores.h"
 #include "scratch.h"
+#include "slow.h"
 
 #if HAS_PAIRS
 static void arrange(const struct store *store, const struct share *shares, struct arranged *found) {
@@ -53,12 +55,13 @@ static struct alike next_tokens(const struct alike *of, int64_t first, int64_t m
     return found;
 }
 
-/* Scores of at most BLOCK tokens. */
-static void score_pairs(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
+/* Scores of at most BLOCK tokens; slow pairs are interpolated between `nodes`, if not NULL. */
+static void score_pairs(const struct task *task, const struct alike *tokens, const struct nodes *nodes, struct scratch *scratch) {
     const int64_t sharing = task->heads / task->num_kv_heads, rank = tokens->rank, lanes = task->lanes;
+    const int64_t stride = in_blocks(rank) / 2, pairs = nodes ? rebuilt_pairs(task) : task->pairs;
     const uint8_t *const *next = tokens->row + tokens->count;
     for (int64_t t = 0; t < tokens->count; t++) {
-        scratch->place[t] = rotation_of(task, tokens->slot[t]);
+        scratch->place[t] = rotation_of(task, tokens->slot[t], pairs);
         if (t >= tokens->left) continue;
         __builtin_prefetch(next[t]);
         __builtin_prefetch(next[t] + tokens->row_bytes - 1);
@@ -66,10 +69,12 @@ static void score_pairs(const struct task *task, const struct alike *tokens, str
     read_rows(tokens->plan, tokens->row, tokens->count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
     for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
         const struct rebuilt keys = {scratch->coef, task->decoder + kv_head * task->depth, task->cos, task->sin,
-                                     scratch->place, in_blocks(rank) / 2, task->decoder_stride, (rank + 1) / 2, task->depth, 1};
+                                     scratch->place, stride, task->decoder_stride, (rank + 1) / 2, task->depth, pairs, 1};
         rebuilt_scores(&keys, tokens->count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
                        scratch->score + kv_head * sharing, lanes, &scratch->ahead);
     }
+    if (nodes)
+        add_slow_scores(task, tokens->slot, tokens->count, scratch->coef, stride, rank, nodes, scratch->score);
     for (int64_t t = 0; t < tokens->count; t++) {
         const float scale = scale_of(tokens->row[t][0]);
         for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) *= scale;
@@ -94,13 +99,46 @@ static void weigh_pairs(const struct task *task, const struct alike *tokens, str
                scratch->latent, padded(task->values->rank), 1);
 }
 
+/* How many of the tokens from `first` on have slots before this one. */
+static int64_t count_before(const struct alike *tokens, int64_t first, int64_t slot) {
+    int64_t end = first;
+    while (end < tokens->count && tokens->slot[end] < slot) end++;
+    return end - first;
+}
+
+/* The largest rank for which nodes pay: tokens of a class, `count` of each, spare two products for each coefficient, which
+ * costs as many for each node and head. */
+static int64_t rank_of_nodes(const struct task *task, const struct alike *classes, const int64_t *count) {
+    int64_t rank = 0;
+    for (int k = 0; k < CLASSES; k++)
+        if (classes[k].rank > rank && count[k] * classes[k].rank > NODES * task->heads * (classes[k].rank - rank))
+            rank = classes[k].rank;
+    return rank;
+}
+
 static void score_stretch(const struct task *task, struct scratch *scratch) {
+    const int64_t start = scratch->start, slots = scratch->end - start;
+    const int interpolates = rebuilt_pairs(task) < task->pairs && slots >= CHUNK / 2; /* fewer do not pay for their nodes */
+    const int64_t chunks = interpolates ? (slots + CHUNK - 1) / CHUNK : 1;
+    struct nodes nodes = {0};
+    struct alike classes[CLASSES];
+    int64_t next[CLASSES] = {0}, count[CLASSES];
+    if (interpolates) nodes = nodes_in(scratch->memory_of_nodes, task);
     arrange(task->keys, scratch->keys, &scratch->arranged);
-    for (int k = 0; k < CLASSES; k++) {
-        const struct alike all = tokens_of_class(task->keys, &scratch->arranged, k);
-        for (int64_t t = 0; t < all.count; t += BLOCK) {
-            const struct alike tokens = next_tokens(&all, t, BLOCK);
-            score_pairs(task, &tokens, scratch);
+    for (int k = 0; k < CLASSES; k++) classes[k] = tokens_of_class(task->keys, &scratch->arranged, k);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const int64_t first = start + slots * chunk / chunks, end = start + slots * (chunk + 1) / chunks;
+        for (int k = 0; k < CLASSES; k++) count[k] = count_before(classes + k, next[k], end);
+        const int64_t rank = interpolates ? rank_of_nodes(task, classes, count) : 0;
+        if (rank) set_nodes(task, first, end - first, rank, &nodes);
+        if (interpolates && chunk + 1 < chunks) prefetch_nodes(task, end, start + slots * (chunk + 2) / chunks - end);
+        for (int k = 0; k < CLASSES; next[k] += count[k], k++) {
+            const int64_t blocks = (count[k] + BLOCK - 1) / BLOCK; /* of about equal size */
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t from = count[k] * block / blocks, to = count[k] * (block + 1) / blocks;
+                const struct alike tokens = next_tokens(classes + k, next[k] + from, to - from);
+                score_pairs(task, &tokens, tokens.rank <= rank ? &nodes : NULL, scratch);
+            }
         }
     }
 }

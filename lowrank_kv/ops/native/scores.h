@@ -79,6 +79,7 @@ struct rebuilt {
     const float *cos, *sin;      /* (places, depth / 2) */
     const int64_t *place;        /* (tokens): as an offset in them */
     int64_t coef_stride, decoder_stride, rank, depth;
+    int64_t pairs;               /* those rebuilt, the first ones */
     int64_t paired;              /* whether `coef` and `decoder` hold pairs; ranks are then of these */
 };
 
@@ -89,27 +90,28 @@ enum { HALF = VECTORS / 2, STEP = HALF * LANES };
 /* Whether keys of `depth` dims that `queries` queries share are rebuilt in registers. */
 static inline int fits_registers(int64_t depth, int64_t queries) { return depth % (2 * STEP) == 0 && queries <= LANES; }
 
-/* Dims d to d + STEP of both halves of the keys of some tokens, multiplied with the queries: for each token and query a
- * vector, whose lanes are still to be added. `tokens`, `adds` and `paired` are constants here. */
+/* Dims d to d + half · LANES of both halves of the keys of some tokens, multiplied with the queries: for each token and query
+ * a vector, whose lanes are still to be added. `tokens`, `half`, `adds` and `paired` are constants here. */
 static inline __attribute__((always_inline)) void rebuilt_tile(
-    const int tokens, const int adds, const int paired, const struct rebuilt *keys, int64_t first, int64_t d, int64_t queries, const float *query,
-    float *partial) {
+    const int tokens, const int half, const int adds, const int paired, const struct rebuilt *keys, int64_t first, int64_t d,
+    int64_t queries, const float *query, float *partial) {
     const int64_t depth = keys->depth, far = depth / 2;
+    const int vectors = 2 * half;
     vector key[TILE];
 #pragma GCC unroll 32
-    for (int i = 0; i < tokens * VECTORS; i++) key[i] = (vector){0};
-    accumulate(tokens, VECTORS, paired, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
+    for (int i = 0; i < tokens * vectors; i++) key[i] = (vector){0};
+    accumulate(tokens, vectors, paired, keys->rank, keys->coef + first * keys->coef_stride, keys->coef_stride, 1, keys->decoder + d,
                keys->decoder_stride, far, key);
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
-        vector *own = key + t * VECTORS;
+        vector *own = key + t * vectors;
         const float *cosine = keys->cos + keys->place[first + t] + d, *sine = keys->sin + keys->place[first + t] + d;
 #pragma GCC unroll 4
-        for (int j = 0; j < HALF; j++) {
+        for (int j = 0; j < half; j++) {
             const vector cos = *(const vector *)(cosine + j * LANES), x = own[j];
-            const vector sin = *(const vector *)(sine + j * LANES), y = own[j + HALF];
+            const vector sin = *(const vector *)(sine + j * LANES), y = own[j + half];
             own[j] = x * cos - y * sin;
-            own[j + HALF] = y * cos + x * sin;
+            own[j + half] = y * cos + x * sin;
         }
     }
     partial += first * queries * LANES;
@@ -117,17 +119,17 @@ static inline __attribute__((always_inline)) void rebuilt_tile(
     for (int64_t m = 0; m < queries; m++, query += depth, partial += LANES) {
         vector with[VECTORS]; /* read once for all tokens */
 #pragma GCC unroll 4
-        for (int j = 0; j < HALF; j++) {
+        for (int j = 0; j < half; j++) {
             with[j] = *(const vector *)(query + j * LANES);
-            with[j + HALF] = *(const vector *)(query + far + j * LANES);
+            with[j + half] = *(const vector *)(query + far + j * LANES);
         }
 #pragma GCC unroll 16
         for (int t = 0; t < tokens; t++) {
             vector *found = (vector *)(partial + t * queries * LANES), sum = adds ? *found : (vector){0};
 #pragma GCC unroll 4
-            for (int j = 0; j < HALF; j++) {
-                sum += key[t * VECTORS + j] * with[j];
-                sum += key[t * VECTORS + j + HALF] * with[j + HALF];
+            for (int j = 0; j < half; j++) {
+                sum += key[t * vectors + j] * with[j];
+                sum += key[t * vectors + j + half] * with[j + half];
             }
             *found = sum;
         }
@@ -153,26 +155,38 @@ static inline int64_t partial_size(int64_t count, int64_t depth, int64_t queries
     return fits_registers(depth, queries) ? (count + LANES) * queries * LANES : 0;
 }
 
-/* Calls of `prefetch_some` while the keys of `count` tokens and `heads` heads are scored. */
-static inline int64_t prefetch_calls(int64_t count, int64_t heads, int64_t depth) { return count * heads * (depth / 2 / STEP) / ROWS; }
+/* Calls of `prefetch_some` while the keys of `count` tokens and `heads` heads are scored, of which so many pairs are rebuilt. */
+static inline int64_t prefetch_calls(int64_t count, int64_t heads, int64_t pairs) { return count * heads * pairs / (STEP * ROWS); }
+
+#define REBUILT(T)                                                                                  \
+    case T * 4: rebuilt_tile(T, HALF, 0, 0, keys, first, d, queries, query, partial); break;     \
+    case T * 4 + 1: rebuilt_tile(T, HALF, 0, 1, keys, first, d, queries, query, partial); break; \
+    case T * 4 + 2: rebuilt_tile(T, HALF, 1, 0, keys, first, d, queries, query, partial); break; \
+    case T * 4 + 3: rebuilt_tile(T, HALF, 1, 1, keys, first, d, queries, query, partial); break;
+#define NARROW_REBUILT(T)                                                                         \
+    case T * 4 + 1: rebuilt_tile(T, 1, 0, 1, keys, first, d, queries, query, partial); break;    \
+    case T * 4 + 3: rebuilt_tile(T, 1, 1, 1, keys, first, d, queries, query, partial); break;
 
 /* Scores of `count` tokens, while coefficients of others are prefetched. */
 static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *partial,
                            float *score, int64_t lanes, struct ahead *ahead) {
-    const int64_t tiles = (count + ROWS - 1) / ROWS; /* of about equal size */
-    for (int64_t d = 0; d < keys->depth / 2; d += STEP)
+    /* Pairs that do not fill the registers of ROWS tokens leave room for more tokens. */
+    const int half = keys->pairs % STEP ? 1 : HALF, most = ROWS * HALF / half;
+    const int64_t tiles = (count + most - 1) / most; /* of about equal size */
+    for (int64_t d = 0; d < keys->pairs; d += half * LANES)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = count * tile / tiles, tokens = count * (tile + 1) / tiles - first;
+            const int64_t variant = tokens * 4 + (d > 0) * 2 + (HAS_PAIRS && keys->paired);
             prefetch_some(ahead);
-            switch (tokens * 4 + (d > 0) * 2 + (HAS_PAIRS && keys->paired)) {
-#define REBUILT(T)                                                                             \
-    case T * 4: rebuilt_tile(T, 0, 0, keys, first, d, queries, query, partial); break;     \
-    case T * 4 + 1: rebuilt_tile(T, 0, 1, keys, first, d, queries, query, partial); break; \
-    case T * 4 + 2: rebuilt_tile(T, 1, 0, keys, first, d, queries, query, partial); break; \
-    case T * 4 + 3: rebuilt_tile(T, 1, 1, keys, first, d, queries, query, partial); break;
+            if (half == HALF) switch (variant) {
                 REBUILT(1) REBUILT(2) REBUILT(3) REBUILT(4) REBUILT(5) REBUILT(6)
-#undef REBUILT
             }
+#if HAS_PAIRS
+            else switch (variant) {
+                NARROW_REBUILT(1) NARROW_REBUILT(2) NARROW_REBUILT(3) NARROW_REBUILT(4) NARROW_REBUILT(5) NARROW_REBUILT(6)
+                NARROW_REBUILT(7) NARROW_REBUILT(8) NARROW_REBUILT(9) NARROW_REBUILT(10) NARROW_REBUILT(11) NARROW_REBUILT(12)
+            }
+#endif
         }
     switch (queries) {
 #define ADDED(M) case M: add_lanes(M, count, partial, score, lanes); break;

@@ -6,6 +6,7 @@
 
 #include "ahead.h"
 #include "common.h"
+#include "slow.h"
 #include "store.h"
 #include "task.h"
 
@@ -31,13 +32,14 @@ struct scratch {
     float *latents; /* of each task (heads, padded rank of its values): Σ softmax · coefficients */
     float *latent;  /* of the running one */
     float *scores;  /* of the stretch (STRETCH, lanes) */
-    int64_t start;  /* the stretch's first slot */
+    int64_t start, end; /* the stretch's first slot, and the one behind its last */
     struct share *keys, *values; /* of the stretch, in each bucket */
     struct ahead ahead;          /* of its values */
     struct share *next_keys, *next_values; /* this thread's of the next task, in each bucket */
     struct ahead next[2];        /* of these */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
     struct arranged arranged;    /* of the stretch, where pairs are multiplied */
+    float *memory_of_nodes;      /* see slow.h */
 };
 
 /* Prefetches some rows of the next task, which are at full rank and few: while values are summed, nothing else is. */
@@ -46,10 +48,10 @@ static inline void prefetch_next(struct scratch *scratch) {
     prefetch_some(scratch->next + 1);
 }
 
-/* Prefetches the rotation of a slot, and returns its offset in `cos` and `sin`. */
-static inline int64_t rotation_of(const struct task *task, int64_t slot) {
+/* Prefetches the rotation of a slot's first `pairs` pairs, and returns its offset in `cos` and `sin`. */
+static inline int64_t rotation_of(const struct task *task, int64_t slot, int64_t pairs) {
     const int64_t place = task->pairs * (task->place ? task->place[slot] : slot + task->first_place);
-    for (int64_t f = 0; f < task->pairs; f += 16) { /* needed once the block is rebuilt */
+    for (int64_t f = 0; f < pairs; f += 16) { /* needed once the block is rebuilt */
         __builtin_prefetch(task->cos + place + f);
         __builtin_prefetch(task->sin + place + f);
     }

@@ -16,8 +16,11 @@ struct task {
     float *output;          /* (queries, heads / queries, head_dim), out; the same in all tasks of a softmax */
     const float *cos, *sin; /* (places, pairs): rotate rebuilt keys; NULL when they are not rotated */
     int64_t pairs;
+    int64_t slow; /* the first of the pairs from which on all turn by at most 1/300 from a place to the next; `pairs`: none */
     const float *decoder;       /* (parts, keys.rank, decoder_stride): rebuilds a part's keys; NULL when they are not. Where it
                                  * is of pairs, (keys.rank / 2, decoder_stride) of two neighbours in bfloat16 */
+    const float *decoder_columns; /* where the decoder is of pairs: (num_kv_heads, pairs, padded keys.rank), the two dims of a
+                                   * pair side by side in bfloat16 */
     const float *value_decoder; /* (parts, values.rank, value_width): gives values from coefficients; NULL when they are values */
     int64_t decoder_stride, value_width, parts;
     int64_t paired; /* whether planned coefficients of one part are multiplied as bfloat16, two at a time */

@@ -11,6 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from lowrank_kv.hf.rope import Rope, RopeHistory
 from lowrank_kv.hf.rotary import Rotary, rotates_halves
+from lowrank_kv.ops import native
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.stores.growable_tensor import GROWTH
 
@@ -228,6 +229,21 @@ def test_compiled_angles_of_a_bf16_model_are_rounded_as_its_module_rounds_them()
         assert (ours == theirs).float().mean() > 0.999  # fp32 numbers halfway between two of bf16 may round otherwise
         torch.testing.assert_close(ours, theirs, atol=0, rtol=2**-7)
     assert rotary.compiled_table(position, torch.float16) is None
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C compiler")
+def test_slow_pairs_are_known_where_positions_follow_one_another():
+    rotary = Rotary.from_model(model_of("default"))
+    slow = native.slow_from(rotary.module.inv_freq)
+    assert 0 < slow < len(rotary.module.inv_freq)
+
+    def found(*rows: list[int]) -> int | None:
+        return rotary.compiled_table(torch.tensor(rows, dtype=torch.int32), torch.float32).slow_from
+
+    assert found([5, 6, 7], [0, 1, 2]) == slow
+    assert found([9]) == slow
+    assert found([5, 6, 7], [0, 0, 1]) is None
+    assert found([5, 6, 8]) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

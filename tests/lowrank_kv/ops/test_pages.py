@@ -132,7 +132,7 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         NewTokens(key_TGD, value_TGD, torch.empty(0), torch.empty(0)),
         Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
         served_N,
-        PageDecoders(*decoders, in_pairs=dtype == torch.bfloat16 and classes not in RANKED),
+        PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 and classes not in RANKED else None),
         (cos_XF, sin_XF),
         scaling=0.25,
         softcap=softcap,

@@ -76,12 +76,10 @@ def test_attention_is_that_of_compiled_code(device, generator, row_format, dtype
     decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
     angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
     rotation = angle_XF.cos(), angle_XF.sin()
+    in_c = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
     expected_THD = torch.full((token_count, QUERY_HEADS, HEAD_DIM), 9.0)
     options = {"scaling": 0.25, "softcap": softcap, "sees_itself": sees_itself}
-    tokens.pages.attend(
-        query_THD, step, sequences, served_N, PageDecoders(*decoders, in_pairs=dtype == torch.bfloat16), rotation,
-        output_THD=expected_THD, **options,
-    )  # fmt: skip
+    tokens.pages.attend(query_THD, step, sequences, served_N, in_c, rotation, output_THD=expected_THD, **options)
     found_THD = torch.full_like(expected_THD, 9.0, dtype=dtype, device=device)
     reader_of(tokens, device).attend(
         query_THD.to(device),

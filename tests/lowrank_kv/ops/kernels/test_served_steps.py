@@ -24,7 +24,7 @@ def test_steps_that_write_and_attend_are_those_of_compiled_code(device, generato
     reader, writer = PageReader(page_XY, tokens.layout, **shape), PageWriter(page_XY, tokens.layout)
     sides = tokens.layout.keys, tokens.layout.values
     decoders = [torch.randn(side.row_format.num_coefficients, WIDTH, generator=generator) / 6 for side in sides]
-    on_device, in_c = Decoders(*(each.to(device) for each in decoders)), PageDecoders(*decoders, in_pairs=False)
+    on_device, in_c = Decoders(*(each.to(device) for each in decoders)), PageDecoders(*decoders, head_dim=None)
     angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
     rotation, served_N, cut = (angle_XF.cos(), angle_XF.sin()), torch.tensor([0, 1]), 0
 

@@ -1,0 +1,233 @@
+"""Scores of pairs that turn slowly, interpolated between positions by compiled code, against the fp64 reference."""
+
+import pytest
+import torch
+from even_levels import LEVELS
+from paged_rows import layout_of
+from threads import threads_of
+from written_pages import MOST, Written
+
+from lowrank_kv.ops import native
+from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, reference
+from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages, Sequences
+from lowrank_kv.ops.rotation import RotaryTable, Rotation
+from lowrank_kv.ops.scoring import Scoring
+from lowrank_kv.stores.bit_plan import BitPlan
+from lowrank_kv.stores.growable_tensor import GrowingTensor
+from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.token_plans import TokenPlans
+from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
+
+needs_compiler = pytest.mark.skipif(
+    native.unsupported_reason(torch.bfloat16, torch.device("cpu"), in_pairs=True) is not None, reason="no C compiler"
+)
+RANK = 51
+# The last class has a few tokens of a chunk only, for which nodes do not pay.
+CLASSES = (
+    [(4,) * 3 + (1,) * 9, (5,) * 8 + (2,) * 20, (8,) * 4 + (3,) * 33, (16, 8) + (4,) * 49],
+    [-0.3, 0.4, 1.6],
+)
+ONE_CLASS = [(6,) * 5 + (3,) * 40], []
+# Head dim, KV heads, queries that share one, and base of the frequencies.
+MODELS = {
+    "demo": (64, 3, 3, 1e5),
+    "no groups": (64, 4, 1, 1e6),
+    "wide heads": (128, 2, 4, 1e6),
+    "few pairs": (128, 4, 1, 1e4),
+}
+
+
+def interpolates() -> bool:
+    return native.multiplies_pairs(torch.bfloat16, 64, 64, 1)
+
+
+def frequencies(head_dim: int, base: float) -> torch.Tensor:
+    return base ** (-torch.arange(0, head_dim, 2) / head_dim)
+
+
+def table_of(model: str, positions: int, *, rounds: bool = False) -> RotaryTable:
+    head_dim, _, _, base = MODELS[model]
+    frequency_F = frequencies(head_dim, base)
+    angle_TF = torch.arange(positions)[:, None] * frequency_F
+    cos_TF, sin_TF = (table.bfloat16().float() if rounds else table for table in (angle_TF.cos(), angle_TF.sin()))
+    return RotaryTable(cos_TF[None], sin_TF[None], native.slow_from(frequency_F))
+
+
+def rotation_of(table: RotaryTable) -> Rotation:
+    def rotate(key_GND, positions):
+        cos, sin = table.cos_BTF[0, positions].to(key_GND), table.sin_BTF[0, positions].to(key_GND)
+        first, second = key_GND.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    return Rotation(rotate, table)
+
+
+def tokens_of(model: str, count: int, form, table: RotaryTable, *, start: int = 7, queries: int = 1) -> LowRankTokens:
+    classes, bounds = form
+    head_dim, groups, _, _ = MODELS[model]
+    generator = torch.Generator().manual_seed(count)
+    gate = ImportanceGate(
+        linear_C=torch.randn(RANK, generator=generator) / RANK**0.5,
+        square_C=torch.zeros(RANK),
+        rest_3=torch.zeros(3),
+        leading=RANK,
+    )
+    shares = (1 / len(classes),) * len(classes)
+    plans = tuple(BitPlan(bits, LEVELS) for bits in classes)
+    token_plans = TokenPlans(gate=gate, bounds_K=torch.tensor(bounds), plans=plans, shares=shares)
+
+    def operands():
+        coef = TokenwiseCoefficients(token_plans, dtype=torch.bfloat16, device=torch.device("cpu"))
+        coef.append(torch.randn(1, count, RANK, generator=generator))
+        basis = torch.randn(1, groups * head_dim, coef.rank, generator=generator) / coef.rank**0.5
+        whole = torch.randn(groups, 3, head_dim, generator=generator).bfloat16()
+        return Operands(coef, basis.bfloat16(), GrowingTensor(whole, dim=1))
+
+    mask_QT = None
+    if queries > 1:
+        mask_QT = torch.rand(queries, count + 3, generator=generator) < 0.8
+    return LowRankTokens(operands(), operands(), rotation_of(table), slice(start, start + count), mask_QT)
+
+
+def errors(model: str, tokens: LowRankTokens, queries: int = 1, **scoring) -> tuple[torch.Tensor, float, float]:
+    """The attention, and how far it and that without interpolation are from the reference in fp64, relative to its norm."""
+    head_dim, groups, sharing, _ = MODELS[model]
+    query = torch.randn(groups * sharing, queries, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scoring = Scoring(0.3, **scoring)  # weights differ between tokens
+    table = tokens.rotation.table
+    plain = tokens._replace(rotation=rotation_of(RotaryTable(table.cos_BTF, table.sin_BTF)))
+    expected = reference.lowrank_attention(query.double(), tokens, scoring)
+    found, without = (native_attention.lowrank_attention(query, each, scoring) for each in (tokens, plain))
+    error, error_without = (float((each.double() - expected).norm() / expected.norm()) for each in (found, without))
+    return found, error, error_without
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", [CLASSES, ONE_CLASS], ids=["four classes", "one class"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 90, 150, 700, 2500])
+def test_interpolated_scores_are_as_near_to_the_reference(model, count, form):
+    table = table_of(model, count + 8)
+    _, error, without = errors(model, tokens_of(model, count, form, table))
+    assert error < 0.02
+    assert error < 1.5 * without + 1e-3
+
+
+@needs_compiler
+def test_pairs_are_interpolated_where_tokens_are_many():
+    """So that the tests here tell something: results differ in the last bits."""
+    if not interpolates():
+        pytest.skip("this processor does not multiply pairs of bf16")
+    for count, are_interpolated in ((90, False), (150, True), (2500, True)):
+        table = table_of("demo", count + 8)
+        _, error, without = errors("demo", tokens_of("demo", count, CLASSES, table))
+        assert (error != without) == are_interpolated
+
+
+@needs_compiler
+@pytest.mark.parametrize("rounds", [True, False], ids=["angles in bf16", "angles in fp32"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_far_positions_on_several_threads(rounds, threads):
+    table = table_of("demo", 8192, rounds=rounds)
+    with threads_of(threads):
+        _, error, without = errors("demo", tokens_of("demo", 1500, CLASSES, table, start=6000))
+    assert error < 0.02
+    assert error < 1.5 * without + 1e-3
+
+
+@needs_compiler
+def test_several_queries_that_see_some_tokens():
+    table = table_of("wide heads", 608)
+    tokens = tokens_of("wide heads", 600, CLASSES, table, queries=2)
+    _, error, _ = errors("wide heads", tokens, queries=2, softcap=5.0)
+    assert error < 0.02
+
+
+@needs_compiler
+def test_scattered_positions_are_not_interpolated():
+    table = table_of("demo", 9000)
+    tokens = tokens_of("demo", 600, ONE_CLASS, table)
+    position_T = torch.randperm(9000, generator=torch.Generator().manual_seed(0))[:600].sort().values
+    _, error, without = errors("demo", tokens._replace(positions=position_T))
+    assert error == without < 0.02
+
+
+@needs_compiler
+def test_fp32_is_not_interpolated():
+    table = table_of("demo", 700)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for each in (table, RotaryTable(table.cos_BTF, table.sin_BTF)):
+        generator.manual_seed(0)
+        operands = []
+        for _ in range(2):
+            coef = TokenwiseCoefficients(_one_plan(), dtype=torch.float32, device=torch.device("cpu"))
+            coef.append(torch.randn(1, 600, RANK, generator=generator))
+            basis = torch.randn(1, 192, coef.rank, generator=generator)
+            operands.append(Operands(coef, basis, GrowingTensor(torch.randn(3, 3, 64, generator=generator), dim=1)))
+        tokens = LowRankTokens(*operands, rotation_of(each), slice(4, 604))
+        query = torch.randn(9, 1, 64, generator=generator)
+        found.append(native_attention.lowrank_attention(query, tokens, Scoring(0.1)))
+    assert torch.equal(*found)
+
+
+def _one_plan() -> TokenPlans:
+    gate = ImportanceGate(linear_C=torch.zeros(RANK), square_C=torch.zeros(RANK), rest_3=torch.zeros(3), leading=RANK)
+    return TokenPlans(gate=gate, bounds_K=torch.zeros(0), plans=(BitPlan(ONE_CLASS[0][0], LEVELS),), shares=(1.0,))
+
+
+@needs_compiler
+@pytest.mark.parametrize("classes", [1, 4])
+def test_pages_are_interpolated_too(classes):
+    """Pages of 32 coefficients, read as keys and values of wider heads."""
+    head_dim, groups, _, _ = MODELS["demo"]
+    groups, heads, lengths = 3, 9, [500, 200]
+    tokens = Written(layout_of(classes, num_sinks=0, itemsize=2), lengths, torch.bfloat16)
+    tokens.write_all()
+    pages = Pages(
+        tokens.page_XY, tokens.layout, num_kv_heads=groups, head_dim=head_dim, dtype=torch.bfloat16, most_tokens=MOST
+    )
+    generator = torch.Generator().manual_seed(3)
+    decoders = [
+        (torch.randn(side.row_format.num_coefficients, groups * head_dim, generator=generator) / 6).bfloat16()
+        for side in (tokens.layout.keys, tokens.layout.values)
+    ]
+    table = table_of("demo", MOST)
+    query_THD = torch.randn(2, heads, head_dim, generator=generator).bfloat16()
+    new = torch.zeros(2, groups, head_dim, dtype=torch.bfloat16)
+    found = []
+    for slow_from in (table.slow_from, None):
+        output_THD = torch.empty(2, heads, head_dim)
+        pages.attend(
+            query_THD,
+            NewTokens(new, new, torch.empty(0), torch.empty(0)),
+            Sequences(torch.tensor([0, 1, 2]).int(), torch.tensor(lengths).int(), tokens.page_BP),
+            torch.arange(2),
+            PageDecoders(*decoders, head_dim=head_dim),
+            (table.cos_BTF[0], table.sin_BTF[0]),
+            scaling=0.1,
+            softcap=None,
+            output_THD=output_THD,
+            sees_itself=False,
+            slow_from=slow_from,
+        )
+        found.append(output_THD)
+    assert torch.equal(*found) != interpolates()
+    for b, length in enumerate(lengths):
+        key_NGD, value_NGD = (
+            (tokens.rows(which, b, length).double() @ decoders[which].double()).unflatten(1, (groups, head_dim))
+            for which in range(2)
+        )
+        key_GND = rotation_of(table).rotate(key_NGD.transpose(0, 1), slice(0, length)).repeat_interleave(3, dim=0)
+        weight_HN = (torch.einsum("hd,hnd->hn", query_THD[b].double(), key_GND) * 0.1).softmax(-1)
+        expected_HD = torch.einsum("hn,hnd->hd", weight_HN, value_NGD.transpose(0, 1).repeat_interleave(3, dim=0))
+        for output_THD in found:
+            assert (output_THD[b] - expected_HD).norm() < 0.02 * expected_HD.norm()
+
+
+def test_slow_pairs_are_those_behind_the_last_fast_one():
+    assert native.slow_from(torch.tensor([1.0, 0.1, 0.001, -0.0001])) == 2
+    assert native.slow_from(torch.tensor([1.0, 0.001, -0.1, 0.001])) == 3
+    assert native.slow_from(torch.tensor([0.001])) == 0
+    assert native.slow_from(torch.tensor([1.0])) == 1

@@ -1,0 +1,18 @@
+"""What is read of a model's rotary embedding."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_kv.ops import native
+from lowrank_kv_vllm.rotation import _table_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", [1e4, 1e5, 5e5])
+def test_slow_pairs_are_found_in_the_table_that_vllm_keeps(base, dtype):
+    frequency_F = base ** (-torch.arange(0, 64, 2) / 64)
+    angle_TF = torch.arange(300)[:, None] * frequency_F
+    rope = nn.Module()
+    rope.cos_sin_cache = torch.cat([angle_TF.cos(), angle_TF.sin()], dim=1).to(dtype)
+    assert _table_of(rope).slow_from == native.slow_from(frequency_F)
