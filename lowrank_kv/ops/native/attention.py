@@ -37,6 +37,17 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bo
     return ABSENT if library() is None else None
 
 
+class _Decoder:
+    """A decoder in the form that is read: where it is, numbers from one row to the next, and of how many parts it is."""
+
+    def __init__(self, decoder_PRX: Tensor):
+        self._keepalive, self.address = decoder_PRX, decoder_PRX.data_ptr()
+        self.stride, self.parts = decoder_PRX.shape[-1], decoder_PRX.shape[0] if decoder_PRX.dim() == 3 else 1
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
 class PackedDecoders:
     """The maps from coefficients to keys and values, as compiled code reads them.
 
@@ -62,21 +73,15 @@ class PackedDecoders:
         key_memo: dict[str, Any] | None = None,
         value_memo: dict[str, Any] | None = None,
     ):
-        key = None
+        key, self.key_address, self.key_stride = None, 0, 0
         if key_PRW is not None:
             name, prepare = (_PAIRS, _pairs) if paired else (_KEY_ROWS, _padded)
             key = _kept(key_memo, name, prepare, key_PRW)
+            self.key_address, self.key_stride = key.address, key.stride
         value = _kept(value_memo, _VALUE_ROWS, contiguous_fp32, value_PRW)
-        self._keepalive = key, value  # addresses in them follow
-        self.key_address, self.value_address = 0 if key is None else key.data_ptr(), value.data_ptr()
-        self.key_stride = 0 if key is None else key.shape[-1]
+        self._keepalive, self.value_address = (key, value), value.address
         self.packed = _DECODERS.pack(
-            self.key_address,
-            self.value_address,
-            self.key_stride,
-            value.shape[-1],
-            value.shape[0] if value.dim() == 3 else 1,
-            paired,
+            self.key_address, value.address, self.key_stride, value.stride, value.parts, paired
         )
 
     def __reduce__(self) -> tuple:
@@ -176,13 +181,14 @@ def multiplies_pairs(dtype: torch.dtype, head_dim: int, rotated_dims: int, queri
     return dtype == torch.bfloat16 and bool(library().multiplies_pairs(head_dim, rotated_dims // 2, queries))
 
 
-def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> Tensor:
+def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> _Decoder:
     """`prepare(decoder_PRW)`, or what it returned the last time."""
     if memo is None:
-        return prepare(decoder_PRW)
-    if name not in memo:
-        memo[name] = prepare(decoder_PRW)
-    return memo[name]
+        return _Decoder(prepare(decoder_PRW))
+    kept = memo.get(name)  # None in a copy, too
+    if kept is None:
+        kept = memo[name] = _Decoder(prepare(decoder_PRW))
+    return kept
 
 
 def _pairs(decoder_1RW: Tensor) -> Tensor:
