@@ -127,12 +127,17 @@ class PagedAttention(AttentionImpl[Step]):
         step, tokens = attn_metadata, attn_metadata.num_tokens
         if self._pages is None:
             self._open(kv_cache)
-        new = NewTokens(key[:tokens], value[:tokens], step.position_T, step.slot_T)
+        if len(query) > tokens:
+            query, key, value = (states[:tokens] for states in (query, key, value))
+        self._statistics.add_rows(2 * tokens)
+        if self._pages.decode(query, key, value, step, output[:tokens]):
+            return output
+        new = NewTokens(key, value, step.position_T, step.slot_T)
         self._write(new, step)
         if len(step.decoding_N):
-            self._pages.attend(query[:tokens], new, step, output[:tokens])
+            self._pages.attend(query, new, step, output[:tokens])
         if step.prompts:
-            self._read_prompts(query[:tokens], new, step, output[:tokens])
+            self._read_prompts(query, new, step, output[:tokens])
         return output
 
     def _open(self, kv_cache: Tensor) -> None:
@@ -193,7 +198,6 @@ class PagedAttention(AttentionImpl[Step]):
             value_TC, value_rank_T = self._value.encode(new.value_TGD.float().flatten(1))
             ranks = key_rank_T, value_rank_T
         self._pages.write(new, key_TC, value_TC, ranks)
-        self._statistics.add_rows(2 * step.num_tokens)
 
 
 def pages_of(page_XY: Tensor, layer: Layer) -> LayerPages:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages
 from lowrank_kv.ops.native.projection import Projection
+from lowrank_kv.ops.native.serving import ServedLayer
 from lowrank_kv_vllm.layer import Layer
 from lowrank_kv_vllm.prompts import PromptPages
 from lowrank_kv_vllm.step import Prompt, Step
@@ -39,10 +40,29 @@ class CompiledPages:
         self._decoders = PageDecoders(key.decoder_RC, value.decoder_RC, head_dim=head_dim)
         self._rotation = layer.rotation.cos_BTF[0], layer.rotation.sin_BTF[0]
         self._projection: Projection | None = None
+        self._served: ServedLayer | None = None
         if key.vectors_CR is not None:
             back = layer.rotation.inverse
             turn_back = back.cos_BTF[0].contiguous(), back.sin_BTF[0].contiguous()
             self._projection = Projection(key.vectors_CR, value.vectors_CR, turn_back, num_kv_heads=layer.num_kv_heads)
+            self._served = ServedLayer(
+                self._pages,
+                self._projection,
+                self._decoders,
+                self._rotation,
+                slow_from=layer.rotation.slow_from,
+                num_heads=layer.num_heads,
+                scaling=layer.scale,
+                sees_itself=layer.sees_itself,
+            )
+
+    def decode(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, step: Step, output_THD: Tensor) -> bool:
+        if self._served is None or step.prompts:
+            return False
+        cut = self._served(query_THD, key_TGD, value_TGD, step.served, output_THD)
+        if cut:
+            self.cut += cut
+        return cut is not None
 
     def project(self, new: NewTokens) -> tuple[Tensor, Tensor]:
         assert self._projection is not None, "a codec gives coefficients"

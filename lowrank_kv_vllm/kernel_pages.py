@@ -48,6 +48,9 @@ class KernelPages:
     ) -> None:
         self._writer.write(new, key_TC, value_TC, ranks)
 
+    def decode(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, step: Step, output_THD: Tensor) -> bool:
+        return False  # each of its parts is a kernel
+
     def attend(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
         self._reader.attend(
             query_THD,

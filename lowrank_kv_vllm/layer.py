@@ -54,6 +54,10 @@ class LayerPages(Protocol):
 
     cut: Tensor
 
+    def decode(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, step: Step, output_THD: Tensor) -> bool:
+        """Write and attend a step's tokens in one call, where all of them decode. False, and nothing is done, where that is
+        not one call."""
+
     def project(self, new: NewTokens) -> tuple[Tensor, Tensor]:
         """The coefficients of keys and values, where they are products with the sides' vectors, (T, R) fp32 each."""
 

@@ -19,7 +19,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.settings import settings_in
+from lowrank_kv_vllm.settings import is_asked_for, settings_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +112,7 @@ def _wrap_runner() -> None:
 
 def _build_attention_metadata(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell our backend where each request's prompt ends."""
-    if settings_in(self.vllm_config.additional_config) is None:
+    if not is_asked_for(self.vllm_config.additional_config):
         return original(self, *args, **kwargs)
     from lowrank_kv_vllm.step import describing
 

@@ -81,12 +81,17 @@ class ServingConfig:
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 
 
+def is_asked_for(additional_config: Any) -> bool:
+    """Whether vLLM's `additional_config` has settings, without reading them, which every step would pay for."""
+    return isinstance(additional_config, Mapping) and KEY in additional_config
+
+
 def settings_in(additional_config: Any) -> ServingConfig | None:
     """The settings in vLLM's `additional_config`; None where it has none.
 
     Raises:
         UserError: they are malformed.
     """
-    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+    if not is_asked_for(additional_config):
         return None
     return build(ServingConfig, additional_config[KEY], source=f"`{KEY}` of `--additional-config`")

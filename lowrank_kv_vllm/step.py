@@ -7,6 +7,7 @@ D head dim.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from lowrank_kv.ops.native.pages import Sequences
+from lowrank_kv.ops.native.serving import ServedTokens
 from lowrank_kv_vllm import statistics
 
 _CACHED = "_lowrank_kv_step"  # an attribute of vLLM's description of a step
@@ -95,6 +97,11 @@ class Step:
     decoding_rows: Tensor | None
     prompts: list[Prompt]
     prompt_pages: PromptAttention | None = None
+
+    @functools.cached_property
+    def served(self) -> ServedTokens:
+        """What each layer's compiled code reads of a step on a CPU that has no prompts."""
+        return ServedTokens(self.position_T, self.slot_T, self.sequences, self.decoding_N)
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, prompt_B: Sequence[int], *, block_size: int, guesses: bool) -> "Step":

@@ -103,6 +103,9 @@ class StoredStates:
 def check_shape(key_BGQD: Tensor, value_BGQD: Tensor, geometry: KVGeometry) -> None:
     """Raise :class:`UserError` unless keys and values are of G heads of D dims, as the model's configuration says."""
     groups, head_dim = geometry.num_kv_heads, geometry.head_dim
+    of_keys, of_values = key_BGQD.shape, value_BGQD.shape
+    if of_keys[1] == of_values[1] == groups and of_keys[3] == of_values[3] == head_dim:
+        return
     for what, states in (("keys", key_BGQD), ("values", value_BGQD)):
         if (states.shape[1], states.shape[3]) != (groups, head_dim):
             raise UserError(

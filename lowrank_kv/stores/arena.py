@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.stores.page_rows import PageRows, RowFormat, page_rows
-from lowrank_kv.stores.token_plans import MARK_BYTES, ROWS_BETWEEN_MARKS
+from lowrank_kv.stores.rows_of_classes import ROWS_BETWEEN_MARKS
+from lowrank_kv.stores.token_plans import MARK_BYTES
 from lowrank_kv.utils.config import require
 
 _ALIGNMENT = 16  # bytes

@@ -57,10 +57,11 @@ class GrowingRows:
         Args:
             exact: allocate exactly as many rows as are then in use, without room to grow.
         """
-        self._make_room(count, exact=exact)
+        self.make_room(count, exact=exact)
         return [buffer.narrow(self.dim, self.length, count) for buffer in self._buffers]
 
-    def _make_room(self, count: int, *, exact: bool = False) -> None:
+    def make_room(self, count: int, *, exact: bool = False) -> None:
+        """Have room for the next `count` rows; the arguments are those of :meth:`room_for`."""
         end, capacity = self.row_count.value + count, self._buffers[0].shape[self.dim]
         if end > capacity or (exact and end < capacity):
             self.reserve(end if exact else grown(capacity, end))
@@ -145,13 +146,13 @@ class GrowingTensor(GrowingRows):
             exact: allocate exactly as many rows as are then in use, without room to grow.
         """
         count = rows.shape[self.dim]
-        self._make_room(count, exact=exact)
+        self.make_room(count, exact=exact)
         self._buffers[0].narrow(self.dim, self.row_count.value, count).copy_(rows)
         self.row_count.value += count
 
     def append_number(self, number: int) -> None:
         """Add one number at the end of a tensor of one dimension."""
-        self._make_room(1)
+        self.make_room(1)
         self._buffers[0][self.row_count.value] = number
         self.row_count.value += 1
 

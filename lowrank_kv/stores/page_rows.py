@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.ranked_rows import RANK_BYTES, RankedRows
-from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, TokenPlans
+from lowrank_kv.stores.rows_of_classes import CLASSES_PER_BYTE
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 

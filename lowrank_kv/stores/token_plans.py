@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan, laid_out
 from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.rows_of_classes import CLASSES_PER_BYTE, ROWS_BETWEEN_MARKS, RowsOfClasses
 from lowrank_kv.utils.config import require
 
-MOST_CLASSES, CLASSES_PER_BYTE = 4, 4  # a class has two bits
-# Rows from one whose first byte is noted, in that many bytes, to the next; and what a token takes of class and mark.
-ROWS_BETWEEN_MARKS, MARK_BYTES = 32, 4
+MOST_CLASSES = 4  # that two bits can tell
+MARK_BYTES = 4  # in which a row's first byte is noted
+# What a token takes of class and mark.
 PLACE_BYTES = 1 / CLASSES_PER_BYTE + MARK_BYTES / ROWS_BETWEEN_MARKS
 
 
@@ -109,6 +110,15 @@ class TokenPlans:
             code_MY, _ = plan.encode(row_NR[place_M, : plan.num_coefficients])
             byte_Y[start_N[place_M, None] + torch.arange(code_MY.shape[1], device=row_NR.device)] = code_MY
         return byte_Y
+
+    def nbytes_of(self, class_N: Tensor) -> int:
+        """Bytes of rows of these classes."""
+        return int(self.size_K[class_N].sum())
+
+    def write(self, row_NR: Tensor, class_N: Tensor, into: RowsOfClasses) -> None:
+        """Write rows of these classes, as :meth:`pack` takes them, where there is room for them."""
+        start_N = self.starts(class_N)
+        into.put(self.pack(row_NR, class_N, start_N), class_N, start_N)
 
     @property
     def mean_row_bytes(self) -> float:

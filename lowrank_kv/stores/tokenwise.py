@@ -8,7 +8,8 @@ Shapes: N rows, C coefficients of a row that is written, R that are kept at most
 
 import copy
 import ctypes
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,8 @@ from lowrank_kv.stores.coefficients import TILE_ROWS, Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
 from lowrank_kv.stores.quantization import Quantization
-from lowrank_kv.stores.token_plans import CLASSES_PER_BYTE, ROWS_BETWEEN_MARKS, TokenPlans
+from lowrank_kv.stores.rows_of_classes import CLASSES_PER_BYTE, ROWS_BETWEEN_MARKS, RowsOfClasses, unpacked_classes
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
 
 _MOST_BYTES = 2**31 - 1  # a mark is an int32
@@ -57,7 +59,7 @@ class TokenwiseCoefficients(Coefficients):
 
     def class_of_rows(self) -> Tensor:
         """The class of every row, (N,) int64."""
-        return _unpacked(self.classes.rows, self.length)
+        return unpacked_classes(self.classes.rows, self.length)
 
     def rows(self, start: int = 0, end: int | None = None) -> Tensor:
         """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient."""
@@ -96,36 +98,32 @@ class TokenwiseCoefficients(Coefficients):
             return
         writer = self.quantization if writer is None else writer
         class_N = writer.classes(row_NC) if class_N is None else class_N
-        start_N = self.quantization.starts(class_N)
-        self._append_packed(writer.pack(row_NC, class_N, start_N), class_N, start_N, exact=exact)
+        write = functools.partial(writer.write, row_NC, class_N)
+        self._append(write, len(class_N), writer.nbytes_of(class_N), exact=exact)
 
-    def _append_packed(self, byte_Y: Tensor, class_N: Tensor, start_N: Tensor, *, exact: bool) -> None:
-        """Add packed rows of these classes, which begin at `start_N` of `byte_Y`."""
-        if self.stored.length + len(byte_Y) > _MOST_BYTES:
+    def _append(self, write: Callable[[RowsOfClasses], None], count: int, num_bytes: int, *, exact: bool) -> None:
+        """Add so many rows of so many bytes, which `write` writes."""
+        rows, old_bytes = self.length, self.stored.length
+        if old_bytes + num_bytes > _MOST_BYTES:
             raise UserError(
                 f"the rows of one layer's keys, or values, of one sequence may take {_MOST_BYTES:,} bytes, and these would "
-                f"take {self.stored.length + len(byte_Y):,}; take a lower rate, or a preset without classes of tokens"
+                f"take {old_bytes + num_bytes:,}; take a lower rate, or a preset without classes of tokens"
             )
-        first_marked = -self.length % ROWS_BETWEEN_MARKS
-        num_marks, num_bytes, num_class_bytes = self.marks.length, self.stored.length, self.classes.length
-        stored, classes, marks = self.stored.buffer, self.classes.buffer, self.marks.buffer
+        ends = old_bytes + num_bytes, -(-(rows + count) // CLASSES_PER_BYTE), -(-(rows + count) // ROWS_BETWEEN_MARKS)
+        grown = self.stored, self.classes, self.marks
+        lengths, buffers = [each.length for each in grown], [each.buffer for each in grown]
         try:
-            self.marks.append(start_N[first_marked::ROWS_BETWEEN_MARKS] + num_bytes, exact=exact)
-            self.stored.append(byte_Y, exact=exact)
-            # The last byte of classes may have room, and is written again with those that it has.
-            whole = self.length // CLASSES_PER_BYTE
-            begun_M = _unpacked(self.classes.rows[whole:], self.length - whole * CLASSES_PER_BYTE)
-            packed_M = _packed(torch.cat([begun_M, class_N]))
-            self.classes.room_for(whole + len(packed_M) - num_class_bytes, exact=exact)
-            self.classes.buffer[whole : whole + len(packed_M)] = packed_M
-            self.classes.count_written(whole + len(packed_M) - num_class_bytes)
-            self.row_count.value += len(class_N)
+            for each, end in zip(grown, ends, strict=True):
+                each.make_room(end - each.length, exact=exact)
+            write(RowsOfClasses(*(each.buffer for each in grown), rows, old_bytes))
+            for each, end in zip(grown, ends, strict=True):
+                each.count_written(end - each.length)
+            self.row_count.value += count
         except BaseException:  # an interrupt, too: later rows would be read at places of these
-            self.marks.crop(num_marks)
-            self.stored.crop(num_bytes)
-            self.classes.crop(num_class_bytes)
+            for each, length in zip(grown, lengths, strict=True):
+                each.crop(length)
             raise
-        if not (self.stored.buffer is stored and self.classes.buffer is classes and self.marks.buffer is marks):
+        if any(each.buffer is not buffer for each, buffer in zip(grown, buffers, strict=True)):
             self.native_view = None  # it would keep the earlier buffers until the next token is decoded
 
     def empty_like(self, capacity: int) -> Self:
@@ -146,7 +144,8 @@ class TokenwiseCoefficients(Coefficients):
         # Byte y of the kept ones is byte y − new + start of the old ones.
         old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
         kept = self._empty()
-        kept._append_packed(self.stored.rows[old_Y], kept_N, new_N, exact=True)
+        byte_Y = self.stored.rows[old_Y]
+        kept._append(lambda into: into.put(byte_Y, kept_N, new_N), len(kept_N), len(byte_Y), exact=True)
         self.stored, self.classes, self.marks = kept.stored, kept.classes, kept.marks
         self.row_count, self.native_view = kept.row_count, None
 
@@ -181,7 +180,7 @@ class TokenwiseCoefficients(Coefficients):
 
 def rows_of_bytes(byte_Y: Tensor, class_M: Tensor, count: int, plans: TokenPlans) -> Tensor:
     """`count` rows (N, R) fp32 from their bytes and their packed classes."""
-    class_N = _unpacked(class_M, count)
+    class_N = unpacked_classes(class_M, count)
     return _decoded(byte_Y, plans.starts(class_N), class_N, plans, torch.float32)
 
 
@@ -194,19 +193,6 @@ def _decoded(byte_Y: Tensor, start_N: Tensor, class_N: Tensor, plans: TokenPlans
         code_MY = byte_Y[start_N[place_M, None] + torch.arange(plan.row_bytes(rank), device=byte_Y.device)]
         row_NR[place_M, :rank] = plan.decode(code_MY, code_MY[:, :0], rank, dtype)
     return row_NR
-
-
-def _packed(class_N: Tensor) -> Tensor:
-    """Classes four to a byte, the last ones filled up with zeros."""
-    whole_N = torch.nn.functional.pad(class_N, (0, -len(class_N) % CLASSES_PER_BYTE)).view(-1, CLASSES_PER_BYTE)
-    shift_4 = 2 * torch.arange(CLASSES_PER_BYTE, device=class_N.device)
-    return (whole_N << shift_4).sum(dim=1).to(torch.uint8)
-
-
-def _unpacked(byte_M: Tensor, count: int) -> Tensor:
-    """The first `count` classes, int64."""
-    shift_4 = 2 * torch.arange(CLASSES_PER_BYTE, device=byte_M.device)
-    return ((byte_M.long()[:, None] >> shift_4) & 3).flatten()[:count]
 
 
 def coefficients_of(

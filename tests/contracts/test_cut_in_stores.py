@@ -18,6 +18,7 @@ from methods import METHODS, calibration_of, dynakv_model, tiny_model
 import lowrank_kv
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.ragged_layer import RaggedSequence
+from lowrank_kv.hf.cache.windowed import sequence as windowed_sequence
 from lowrank_kv.stores import tokenwise
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingRows, GrowingTensor
@@ -35,8 +36,9 @@ WRITES = [
     (GrowingTensor, "append"),
     (GrowingTensor, "append_number"),
     (Coefficients, "_write"),
-    (TokenwiseCoefficients, "_append_packed"),
+    (TokenwiseCoefficients, "_append"),
     (RaggedSequence, "note_appended"),
+    (windowed_sequence, "append_full_rank"),
 ]
 # Of a text, the tokens that the call which is cut brings: the first prompt, another chunk, a token, a few.
 CALLS = {"prompt": (0, 30), "chunk": (30, 52), "token": (52, 53)}

@@ -65,7 +65,7 @@ def test_copies_share_nothing(model):
 
 def decoders_read(cache) -> list[Tensor]:
     """The tensors in which compiled code finds the decoders of each layer, of keys and of values."""
-    return [tensor for layer in cache.compressed_layers() for tensor in layer._decoders.compiled()._keepalive]
+    return [each._keepalive for layer in cache.compressed_layers() for each in layer._decoders.compiled()._keepalive]
 
 
 def are_same(one: list[Tensor], other: list[Tensor]) -> list[bool]:

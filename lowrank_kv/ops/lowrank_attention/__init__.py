@@ -30,7 +30,6 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
         operation, backend, because = native, "native", native.unsupported_reason(tokens)
     if because is not None:
         operation, backend = eager, "eager"
-    coef = tokens.keys.coef
-    log_choice("lowrank_attention", backend, coef.dtype, coef.device, because)
+    log_choice("lowrank_attention", backend, tokens.keys.coef.dtype, query_HQD.device, because)
     output_HQD = operation.lowrank_attention(query_HQD, tokens, scoring)
     return without_gradients(output_HQD, query_HQD)

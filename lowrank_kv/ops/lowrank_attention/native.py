@@ -5,23 +5,24 @@ Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
-from lowrank_kv.ops.native.library import contiguous_fp32
+from lowrank_kv.ops.native.full_rank_view import full_rank_view
+from lowrank_kv.ops.native.library import CPU, contiguous_fp32
 from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
-from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
 def unsupported_reason(tokens: LowRankTokens) -> str | None:
-    """Why :func:`lowrank_attention` cannot attend over these tokens; None where it can: all parts hold the same tokens, and
-    keys have as many parts as values."""
+    """Why :func:`lowrank_attention` cannot attend over these tokens on a CPU; None where it can: all parts hold the same
+    tokens, and keys have as many parts as values."""
     keys = tokens.keys
     if keys.basis_PWR.shape[0] != tokens.values.basis_PWR.shape[0]:
         return "keys are not cut into as many parts as values"
@@ -29,7 +30,7 @@ def unsupported_reason(tokens: LowRankTokens) -> str | None:
         return "each part holds tokens of its own"
     if not keys.coef.length:
         return "there are no low-rank tokens"
-    return native.unsupported_reason(keys.coef.dtype, keys.coef.device, in_pairs=rotates_in_pairs(tokens.rotation))
+    return native.unsupported_reason(keys.coef.dtype, CPU, in_pairs=rotates_in_pairs(tokens.rotation))
 
 
 def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
@@ -57,12 +58,15 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
     held = _view(keys.coef), _view(values.coef), low
     softmax = [native.Tokens(low_query, *held, decoders, rotary, positions, mask_of_low)]
     if full:
-        held = _full_rank_view(keys.full), _full_rank_view(values.full), full
+        held = full_rank_view(keys.full), full_rank_view(values.full), full
         softmax.append(native.Tokens(query, *held, mask_QT=mask_of_full))
     shape_BHQD = 1, *shape_HQD
     output_1QHD = native.attend([softmax], shape_BHQD, scoring, groups=groups)
-    output_HQD = output_1QHD.squeeze(0).transpose(0, 1)
-    return output_HQD if output_HQD.dtype == query_HQD.dtype else output_HQD.to(query_HQD.dtype)
+    if query_HQD.dtype != torch.float32:
+        output_1QHD = output_1QHD.to(query_HQD.dtype)
+    if shape_HQD[1] == 1:
+        return output_1QHD.view(shape_HQD)  # one view instead of two, for every decoded token
+    return output_1QHD.squeeze(0).transpose(0, 1)
 
 
 def _are_paired(shape_HQD: Sequence[int], groups: int, tokens: LowRankTokens) -> bool:
@@ -88,9 +92,3 @@ def _view(coef: Coefficients) -> native.StoreView:
     if coef.stored.native_view is None:
         coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
     return coef.stored.native_view
-
-
-def _full_rank_view(full: GrowingTensor) -> native.StoreView:
-    if full.native_view is None:
-        full.native_view = native.StoreView([native.RankBucketView.from_full_rank(full)], full.buffer.shape[2])
-    return full.native_view

@@ -38,6 +38,17 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device, *, in_pairs: bo
     return ABSENT if library() is None else None
 
 
+class _Decoder:
+    """A decoder in the form that is read: where it is, numbers from one row to the next, and of how many parts it is."""
+
+    def __init__(self, decoder_PRX: Tensor):
+        self._keepalive, self.address = decoder_PRX, decoder_PRX.data_ptr()
+        self.stride, self.parts = decoder_PRX.shape[-1], decoder_PRX.shape[0] if decoder_PRX.dim() == 3 else 1
+
+    def __reduce__(self) -> tuple:
+        return NOTHING
+
+
 class PackedDecoders:
     """The maps from coefficients to keys and values, as compiled code reads them.
 
@@ -70,17 +81,16 @@ class PackedDecoders:
             key = _kept(key_memo, _PAIRS, _pairs, key_PRW)
             columns = _kept(key_memo, _COLUMNS, functools.partial(_columns, head_dim=head_dim), key_PRW)
         value = _kept(value_memo, _VALUE_ROWS, contiguous_fp32, value_PRW)
-        self._keepalive = key, columns, value  # addresses in them follow
-        self.key_address, self.column_address = (0 if each is None else each.data_ptr() for each in (key, columns))
-        self.value_address = value.data_ptr()
-        self.key_stride = 0 if key is None else key.shape[-1]
+        self._keepalive = key, columns, value
+        self.key_address, self.key_stride = (0, 0) if key is None else (key.address, key.stride)
+        self.column_address, self.value_address = 0 if columns is None else columns.address, value.address
         self.packed = _DECODERS.pack(
             self.key_address,
             self.column_address,
-            self.value_address,
+            value.address,
             self.key_stride,
-            value.shape[-1],
-            value.shape[0] if value.dim() == 3 else 1,
+            value.stride,
+            value.parts,
             head_dim is not None,
         )
 
@@ -181,13 +191,14 @@ def multiplies_pairs(dtype: torch.dtype, head_dim: int, rotated_dims: int, queri
     return dtype == torch.bfloat16 and bool(library().multiplies_pairs(head_dim, rotated_dims // 2, queries))
 
 
-def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> Tensor:
+def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> _Decoder:
     """`prepare(decoder_PRW)`, or what it returned the last time."""
     if memo is None:
-        return prepare(decoder_PRW)
-    if name not in memo:
-        memo[name] = prepare(decoder_PRW)
-    return memo[name]
+        return _Decoder(prepare(decoder_PRW))
+    kept = memo.get(name)  # None in a copy, too
+    if kept is None:
+        kept = memo[name] = _Decoder(prepare(decoder_PRW))
+    return kept
 
 
 def _pairs(decoder_1RW: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The same, with the types of its functions."""
     address, number = ctypes.c_void_p, ctypes.c_int64
     kernels.append.argtypes = [address, address, number]
+    kernels.append_full_rank.argtypes = [address]
     kernels.encode.restype = number
     kernels.multiplies_pairs.argtypes = [number, number, number]
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, number, address, address]
@@ -78,9 +79,12 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.classify_rows.argtypes = [address, address, number, number, number, address]
     kernels.classify_rows.restype = None
     kernels.pack_rows.argtypes = [address, address, number, number, address, address, number, address]
+    kernels.bytes_of_rows.argtypes, kernels.bytes_of_rows.restype = [address, address, number], number
+    kernels.append_rows.argtypes = [address, address, number, number, address, number, address]
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
     kernels.read_pages.argtypes = [address, number, address, number, number, address]
     kernels.attend_pages.argtypes = [address, address]
+    kernels.serve_pages.argtypes, kernels.serve_pages.restype = [address] * 5, number
     return kernels
 
 

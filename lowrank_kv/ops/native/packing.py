@@ -15,10 +15,14 @@ from torch import Tensor
 from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, library
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
+from lowrank_kv.stores.rows_of_classes import RowsOfClasses
 from lowrank_kv.stores.token_plans import TokenPlans
 
-# The members of `struct coder` and `struct importance` in pack.h, in their order.
-_CODER, _IMPORTANCE = struct.Struct("6q"), struct.Struct("7q")
+# The members of `struct coder` and `struct importance` in pack.h, in their order, and of `struct rows_of_classes` in
+# pack_rows.c.
+_CODER, _IMPORTANCE, _ROWS = struct.Struct("6q"), struct.Struct("7q"), struct.Struct("5q")
+
+_NO_MEMORY = "no memory for the scratch space of packing"
 
 
 class PackedCoder(CStruct):
@@ -56,28 +60,15 @@ class PackedGate(CStruct):
 
 
 class _Coders:
-    """How rows are packed by one plan, or by one for each class."""
+    """How rows are packed by one plan, or by one for each class.
+
+    Attributes:
+        addresses: of the plans' coders.
+    """
 
     def __init__(self, plans: Sequence[BitPlan]):
         self._keepalive = [PackedCoder(plan) for plan in plans]
-        self._addresses = (ctypes.c_int64 * len(plans))(*(coder.address for coder in self._keepalive))
-
-    def packed(self, row_NR: Tensor, class_N: Tensor | None, start_N: Tensor, total: int) -> Tensor:
-        """The bytes of rows that begin at these, (Y,) uint8; `class_N` is None where there is one plan."""
-        row_NR = contiguous_fp32(row_NR)
-        byte_Y = torch.empty(total, dtype=torch.uint8, device=CPU)
-        failed = library().pack_rows(
-            self._addresses,
-            row_NR.data_ptr(),
-            *row_NR.shape[::-1],
-            0 if class_N is None else class_N.data_ptr(),
-            start_N.data_ptr(),
-            torch.get_num_threads(),
-            byte_Y.data_ptr(),
-        )
-        if failed:
-            raise MemoryError("no memory for the scratch space of packing")
-        return byte_Y
+        self.addresses = (ctypes.c_int64 * len(plans))(*(coder.address for coder in self._keepalive))
 
 
 class CompiledPlan:
@@ -93,8 +84,20 @@ class CompiledPlan:
         """See :meth:`BitPlan.encode`; rows (…, N, R) of all coefficients."""
         *lead, rank = rows_NR.shape
         count, size = math.prod(lead), self._plan.row_bytes(rank)
-        start_N = torch.arange(count, device=CPU) * size
-        byte_Y = self._coders.packed(rows_NR.reshape(count, rank), None, start_N, count * size)
+        row_NR, start_N = contiguous_fp32(rows_NR.reshape(count, rank)), torch.arange(count, device=CPU) * size
+        byte_Y = torch.empty(count * size, dtype=torch.uint8, device=CPU)
+        failed = library().pack_rows(
+            self._coders.addresses,
+            row_NR.data_ptr(),
+            rank,
+            count,
+            0,  # all are of one class
+            start_N.data_ptr(),
+            torch.get_num_threads(),
+            byte_Y.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(_NO_MEMORY)
         return byte_Y.view(*lead, size), rows_NR.new_empty(*lead, 0)
 
 
@@ -117,9 +120,24 @@ class CompiledTokenPlans:
         )
         return class_N
 
-    def pack(self, row_NR: Tensor, class_N: Tensor, start_N: Tensor) -> Tensor:
-        """See :meth:`TokenPlans.pack`."""
-        return self._coders.packed(row_NR, class_N, start_N, self._plans.end(class_N, start_N))
+    def nbytes_of(self, class_N: Tensor) -> int:
+        """See :meth:`TokenPlans.nbytes_of`."""
+        return library().bytes_of_rows(self._coders.addresses, class_N.data_ptr(), len(class_N))
+
+    def write(self, row_NR: Tensor, class_N: Tensor, into: RowsOfClasses) -> None:
+        """See :meth:`TokenPlans.write`."""
+        row_NR = contiguous_fp32(row_NR)
+        stored, classes, marks, *counts = into
+        failed = library().append_rows(
+            self._coders.addresses,
+            row_NR.data_ptr(),
+            *row_NR.shape[::-1],
+            class_N.data_ptr(),
+            torch.get_num_threads(),
+            _ROWS.pack(stored.data_ptr(), classes.data_ptr(), marks.data_ptr(), *counts),
+        )
+        if failed:
+            raise MemoryError(_NO_MEMORY)
 
 
 def compiled_writer(plans: Any, device: torch.device) -> CompiledPlan | CompiledTokenPlans | None:

@@ -5,6 +5,7 @@ sequence at most, N rows, R coefficients.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,18 @@ class Sequences(NamedTuple):
     length_B: Tensor
     page_BP: Tensor
 
+    def members(self, served_N: Tensor) -> tuple[int, ...]:
+        """Where they are, for :func:`querying`, and the numbers of those to serve, int64."""
+        page_BP = self.page_BP
+        return (
+            self.first_B.data_ptr(),
+            self.length_B.data_ptr(),
+            page_BP.data_ptr(),
+            page_BP.stride(0),
+            served_N.data_ptr(),
+            len(served_N),
+        )
+
 
 class Pages:
     """The pages of one layer.
@@ -65,6 +78,9 @@ class Pages:
         head_dim: D.
         dtype: of exact states, fp32 or bf16.
         most_tokens: of a sequence.
+
+    Attributes:
+        address: of what compiled code reads about them.
 
     Raises:
         UserError: there is no compiled code, or pages are smaller than their layout.
@@ -99,6 +115,7 @@ class Pages:
         )
         memory += struct.pack("q", order.data_ptr()) + b"".join(side.packed for side in sides)
         self._struct = CStruct(memory, keepalive=(page_XY, order, sides))
+        self.address = self._struct.address
 
     def write(
         self, new: NewTokens, key_TC: Tensor, value_TC: Tensor, ranks: tuple[Tensor, Tensor] | None = None
@@ -112,20 +129,15 @@ class Pages:
         Returns:
             how many rows are of a cheaper level than asked for, because their pages are full.
         """
-        call = _WRITING.pack(
-            *states_of(new.key_TGD),
-            *states_of(new.value_TGD),
-            key_TC.data_ptr(),
-            value_TC.data_ptr(),
-            key_TC.stride(0),
-            value_TC.stride(0),
-            *((0, 0) if ranks is None else (rank_T.data_ptr() for rank_T in ranks)),
-            new.position_T.data_ptr(),
-            new.slot_T.data_ptr(),
-            len(new.slot_T),
+        call = writing(
+            (*states_of(new.key_TGD), *states_of(new.value_TGD)),
+            (key_TC.data_ptr(), value_TC.data_ptr()),
+            (key_TC.stride(0), value_TC.stride(0)),
+            (new.position_T.data_ptr(), new.slot_T.data_ptr(), len(new.slot_T)),
             torch.get_num_threads(),
+            ranks=(0, 0) if ranks is None else [rank_T.data_ptr() for rank_T in ranks],
         )
-        cut = library().write_pages(self._struct.address, call)
+        cut = library().write_pages(self.address, call)
         if cut < 0:
             raise MemoryError("no memory for the scratch space of packing")
         return cut
@@ -140,7 +152,7 @@ class Pages:
         for which, side in enumerate((self.layout.keys, self.layout.values)):
             rank = side.row_format.num_coefficients
             row_NR = torch.empty(count, rank + -rank % lanes(), dtype=torch.float32, device=CPU)
-            if library().read_pages(self._struct.address, which, page_P.data_ptr(), count, threads, row_NR.data_ptr()):
+            if library().read_pages(self.address, which, page_P.data_ptr(), count, threads, row_NR.data_ptr()):
                 raise MemoryError("no memory for the scratch space of reading pages")
             found.append(row_NR[:, :rank])
         return found[0], found[1]
@@ -181,30 +193,16 @@ class Pages:
             slow_from: of the rotation, see :class:`lowrank_kv.ops.rotation.RotaryTable`.
         """
         query_THD = contiguous_fp32(query_THD)
-        cos_XF, sin_XF = rotation
-        call = _QUERYING.pack(
-            query_THD.data_ptr(),
-            output_THD.data_ptr(),
-            *states_of(new.key_TGD),
-            *states_of(new.value_TGD),
-            sequences.first_B.data_ptr(),
-            sequences.length_B.data_ptr(),
-            sequences.page_BP.data_ptr(),
-            sequences.page_BP.stride(0),
-            served_N.data_ptr(),
-            len(served_N),
-            cos_XF.data_ptr(),
-            sin_XF.data_ptr(),
-            cos_XF.shape[1],
-            cos_XF.shape[1] if slow_from is None else slow_from,
-            *decoders.members,
-            query_THD.shape[1],
-            sees_itself,
+        call = querying(
+            (query_THD.data_ptr(), output_THD.data_ptr()),
+            (*states_of(new.key_TGD), *states_of(new.value_TGD)),
+            sequences.members(served_N),
+            (*rotation_members(rotation, slow_from), *decoders.members, query_THD.shape[1], sees_itself),
             torch.get_num_threads(),
             scaling,
-            softcap or 0.0,
+            softcap,
         )
-        if library().attend_pages(self._struct.address, call):
+        if library().attend_pages(self.address, call):
             raise MemoryError("no memory for the scratch space of attention over pages")
 
 
@@ -267,3 +265,50 @@ class _PackedSide:
 def states_of(state_TGD: Tensor) -> tuple[int, int, int]:
     """Address, and bytes from token to token and from head to head."""
     return state_TGD.data_ptr(), *(stride * state_TGD.itemsize for stride in state_TGD.stride()[:2])
+
+
+def rotation_members(rotation: tuple[Tensor, Tensor], slow_from: int | None) -> tuple[int, int, int, int]:
+    """Where the cos and sin of each place and pair are, how many pairs there are, and from which one on they turn slowly."""
+    cos_XF, sin_XF = rotation
+    pairs = cos_XF.shape[1]
+    return cos_XF.data_ptr(), sin_XF.data_ptr(), pairs, pairs if slow_from is None else slow_from
+
+
+def writing(
+    states: Sequence[int],
+    coefs: Sequence[int],
+    strides: Sequence[int],
+    places: Sequence[int],
+    threads: int,
+    *,
+    ranks: Sequence[int] = (0, 0),
+) -> bytes:
+    """A call that writes tokens.
+
+    Args:
+        states: of keys and then of values, see :func:`states_of`.
+        coefs, strides: addresses of the coefficients of keys and of values, and numbers from one token to the next.
+        places: addresses of the tokens' positions and slots, and how many tokens there are.
+        ranks: addresses of the ranks that tokens ask for; 0 where rows have none.
+    """
+    return _WRITING.pack(*states, *coefs, *strides, *ranks, *places, threads)
+
+
+def querying(
+    in_and_out: Sequence[int],
+    states: Sequence[int],
+    sequences: Sequence[int],
+    layer: Sequence[int],
+    threads: int,
+    scaling: float,
+    softcap: float | None,
+) -> bytes:
+    """A call that attends.
+
+    Args:
+        in_and_out: addresses of queries and of the output.
+        states: as for :func:`writing`.
+        sequences: see :meth:`Sequences.members`.
+        layer: :func:`rotation_members`, those of the decoders, query heads, and whether a token sees itself.
+    """
+    return _QUERYING.pack(*in_and_out, *states, *sequences, *layer, threads, scaling, softcap or 0.0)

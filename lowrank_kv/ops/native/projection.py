@@ -4,6 +4,7 @@ Shapes: T tokens, G KV heads, D head dim, C = G·D joint width, R coefficients, 
 """
 
 import struct
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,35 +24,58 @@ class Projection:
         key_CR, value_CR: coefficients are states · these; of keys before rotation.
         turn_back: cos and sin that undo the rotation at each place, (X, F) fp32, contiguous.
         num_kv_heads: G.
+
+    Attributes:
+        widths: numbers from one token's coefficients to the next, of keys and of values.
     """
 
     def __init__(self, key_CR: Tensor, value_CR: Tensor, turn_back: tuple[Tensor, Tensor], *, num_kv_heads: int):
         self._ranks = key_CR.shape[1], value_CR.shape[1]
         self._vectors = [F.pad(each.float(), (0, -each.shape[1] % lanes())).contiguous() for each in (key_CR, value_CR)]
-        self._turn_back, self._num_kv_heads = turn_back, num_kv_heads
-        self._head_dim = len(key_CR) // num_kv_heads
+        cos_XF, sin_XF = self._turn_back = turn_back
+        self.widths = [vectors.shape[1] for vectors in self._vectors]
+        self._addresses = [vectors.data_ptr() for vectors in self._vectors]
+        self._rotation = cos_XF.data_ptr(), sin_XF.data_ptr(), cos_XF.shape[1]
+        self._heads = num_kv_heads, len(key_CR) // num_kv_heads
 
     def __call__(self, new: NewTokens) -> tuple[Tensor, Tensor]:
         """The coefficients of tokens' keys and values, (T, R) fp32 each, those of a token side by side."""
-        tokens, (cos_XF, sin_XF) = len(new.position_T), self._turn_back
-        coefs = [torch.empty(tokens, vectors.shape[1], dtype=torch.float32, device=CPU) for vectors in self._vectors]
-        call = _PROJECTING.pack(
-            *states_of(new.key_TGD),
-            *states_of(new.value_TGD),
-            *(vectors.data_ptr() for vectors in self._vectors),
-            *(coef.data_ptr() for coef in coefs),
-            *(vectors.shape[1] for vectors in self._vectors),
-            new.position_T.data_ptr(),
-            cos_XF.data_ptr(),
-            sin_XF.data_ptr(),
-            cos_XF.shape[1],
-            tokens,
-            self._num_kv_heads,
-            self._head_dim,
-            KINDS[new.key_TGD.dtype],
-            torch.get_num_threads(),
-        )
+        tokens = len(new.position_T)
+        coefs = [torch.empty(tokens, width, dtype=torch.float32, device=CPU) for width in self.widths]
+        states = *states_of(new.key_TGD), *states_of(new.value_TGD)
+        kind, addresses = KINDS[new.key_TGD.dtype], [coef.data_ptr() for coef in coefs]
+        call = self.packed(states, kind, addresses, new.position_T.data_ptr(), tokens, torch.get_num_threads())
         if library().project_states(call):
             raise MemoryError("no memory for the scratch space of projecting states")
         key_TR, value_TR = (coef[:, :rank] for coef, rank in zip(coefs, self._ranks, strict=True))
         return key_TR, value_TR
+
+    def packed(
+        self,
+        states: Sequence[int],
+        kind: int,
+        coefs: Sequence[int],
+        position: int,
+        tokens: int,
+        threads: int,
+    ) -> bytes:
+        """A call of the compiled code.
+
+        Args:
+            states: of keys and then of values, as :func:`lowrank_kv.ops.native.pages.states_of` gives them.
+            kind: of their numbers.
+            coefs: addresses of what is written, of keys and of values: (T, width) fp32 each, see :attr:`widths`.
+            position: address of the tokens' positions, int64.
+        """
+        return _PROJECTING.pack(
+            *states,
+            *self._addresses,
+            *coefs,
+            *self.widths,
+            position,
+            *self._rotation,
+            tokens,
+            *self._heads,
+            kind,
+            threads,
+        )

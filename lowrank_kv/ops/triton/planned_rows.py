@@ -8,9 +8,9 @@ Shapes: N tokens of a tile, Y coefficients that are read together, K classes.
 import triton
 import triton.language as tl
 
-from lowrank_kv.stores import token_plans
+from lowrank_kv.stores import rows_of_classes
 
-ROWS_BETWEEN_MARKS = tl.constexpr(token_plans.ROWS_BETWEEN_MARKS)
+ROWS_BETWEEN_MARKS = tl.constexpr(rows_of_classes.ROWS_BETWEEN_MARKS)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from lowrank_kv.ops.native import compiled_writer, unsupported_reason
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.quantization import IntegerQuantization
+from lowrank_kv.stores.rows_of_classes import RowsOfClasses, packed_classes, unpacked_classes
 from lowrank_kv.stores.token_plans import TokenPlans
 
 CPU = torch.device("cpu")
@@ -62,11 +63,13 @@ def test_rows_of_one_plan(bits, count, seed, threads):
 @settings(max_examples=60, deadline=None)
 @given(
     classes=st.lists(BITS, min_size=1, max_size=4),
+    earlier=st.integers(0, 70),
     count=st.integers(1, 80),
     seed=st.integers(0, 999),
     threads=st.integers(1, 2),
 )
-def test_rows_of_several_classes(classes, count, seed, threads):
+def test_rows_of_several_classes(classes, earlier, count, seed, threads):
+    """Behind others, whose bytes, classes and marks stay."""
     generator = torch.Generator().manual_seed(seed)
     gate = ImportanceGate(
         linear_C=torch.randn(WIDTH, generator=generator),
@@ -82,13 +85,36 @@ def test_rows_of_several_classes(classes, count, seed, threads):
         gate=gate, bounds_K=bounds_K, plans=tuple(BitPlan(bits, LEVELS) for bits in classes), shares=shares
     )
     class_N = plans.classes(row_NC)
+    before_N = torch.randint(len(classes), (earlier,), generator=generator)
+    size, before = plans.nbytes_of(class_N), plans.nbytes_of(before_N)
+
+    def written(writer):
+        """Nothing is written beyond the last row: each buffer has a number more."""
+        rows = earlier + count
+        buffers = [
+            torch.full((num_bytes + 1,), 0xA5, dtype=torch.uint8) for num_bytes in (before + size, -(-rows // 4))
+        ]
+        buffers.append(torch.full((-(-rows // 32) + 1,), 77, dtype=torch.int32))
+        buffers[1][: -(-earlier // 4)] = packed_classes(before_N)
+        writer.write(row_NC, class_N, RowsOfClasses(*buffers, earlier, before))
+        return buffers
+
     with threads_of(threads):
         writer = copy.deepcopy(compiled_writer(plans, CPU))
-        found_N, byte_Y = writer.classes(row_NC), writer.pack(row_NC, class_N, plans.starts(class_N))
+        found_N = writer.classes(row_NC)
+        assert writer.nbytes_of(class_N) == size
+        stored_Y, *found_places = written(writer)
+    expected_stored_Y, *expected_places = written(plans)
+    for found, expected in zip(found_places, expected_places, strict=True):
+        assert torch.equal(found, expected)
+    assert unpacked_classes(found_places[0], earlier + count).tolist() == [*before_N.tolist(), *class_N.tolist()]
+    assert torch.equal(stored_Y[:before], expected_stored_Y[:before])
+    assert stored_Y[-1] == 0xA5
+    byte_Y = stored_Y[before:-1]
     is_tie_N = (score_N[:, None] - bounds_K).abs().le(1e-4 * score_N.abs()[:, None] + 1e-4).any(dim=1)
     assert bool(((found_N == class_N) | is_tie_N).all())
     expected_Y = plans.pack(row_NC, class_N, plans.starts(class_N))
-    assert byte_Y.shape == expected_Y.shape
+    assert torch.equal(expected_stored_Y[before:-1], expected_Y)
     sizes = plans.size_K[class_N].tolist()
     rows = zip(byte_Y.split(sizes), expected_Y.split(sizes), strict=True)
     for n, (found, expected) in enumerate(rows):

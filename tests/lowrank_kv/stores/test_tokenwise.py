@@ -19,7 +19,8 @@ from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import WIDTHS, BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.importance_gate import ImportanceGate
-from lowrank_kv.stores.token_plans import ROWS_BETWEEN_MARKS, TokenPlans
+from lowrank_kv.stores.rows_of_classes import ROWS_BETWEEN_MARKS
+from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 from lowrank_kv.utils.errors import UserError
 
@@ -208,7 +209,7 @@ def test_rows_that_are_cut_short_leave_none(which, monkeypatch):
     coef, expected = filled(plans, row_NC, [5, 45]), filled(plans, row_NC, [5, 45])
     coef.crop(5)
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(coef, which), "_make_room", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(getattr(coef, which), "make_room", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             coef.append(row_NC[None, 5:])
     coef.append(row_NC[None, 5:])

@@ -38,6 +38,7 @@ class WindowedLayer(SequenceLayer):
         self.schedule = plan.schedule(index)
         self.prompts = CommittedPromptTracker(plan.config)
         self.row_group = RowGroup([self])
+        self._ends_with_queries = plan.config.chooses_by_last_queries  # asked at every token, and worked out here
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
     @functools.cached_property
@@ -78,7 +79,7 @@ class WindowedLayer(SequenceLayer):
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
-        if self.config.chooses_by_last_queries:
+        if self._ends_with_queries:
             self.check_not_padded_right(context.mask)
         new = slice(self.get_seq_length(), self.get_seq_length() + key_BGQD.shape[2])
         present_BQ = [

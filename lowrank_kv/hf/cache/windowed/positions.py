@@ -87,8 +87,18 @@ class TokenPositions:
             position_PN = position_N.to(torch.int32).expand(self._low_rank.buffer.shape[0], -1)
             twin._low_rank = self._low_rank.sharing_buffers()
             twin._low_rank.append(position_PN)
-        twin._find_run()
+        twin._low_rank_run = self._continued_run(position_N)
+        if twin._low_rank_run is None:
+            twin._find_run()
         return twin
+
+    def _continued_run(self, position_N: Tensor) -> slice | None:
+        """The run of low-rank tokens with these, which rise, where they follow it; else None. To look for a run among all
+        tokens takes longer the more there are."""
+        run, count = self._low_rank_run, len(position_N)
+        if run is None or not count or int(position_N[0]) != run.stop or int(position_N[-1]) != run.stop + count - 1:
+            return None
+        return slice(run.start, run.stop + count)
 
     def with_only(self, position_PN: Tensor) -> "TokenPositions":
         """The positions once only these low-rank tokens are left, (1 or P, N). They share what does not change, and these

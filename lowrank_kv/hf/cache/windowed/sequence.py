@@ -23,6 +23,7 @@ from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from lowrank_kv.hf.cache.windowed.rows import Rows
 from lowrank_kv.hf.cache.windowed.store import TokenStore
+from lowrank_kv.ops.native.full_rank_view import append_full_rank
 from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.stores.memory_report import POSITIONS
@@ -83,10 +84,18 @@ class WindowedSequence:
 
     def append(self, key_GQD: Tensor, value_GQD: Tensor, present_Q: Tensor | None) -> None:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
+        count = key_GQD.shape[1]
+        # A prompt is compressed at once, so it needs no room behind it; a few tokens leave room for those that follow.
+        exact = count > self.config.update_period
+        if present_Q is None and not exact:
+            rows = self.key.full, self.value.full, self.positions.full_rank
+            if append_full_rank(*rows, key_GQD, value_GQD, self.positions.length):
+                self.positions.length += count
+                self._num_new = count
+                return
         if key_GQD.requires_grad or value_GQD.requires_grad:
             key_GQD, value_GQD = key_GQD.detach(), value_GQD.detach()
-        count = key_GQD.shape[1]
-        # Every decoded token takes this way, which saves it a dozen small operations.
+        # Every token that is decoded without compiled code takes this way, which saves it a dozen small operations.
         if count == 1 and present_Q is None:
             self.key.full.append(key_GQD)
             self.value.full.append(value_GQD)
@@ -95,8 +104,6 @@ class WindowedSequence:
             return
         if present_Q is not None:
             key_GQD, value_GQD = key_GQD[:, present_Q], value_GQD[:, present_Q]
-        # A prompt is compressed at once, so it needs no room behind it; a few tokens leave room for those that follow.
-        exact = count > self.config.update_period
         self.key.full.append(key_GQD, exact=exact)
         self.value.full.append(value_GQD, exact=exact)
         self.positions.append(count, present_Q, exact=exact)

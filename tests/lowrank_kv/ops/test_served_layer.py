@@ -1,0 +1,96 @@
+"""One call for a layer's part of a step that decodes, against the calls that it is made of: the same bytes and outputs."""
+
+import pytest
+import torch
+from paged_rows import HEAD_DIM, HEADS, WIDTH, layout_of
+from written_pages import MOST, Written
+
+from lowrank_kv.ops import native
+from lowrank_kv.ops.native.pages import PageDecoders, Sequences
+from lowrank_kv.ops.native.projection import Projection
+from lowrank_kv.ops.native.serving import ServedLayer, ServedTokens
+
+QUERY_HEADS, SCALING = 6, 0.25
+LENGTHS = [70, 33, 3]  # of which the last token of each is new
+
+
+class Case:
+    """The last tokens of some sequences, whose others are in pages already."""
+
+    def __init__(self, classes: int, dtype: torch.dtype, *, sees_itself: bool = True):
+        layout = layout_of(classes, num_sinks=2, itemsize=dtype.itemsize)
+        self.tokens = Written(layout, LENGTHS, dtype)
+        self.tokens.write([(b, 0, length - 1) for b, length in enumerate(LENGTHS)])
+        generator = torch.Generator().manual_seed(3)
+        ranks = [side.row_format.num_coefficients for side in (layout.keys, layout.values)]
+        frequency_F = torch.logspace(0, -4, HEAD_DIM // 2)  # of which some turn slowly
+        self.slow_from = native.slow_from(frequency_F)
+        angle_XF = torch.arange(MOST)[:, None] * frequency_F
+        self.rotation = angle_XF.cos(), angle_XF.sin()
+        back = angle_XF.cos(), -angle_XF.sin()
+        key_CR, value_CR = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(2))
+        self.projection = Projection(key_CR, value_CR, back, num_kv_heads=HEADS)
+        decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
+        self.decoders = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
+        self.new = self.tokens.step([(b, length - 1, length) for b, length in enumerate(LENGTHS)])[0]
+        count = len(LENGTHS)
+        first_B, length_B = torch.arange(count + 1).int(), torch.tensor(LENGTHS, dtype=torch.int32)
+        self.sequences, self.served_N = Sequences(first_B, length_B, self.tokens.page_BP), torch.arange(count)
+        self.query_THD = torch.randn(count, QUERY_HEADS, HEAD_DIM, generator=generator).to(dtype)
+        self.sees_itself = sees_itself
+
+    def in_three_calls(self) -> tuple[int, torch.Tensor]:
+        cut = self.tokens.pages.write(self.new, *self.projection(self.new))
+        output_THD = torch.empty(self.query_THD.shape)
+        self.tokens.pages.attend(
+            self.query_THD, self.new, self.sequences, self.served_N, self.decoders, self.rotation,
+            scaling=SCALING, softcap=None, output_THD=output_THD, sees_itself=self.sees_itself, slow_from=self.slow_from,
+        )  # fmt: skip
+        return cut, output_THD.to(self.query_THD.dtype)
+
+    def in_one_call(self, query_THD: torch.Tensor, output_THD: torch.Tensor) -> int | None:
+        layer = ServedLayer(
+            self.tokens.pages, self.projection, self.decoders, self.rotation,
+            slow_from=self.slow_from, num_heads=QUERY_HEADS, scaling=SCALING, sees_itself=self.sees_itself,
+        )  # fmt: skip
+        step = ServedTokens(self.new.position_T, self.new.slot_T, self.sequences, self.served_N)
+        return layer(query_THD, self.new.key_TGD, self.new.value_TGD, step, output_THD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [1, 4])
+@pytest.mark.parametrize("sees_itself", [True, False])
+def test_one_call_does_what_three_do(dtype, classes, sees_itself):
+    one, three = (Case(classes, dtype, sees_itself=sees_itself) for _ in range(2))
+    output_THD = torch.full(one.query_THD.shape, 9.0, dtype=dtype)
+    cut, (expected_cut, expected_THD) = one.in_one_call(one.query_THD, output_THD), three.in_three_calls()
+    assert cut == expected_cut
+    assert torch.equal(one.tokens.page_XY, three.tokens.page_XY)
+    assert torch.equal(output_THD, expected_THD)
+
+
+def test_tokens_may_lie_apart():
+    """As the queries of a fused product of bf16 do."""
+    one, three = (Case(4, torch.bfloat16) for _ in range(2))
+    fused_TXD = torch.full((len(LENGTHS), QUERY_HEADS + 3, HEAD_DIM), torch.nan, dtype=torch.bfloat16)
+    query_THD, output_THD = fused_TXD[:, 1:-2], torch.full_like(fused_TXD, 9.0)
+    query_THD.copy_(one.query_THD)
+    assert one.in_one_call(query_THD, output_THD[:, 2:-1]) is not None
+    assert torch.equal(output_THD[:, 2:-1], three.in_three_calls()[1])
+    assert (output_THD[:, [0, 1, -1]] == 9).all()
+
+
+def test_what_is_not_one_call_does_nothing():
+    for dtype, change in (
+        (torch.float32, lambda states: states.bfloat16()),
+        (torch.float32, lambda states: states.repeat(1, 2, 1)[:, ::2]),
+        (torch.bfloat16, lambda states: states.repeat_interleave(2, dim=2)[:, :, ::2]),
+    ):
+        case = Case(4, dtype)
+        before_XY = case.tokens.page_XY.clone()
+        for query_THD, output_THD in (
+            (change(case.query_THD), torch.empty_like(case.query_THD)),
+            (case.query_THD, change(torch.full_like(case.query_THD, 9.0))),
+        ):
+            assert case.in_one_call(query_THD, output_THD) is None
+        assert torch.equal(case.tokens.page_XY, before_XY)
