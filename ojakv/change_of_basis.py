@@ -35,27 +35,28 @@ def energy_of(moment_PRR: Tensor) -> float:
 
 
 def change_basis(
-    coef: Coefficients, change_PRR: Tensor, capacity: int, coef_scale_PR: Tensor | None = None
+    coef: Coefficients, step_PRR: Tensor, capacity: int, coef_scale_PR: Tensor | None = None
 ) -> tuple[Coefficients, float]:
-    """The rows in the new basis, c · `change_PRR`, with room for `capacity` rows.
+    """The rows in the new basis, c − c · `step_PRR`, with room for `capacity` rows.
 
     Args:
+        step_PRR: fp32 (:class:`~ojakv.step_guard.Move`).
         coef_scale_PR: as for :func:`moment`.
 
     Returns:
         The rows, and by how much rounding has moved them, Σ ‖·‖²: measured for integers, 0 for floating dtypes, which have
         a bound.
     """
-    if coef.quantization is None and coef.dtype == change_PRR.dtype:  # written in place, without a copy
+    if coef.quantization is None and coef.dtype == step_PRR.dtype:  # written in place, without a copy
         rows_PNR = coef.rows()
         room_PNR = rows_PNR.new_empty(rows_PNR.shape[0], capacity, coef.rank)
-        torch.matmul(rows_PNR, change_PRR, out=room_PNR[:, : coef.length])
+        torch.baddbmm(rows_PNR, rows_PNR, step_PRR, alpha=-1, out=room_PNR[:, : coef.length])
         moved = Coefficients.from_rows(room_PNR)
         moved.crop(coef.length)
         return moved, 0.0
     moved, rounded = coef.empty_like(capacity), 0.0
     for tile_PNR in _tiles(coef, coef_scale_PR):
-        tile_PNR = tile_PNR @ change_PRR
+        tile_PNR = torch.baddbmm(tile_PNR, tile_PNR, step_PRR, alpha=-1)
         start = moved.length
         moved.append(tile_PNR if coef_scale_PR is None else tile_PNR / coef_scale_PR[:, None])
         if coef.quantization is not None:

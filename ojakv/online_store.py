@@ -114,10 +114,10 @@ class OnlineStore(TokenStore):
                 self.tracker.defer(new)
             return
         coef, tracker = self.coef, copy.copy(self.tracker)
-        if move.change_PRR is not None:
+        if move.step_PRR is not None:
             # Into a buffer that has room for the rows about to be compressed: all rows are moved once, not twice.
             room = coef.length + new.rows_PNW.shape[1] * self.config.pool
-            coef, rounded = change_basis(coef, move.change_PRR, room, self.coef_scale_PR)
+            coef, rounded = change_basis(coef, move.step_PRR, room, self.coef_scale_PR)
             if coef.quantization is not None:
                 move = move._replace(rounded=rounded)
         tracker.move_to(move.basis_PWR)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ojakv.change_of_basis import energy_of, identity_like
+from ojakv.change_of_basis import energy_of
 
 # A step that costs too much is halved at most this often, then left out.
 MAX_HALVINGS = 6
@@ -25,7 +25,7 @@ class Move(NamedTuple):
 
     Attributes:
         basis_PWR: the new basis.
-        change_PRR: takes coefficients in the old basis to coefficients in the new one; None where they stay as they are.
+        step_PRR: coefficients c in the old basis are c − c · step in the new one; None where they stay as they are.
         energy: of the rows.
         moved: by how much the rows move.
         rounded: by how much they move beside that because changed coefficients are rounded; estimated, or measured once the
@@ -35,7 +35,7 @@ class Move(NamedTuple):
     """
 
     basis_PWR: Tensor
-    change_PRR: Tensor | None
+    step_PRR: Tensor | None
     energy: float = 0.0
     moved: float = 0.0
     rounded: float = 0.0
@@ -55,9 +55,13 @@ class Move(NamedTuple):
 def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, rounding: float) -> Move:
     """The way from one basis to another that costs the stored rows less.
 
-    Rows C Uᵀ are projected on the new basis V, which loses the part of U outside of V, and their coefficients C UᵀV rounded
-    anew. Or C stays, and rows turn with the basis to C Vᵀ. To first order in the angle they are the same rows, and nothing
-    is read, written or rounded.
+    Rows C Uᵀ are projected on the new basis V, which loses the part of U outside of V, and their coefficients rounded anew.
+    Or C stays, and rows turn with the basis to C Vᵀ. To first order in the angle they are the same rows, and nothing is
+    read, written or rounded.
+
+    With Δ = V − U, the projection's coefficients are C UᵀV (VᵀV)⁻¹ = C − C ΔᵀV (VᵀV)⁻¹, whatever VᵀV is. That of a basis in
+    fp32 is the identity to rounding, which is left out where it multiplies Δ. In C UᵀV it would multiply C, at every update,
+    and of an orthonormalized basis it is on the same side of 1 more often than not: rows would grow.
 
     Args:
         stored_PRR: Σ cᵀc of the stored rows; None where nothing is stored.
@@ -65,11 +69,12 @@ def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, ro
     """
     if stored_PRR is None or not energy_of(stored_PRR):
         return Move(new_PWR, None)
-    change_PRR = old_PWR.mT @ new_PWR
-    outside_PWR = old_PWR - new_PWR @ change_PRR.mT
-    turned_PRR = (identity_like(change_PRR) - change_PRR).mT  # C − C UᵀV, at right angles to what projecting loses
+    difference_PWR = new_PWR - old_PWR
+    step_PRR = difference_PWR.mT @ new_PWR
+    outside_PWR = difference_PWR - new_PWR @ step_PRR.mT
     costs = [
-        _Costs.of(moment_PRR, outside_PWR, turned_PRR, rounding)
+        # Rows that turn move by C · step beside what projecting loses, and at right angles to it.
+        _Costs.of(moment_PRR, outside_PWR, step_PRR.mT, rounding)
         for moment_PRR in (stored_PRR, without_outliers(stored_PRR))
         if moment_PRR is not None
     ]
@@ -77,7 +82,7 @@ def move_between(old_PWR: Tensor, new_PWR: Tensor, stored_PRR: Tensor | None, ro
     [true, *_] = costs
     return Move(
         new_PWR,
-        None if stays else change_PRR,
+        None if stays else step_PRR,
         energy=float(true.energy_P.sum()),
         moved=float((true.lost_P + true.turned_P).sum() if stays else true.lost_P.sum()),
         rounded=0.0 if stays else float(true.rounded_P.sum()),

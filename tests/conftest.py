@@ -21,8 +21,8 @@ from lowrank_kv.utils import paths
 ROOT = Path(__file__).parent.parent
 
 # The tiny models' operations are far too small to be worth a second thread, and the demo model's would wait for those of
-# another worker. Processes that tests start inherit this.
-torch.set_num_threads(1)
+# another worker. Processes that tests start inherit this. `make sanitize` looks for races of several threads.
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

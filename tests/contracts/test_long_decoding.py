@@ -17,6 +17,7 @@ def resident() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900 + TOKENS // 5)
 @pytest.mark.parametrize("method", PICKED, ids=lambda method: method.name)
 @torch.no_grad()
 def test_bytes_are_linear_and_the_last_token_is_right(method):

@@ -141,6 +141,18 @@ def test_the_runner_that_does_not_tell_where_prompts_end_is_refused(files, monke
         check(config, ServingConfig(**files.settings))
 
 
+@pytest.mark.parametrize(("key", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
+def test_micro_batches_are_refused(files, monkeypatch, key, value):
+    """On a CPU vLLM leaves out the one and refuses the other before, so they are put in place behind the configuration."""
+    from lowrank_kv_vllm.refusals import check
+
+    config, settings = configured(files, files.settings), ServingConfig(**files.settings)
+    check(config, settings)
+    monkeypatch.setattr(config.parallel_config, key, value)
+    with pytest.raises(UserError, match="leave `enable_dbo` and `ubatch_size` out"):
+        check(config, settings)
+
+
 def test_a_model_with_sliding_windows_is_refused(files, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 

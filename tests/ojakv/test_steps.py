@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from lowrank_kv.stores.coefficients import Coefficients
+from ojakv.change_of_basis import change_basis, moment
 from ojakv.step_guard import MAX_HALVINGS, OUTLIER, StepGuard, move_between
+from ojakv.trackers import orthonormal
 from ojakv.update_trigger import UpdateTrigger
 
 AXES = torch.eye(4)
@@ -35,19 +38,41 @@ def test_a_move_costs_what_the_rows_move():
     for angle in (0.01, 0.7):
         new = turned(angle).double()
         move = move_between(old, new, stored, rounding=0.0)
-        change = torch.eye(2).double() if move.change_PRR is None else move.change_PRR[0]
-        assert move.moved == pytest.approx(float((rows - coef @ change @ new[0].T).square().sum()))
+        now = coef if move.step_PRR is None else coef - coef @ move.step_PRR[0]
+        assert move.moved == pytest.approx(float((rows - now @ new[0].T).square().sum()))
         assert move.lost == move.price == pytest.approx(move.moved / float(rows.square().sum()))
 
 
 def test_coefficients_stay_where_a_move_hardly_turns_them_or_rounding_them_costs_more():
-    assert move_between(OLD_PWR, turned(0.1), STORED_PRR, rounding=0.0).change_PRR is None
+    assert move_between(OLD_PWR, turned(0.1), STORED_PRR, rounding=0.0).step_PRR is None
     changed = move_between(OLD_PWR, turned(0.4), STORED_PRR, rounding=0.0)
-    assert torch.equal(changed.change_PRR, OLD_PWR.mT @ changed.basis_PWR)
+    torch.testing.assert_close(torch.eye(2) - changed.step_PRR[0], (OLD_PWR.mT @ changed.basis_PWR)[0])
     assert (changed.moved, changed.rounded) == (pytest.approx(math.sin(0.4) ** 2), 0.0)
     stays = move_between(OLD_PWR, turned(0.4), STORED_PRR, rounding=0.01)
-    assert stays.change_PRR is None
+    assert stays.step_PRR is None
     assert (stays.moved, stays.rounded) == (pytest.approx(2 - 2 * math.cos(0.4)), 0.0)
+
+
+@pytest.mark.parametrize("rank", [6, 16])
+def test_a_thousand_changes_of_basis_carry_rows_as_exact_projections_do(rank):
+    """A basis in fp32 is orthonormal to rounding only, on the same side at every change: rows must not grow by it. At full
+    rank the rows stay what they were."""
+    generator = torch.Generator().manual_seed(0)
+    basis_PWR = torch.linalg.qr(torch.randn(1, 16, rank, generator=generator)).Q
+    coef = Coefficients.from_rows(torch.randn(1, 50, rank, generator=generator))
+    exact_PNW = first_PNW = coef.rows().double() @ basis_PWR.double().mT
+    for _ in range(1000):
+        away_PWR = 1e-4 * torch.randn(1, 16, rank, generator=generator)
+        new_PWR = orthonormal(basis_PWR + away_PWR, "a step", "take a smaller one")
+        move = move_between(basis_PWR, new_PWR, moment(coef), rounding=0.0)
+        assert move.step_PRR is not None, "the coefficients must change"
+        coef, _ = change_basis(coef, move.step_PRR, coef.length)
+        basis_PWR, exact = new_PWR, new_PWR.double()
+        exact_PNW = exact_PNW @ exact @ torch.linalg.solve(exact.mT @ exact, exact.mT)
+    rows_PNW = coef.rows().double() @ basis_PWR.double().mT
+    assert float((rows_PNW - exact_PNW).norm() / exact_PNW.norm()) < 5e-6
+    if rank == 16:
+        assert float((rows_PNW - first_PNW).norm() / first_PNW.norm()) < 5e-6
 
 
 def test_an_outlier_does_not_hide_what_other_directions_lose():
@@ -74,7 +99,7 @@ def test_an_outlier_does_not_hide_how_far_other_coefficients_turn():
     """Two ordinary directions change places. Rounding the outlier again would cost more than that moves, all in all."""
     stored_PRR = torch.diag(torch.tensor([1e6, 1.0, 1.0]))[None]
     move = move_between(AXES[:, :3][None], AXES[:, [0, 2, 1]][None], stored_PRR, rounding=0.01)
-    assert move.change_PRR is not None
+    assert move.step_PRR is not None
     assert (move.moved, move.rounded) == (pytest.approx(0, abs=1e-6), pytest.approx(1e4, rel=1e-3))
     assert move.price == pytest.approx(0.01)
 
@@ -84,7 +109,7 @@ def test_a_step_is_halved_until_it_loses_little_enough():
     move = guard.largest_move(OLD_PWR, proposals(math.pi / 2, shares), STORED_PRR, rounding=0.0)
     assert shares == [1.0, 0.5, 0.25, 0.125]
     # A quarter of the energy lies along the direction that turns; its coefficients stay as they are.
-    assert move.change_PRR is None
+    assert move.step_PRR is None
     assert move.lost == pytest.approx((2 - 2 * math.cos(math.pi / 16)) / 4, rel=1e-4)
     assert move.distance == pytest.approx(math.sqrt(4 * move.lost))
     assert (guard.num_refused, guard.kept_energy, guard.distance) == (0, 1.0, 0.0)
