@@ -46,7 +46,7 @@ test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
 	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
 
 # gcc's runtimes are loaded before Python; ubsan ends the process at its first finding, as address does. Leaks are torch's.
-SANITIZED := tests/lowrank_kv/ops/test_pages.py tests/lowrank_kv/ops/test_ragged_attention.py tests/lowrank_kv/ops/test_lowrank_attention.py
+SANITIZED := tests/lowrank_kv/ops/test_slow_pairs.py tests/lowrank_kv/ops/test_pages.py tests/lowrank_kv/ops/test_ragged_attention.py tests/lowrank_kv/ops/test_lowrank_attention.py
 sanitize: $(INSTALLED) ## run the compiled kernels under the address and undefined-behaviour sanitizers (minutes)
 	LOWRANK_KV_HOME=$$(mktemp -d) CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -g" \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
