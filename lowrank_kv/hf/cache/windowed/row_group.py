@@ -5,15 +5,19 @@ Shapes: P parts, N tokens, R rank.
 
 import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep
+from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence
 from lowrank_kv.ops.rotation import Rotate
 
-if TYPE_CHECKING:
-    from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+
+class Member(Protocol):
+    """A layer of a group."""
+
+    sequences: list[WindowedSequence]
 
 
 class RowGroup:
@@ -27,14 +31,14 @@ class RowGroup:
         layers: in the model's order.
     """
 
-    def __init__(self, layers: Sequence["WindowedLayer"]):
+    def __init__(self, layers: Sequence[Member]):
         self.layers = tuple(layers)
 
-    def compresses_in(self, layer: "WindowedLayer") -> bool:
+    def compresses_in(self, layer: Member) -> bool:
         """Whether the group's tokens are compressed when this layer is called."""
         return layer is self.layers[-1]
 
-    def find_rows(self, layer: "WindowedLayer") -> None:
+    def find_rows(self, layer: Member) -> None:
         """Tell a layer's sequences where their rows are. What copies or moves sequences does so layer by layer, so that they
         are told again whenever the layer is about to read. In a text's first call the last layer has no sequences yet."""
         for sequence, last in zip(layer.sequences, self.layers[-1].sequences, strict=False):
