@@ -46,16 +46,16 @@ test-gpu: $(INSTALLED) ## run the kernels' tests on a GPU
 	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels
 
 # gcc's runtimes are loaded before Python; ubsan ends the process at its first finding, as the others do. Leaks are torch's.
-# Threads are those of openmp_by_threads.c, which says why, in the kernels and nowhere else.
+# Threads are those of openmp_by_threads.c, which says why, in the kernels and nowhere else. -s: captured, what is found is lost.
 SANITIZED := $(addprefix tests/lowrank_kv/ops/test_, pages.py ragged_attention.py lowrank_attention.py packing.py full_rank_view.py served_layer.py slow_pairs.py)
-THREADED := $(SANITIZED) tests/lowrank_kv/ops/test_projection.py
+THREADED := $(SANITIZED) tests/lowrank_kv/ops/test_projection.py tests/lowrank_kv/hf/test_rope.py tests/dynakv/test_compiled_appending.py
 sanitize: $(INSTALLED) ## run the compiled kernels under the address, undefined-behaviour and thread sanitizers (minutes)
 	LOWRANK_KV_HOME=$$(mktemp -d) CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -g" \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest $(SANITIZED)
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s $(SANITIZED)
 	LOWRANK_KV_HOME=$$(mktemp -d) TEST_THREADS=3 LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
 		CC="gcc -fsanitize=thread -g $(CURDIR)/tests/lowrank_kv/ops/openmp_by_threads.c -Wl,-Bsymbolic" \
-		TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" $(BIN)/python -m pytest $(THREADED)
+		TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1" $(BIN)/python -m pytest -s $(THREADED)
 
 FUZZ_CASES ?= 5000
 fuzz: $(INSTALLED) ## try random models, caches, prompts and masks against the uncompressed model; FUZZ_CASES of them

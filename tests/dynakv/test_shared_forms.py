@@ -65,7 +65,8 @@ def test_copies_share_nothing(model):
 
 def decoders_read(cache) -> list[Tensor]:
     """The tensors in which compiled code finds the decoders of each layer, of keys and of values."""
-    return [each._keepalive for layer in cache.compressed_layers() for each in layer._decoders.compiled()._keepalive]
+    kept = [each for layer in cache.compressed_layers() for each in layer._decoders.compiled()._keepalive]
+    return [each._keepalive for each in kept if each is not None]  # only plans of bits have columns
 
 
 def are_same(one: list[Tensor], other: list[Tensor]) -> list[bool]:

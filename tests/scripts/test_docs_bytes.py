@@ -44,5 +44,19 @@ def planned(layers: int, heads: int, head_dim: int) -> list[int]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_table_of_shapes_says_what_is_planned(name):
-    [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [int(cell.replace(",", "")) for cell in row.split("|")] == planned(*SHAPES[name])
+    assert row_of(name, "## By model shape") == planned(*SHAPES[name])
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.1-70B"])
+def test_the_table_of_shared_bases_is_six_times_as_much_for_joint_rows(name):
+    """Of a layer's keys, and of its values: encoder, decoder, and the decoder of all coefficients for own directions; fp32."""
+    layers, heads, head_dim = SHAPES[name]
+    nbytes = layers * 2 * 3 * (heads * head_dim) ** 2 * 4
+    assert row_of(name, "## Bases that all caches share") == [round(nbytes / MIB), round(6 * nbytes / MIB)]
+
+
+def row_of(name: str, heading: str) -> list[int]:
+    """The numbers behind a name in the table below a heading."""
+    section = PAGE.read_text(encoding="utf-8").split(heading + "\n")[1].split("\n## ")[0]
+    [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", section, re.MULTILINE)
+    return [int(cell.replace(",", "")) for cell in row.split("|")]

@@ -25,10 +25,10 @@ int append(struct store *store, const float *coef, int64_t rank) {
     struct bucket *bucket = bucket_of(store, rank);
     const int64_t slot = *store->length, place = *bucket->length;
     uint8_t *row = bucket->rows + place * bucket->row_bytes;
-    if (store->kind == FLOAT32)
-        memcpy(row, coef, rank * sizeof(float));
-    else
+    if (store->kind != FLOAT32)
         for (int64_t r = 0; r < rank; r++) ((uint16_t *)row)[r] = to_bfloat16(coef[r]);
+    else if (rank) /* a bucket of rank 0 has no rows to copy to */
+        memcpy(row, coef, rank * sizeof(float));
     switch (store->slot_bytes) {
     case 2: ((int16_t *)bucket->slot)[place] = slot; break;
     case 4: ((int32_t *)bucket->slot)[place] = slot; break;

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import signal
+import sys
 
 import pytest
 import torch
@@ -223,8 +224,12 @@ def test_rows_hold_what_a_plain_computation_says(model, calibrations, layers):
 
 
 @pytest.mark.parametrize("after", range(12))
-def test_an_interrupt_while_layers_compress_together_leaves_all_of_them_waiting(model, calibration, monkeypatch, after):
+def test_an_interrupt_while_layers_compress_together_leaves_all_of_them_waiting(
+    request, model, calibration, monkeypatch, after
+):
     """Ctrl-C at one of the calls of a group's compression; the cache then goes on as one that was never interrupted."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ids = torch.randint(1, 97, (1, 48), generator=torch.Generator().manual_seed(5))
     whole, cut = (cache_of(model, calibration) for _ in range(2))
     group = cut.layers[0].row_group
@@ -235,8 +240,6 @@ def test_an_interrupt_while_layers_compress_together_leaves_all_of_them_waiting(
             calls.append(frame.f_code.co_name)
             if len(calls) == 5 * after + 1:
                 signal.raise_signal(signal.SIGINT)
-
-        import sys
 
         sys.setprofile(trace)
         try:

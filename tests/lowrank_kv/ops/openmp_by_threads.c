@@ -2,7 +2,7 @@
  * joined. It does not see how threads of libgomp wait for each other, and would call every two of their regions a race.
  *
  * Threads of one region learn nothing from each other here, as the kernels must not: whatever two of them touch without an
- * atomic operation is a race, however they happened to be scheduled. Regions within regions are not served. */
+ * atomic operation is a race, however they happened to be scheduled. A region within another has one thread, as there. */
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -26,15 +26,17 @@ int omp_get_thread_num(void) { return self ? self->number : 0; }
 int omp_get_num_threads(void) { return self ? self->team->size : 1; }
 
 static void *run(void *member) {
+    struct member *outer = self;
     self = member;
     self->team->work(self->team->data);
-    self = NULL;
+    self = outer;
     return NULL;
 }
 
 void GOMP_parallel(void (*work)(void *), void *data, unsigned size, unsigned flags) {
     (void)flags;
-    if (self || !size) abort(); /* each region of the kernels says how many threads it is for */
+    if (!size) abort(); /* each region of the kernels says how many threads it is for */
+    if (self) size = 1;
     struct team team = {work, data, size};
     struct member *members = calloc(size, sizeof *members);
     pthread_t *threads = calloc(size, sizeof *threads);
