@@ -49,7 +49,7 @@ def test_the_table_of_shapes_says_what_is_planned(name):
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.1-70B"])
 def test_the_table_of_shared_bases_is_six_times_as_much_for_joint_rows(name):
-    """Of a layer's keys, and of its values: encoder, decoder, and the decoder of all coefficients for own directions; fp32."""
+    """Of a layer's keys, and of its values: encoder, decoder, and that of all coefficients for own directions; fp32."""
     layers, heads, head_dim = SHAPES[name]
     nbytes = layers * 2 * 3 * (heads * head_dim) ** 2 * 4
     assert row_of(name, "## Bases that all caches share") == [round(nbytes / MIB), round(6 * nbytes / MIB)]
