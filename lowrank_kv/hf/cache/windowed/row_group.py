@@ -56,9 +56,8 @@ class RowGroup:
         length = holder.coef.length
         try:
             if not step.keeps_all:
-                with torch.autocast(
-                    holder.device.type, enabled=False
-                ):  # bases are fp32, whatever the model computes in
+                # Bases are fp32, whatever the model computes in.
+                with torch.autocast(holder.device.type, enabled=False):
                     row_PNR = sum(
                         sequence.rows.coefficients(*sequence.states_due(step, unrotate))
                         for sequence, unrotate in zip(sequences, unrotates, strict=True)

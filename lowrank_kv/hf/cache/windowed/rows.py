@@ -108,7 +108,7 @@ class JointRows(Rows):
     def forget_text(self) -> None:
         if self.holds:
             self.key.forget_text()
-            self.value.read_rows_of(self.key)
+            self.read(self.key)
 
     def clone(self) -> "JointRows":
         key = self.key.clone() if self.holds else self.key.clone_full_rank()

@@ -165,7 +165,7 @@ class WindowedSequence:
         position_N = self.positions.full_rank.rows[due].long()
         with torch.autocast(position_N.device.type, enabled=False):  # bases are fp32, whatever the model computes in
             key_PNR, value_PNR = self.rows.follow(*self.states_due(step, unrotate), is_prompt=step.is_prompt)
-            if step.num_kept == step.num_due:
+            if step.keeps_all:
                 is_kept_N = torch.ones_like(position_N, dtype=torch.bool)
             elif step.num_kept:
                 rebuilt_GND = self.key.rebuilt(key_PNR)
