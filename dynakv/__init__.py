@@ -4,7 +4,7 @@ Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full D
 """
 
 from dynakv.attach import add_compressors, configure, detach, open_gates, see_exactly, use_ragged_cache
-from dynakv.cache import DynaKVCache, compressors, is_attached, token_compressors
+from dynakv.cache import DynaKVCache, compressors, is_attached, settings_of, token_compressors
 from dynakv.checkpoint import attach, initialize_from_checkpoint, save_compressor, save_full
 from dynakv.config import DECODERS, DynaKVConfig
 from dynakv.export import export_compressor
@@ -31,6 +31,7 @@ __all__ = [
     "save_compressor",
     "save_full",
     "see_exactly",
+    "settings_of",
     "token_compressors",
     "use_ragged_cache",
 ]

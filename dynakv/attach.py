@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from dynakv.cache import DynaKVCache, compressors, settings_of, token_compressors
-from dynakv.compressor import LayerCompressor
 from dynakv.config import METHOD, DynaKVConfig
+from dynakv.layer_compressor import layer_compressor
 from lowrank_kv.bases.rank_allocation import check_rank
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import PREPARED, TRANSFORM
@@ -34,7 +34,7 @@ def add_compressors(model: PreTrainedModel, config: DynaKVConfig) -> PreTrainedM
     try:
         for index in geometry.layers:
             with device_of_module(modules[index], model):
-                layer = LayerCompressor(geometry.width, geometry.head_dim, config, index)
+                layer = layer_compressor(geometry, config, index)
             modules[index].add_module(TRANSFORM, layer.to(torch.float32).train(model.training))
     except BaseException:  # whatever ended it, an interrupt, too: no layer has a compressor, or all have
         _remove_compressors(model)

@@ -1,16 +1,18 @@
 """The cache of a DynaKV model: each token's keys and values at the rank its gate chose, or by a plan of bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedModel
 
-from dynakv.compressor import LayerCompressor, TokenCompressor
+from dynakv.compressor import TokenCompressor
 from dynakv.config import DynaKVConfig
+from dynakv.layer_compressor import LayerCompressor
+from lowrank_kv.calibration.activation_moments import KEY_VALUE
 from lowrank_kv.hf.attention import TRANSFORM, has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import Plan
+from lowrank_kv.hf.cache.windowed.layer import WindowedLayer, layers_of
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.utils.errors import UserError
 
@@ -37,12 +39,29 @@ def compressors(model: PreTrainedModel) -> dict[int, LayerCompressor]:
 
 def settings_of(model: PreTrainedModel) -> DynaKVConfig:
     """The settings of an attached model's compressors. Raises :class:`UserError` when the model has none."""
-    return next(iter(compressors(model).values())).key.config
+    return token_compressors(model)[0].config
 
 
 def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
-    """The compressors of keys and of values, layer by layer. Raises :class:`UserError` when the model has none."""
-    return [side for layer in compressors(model).values() for side in (layer.key, layer.value)]
+    """The compressors of keys and of values, layer by layer, or of the rows of several layers.
+
+    Raises:
+        UserError: the model has none.
+    """
+    return [side for layer in compressors(model).values() for side in layer.sides.values()]
+
+
+def initial_bases(layers: Mapping[int, LayerCompressor]) -> dict[int, tuple[InitialBasis, InitialBasis]]:
+    """What caches of compressors with plans start from: layer index → (of keys, of values)."""
+    found, group = {}, []
+    for index, layer in layers.items():
+        group.append(index)
+        if KEY_VALUE in layer.sides:
+            found |= dict(zip(group, layer.sides[KEY_VALUE].initial_bases(len(group)), strict=True))
+            group = []
+        elif layer.sides:
+            found[index] = tuple(side.initial_basis() for side in layer.sides.values())
+    return found
 
 
 class DynaKVCache(LowRankCache):
@@ -63,6 +82,5 @@ class DynaKVCache(LowRankCache):
         if not config.has_plan:
             codecs = {index: layer.codec() for index, layer in layers.items()}
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})
-        bases = {index: (layer.key.initial_basis(), layer.value.initial_basis()) for index, layer in layers.items()}
-        plan = Plan(config=config.windowed, geometry=geometry_of(model), layers=bases)
-        return lambda: cls(model, {index: WindowedLayer(plan, index) for index in bases})
+        plan = Plan(config=config.windowed, geometry=geometry_of(model), layers=initial_bases(layers))
+        return lambda: cls(model, layers_of(plan, WindowedLayer))

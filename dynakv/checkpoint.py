@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.compressor import AnyGate, LayerCompressor, kind_of_projection
+from dynakv.compressor import AnyGate, kind_of_projection
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
+from dynakv.layer_compressor import LayerCompressor, layer_compressor, row_widths
 from dynakv.packed_projections import unpacked
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
@@ -34,7 +35,6 @@ from lowrank_kv.utils.config import build, check_entries, require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
-SIDES = ("key", "value")
 WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
 SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
 
@@ -56,7 +56,7 @@ class CheckpointConfig:
 
 
 def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """``layers.{index}.{key|value}.…`` → tensor, on the CPU."""
+    """``layers.{index}.{key|value|key_value}.…`` → tensor, on the CPU."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in _tensors_of(compressors(model)).items()
@@ -286,7 +286,13 @@ def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, 
             f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
             f"checkpoint"
         )
-    return unpacked(state, kind_of_projection(config.compressor), config.geometry.width, str(path))
+    return unpacked(state, kind_of_projection(config.compressor), projection_widths(config), str(path))
+
+
+def projection_widths(config: CheckpointConfig) -> dict[str, int]:
+    """Where each projection is among the tensors, such as `layers.0.key` → C."""
+    widths = row_widths(config.geometry, config.compressor)
+    return {f"layers.{index}.{side}": width for (index, side), width in widths.items()}
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -319,8 +325,7 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
     geometry, settings = config.geometry, config.compressor.overridden(**overrides)
     with fp32_on_cpu(), torch.inference_mode(False):  # as `add_compressors` has it
         layers = {
-            index: LayerCompressor(geometry.width, geometry.head_dim, settings, index).eval().requires_grad_(False)
-            for index in geometry.layers
+            index: layer_compressor(geometry, settings, index).eval().requires_grad_(False) for index in geometry.layers
         }
     _fill(layers, checked_state(directory, config), str(directory))
     return layers
@@ -352,8 +357,8 @@ def _check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tenso
         if not bool(tensor.isfinite().all()):
             raise UserError(f"{name} of `{origin}` has numbers that are not finite; go back to an earlier checkpoint")
     for index, layer in layers.items():
-        for side in SIDES:
-            gate, place = getattr(layer, side).gate, f"layers.{index}.{side}.gate."
+        for side, compressor in layer.sides.items():
+            gate, place = compressor.gate, f"layers.{index}.{side}.gate."
             check_gate(gate, {name: state[place + name] for name in gate.state_dict()}, place, origin)
 
 

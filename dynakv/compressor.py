@@ -1,10 +1,11 @@
-"""Projection and gate together: what one layer does to its keys and values.
+"""Projection and gate together: what is done to keys, to values, or to both of several layers as one row.
 
-Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
+Shapes: B batch, T tokens, C width: the joint width G·D of keys, and of values, the sum of those that are coded together.
 """
 
-import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,9 @@ from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.bases.loss_weighted import WeightedBasis
 from lowrank_kv.bases.pca import Basis
 from lowrank_kv.calibration.bit_plans import CodedBasis
-from lowrank_kv.codec import LayerCodec, TokenGate, prefix_mask
-from lowrank_kv.hf.cache.layer import join_heads, split_heads
+from lowrank_kv.codec import TokenGate, prefix_mask
 from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
-from lowrank_kv.hf.rope import Rope
 
 AnyGate = Gate | NestedRank | PlannedBits | SoftThreshold
 
@@ -36,7 +35,7 @@ def kind_of_projection(config: DynaKVConfig) -> str:
 
 
 class TokenCompressor(nn.Module):
-    """Compresses keys, or values, of one layer; as a codec it serves the compressed cache."""
+    """Compresses keys, or values, of one layer, or rows of both of several; as a codec it serves the compressed cache."""
 
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
@@ -45,7 +44,7 @@ class TokenCompressor(nn.Module):
         self.gate = make_gate(width, config)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
-        self._initial_basis: tuple[Tensor, InitialBasis] | None = None  # U, and what was made of it
+        self._made_initial: tuple[tuple, Any] | None = None  # U, plan and settings, and what was made of them
         # dtype → U, and (U, s, W, b) for compiled code, which all caches of this compressor share.
         self._gate_forms: dict[torch.dtype, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
@@ -136,14 +135,21 @@ class TokenCompressor(nn.Module):
 
     def initial_basis(self) -> InitialBasis:
         """What a cache starts from where there is a plan; the same object until a parameter changes."""
-        device = self.projection.weight.device
-        basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, device)
-        found, has_own = self._initial_basis, self.config.own_directions > 0
-        is_same = found is not None and found[0] is basis_CC and found[1].quantization is self.gate.plan
-        if not is_same or (found[1].shared is not None) != has_own:
+        return self._initial(InitialBasis.coded)
+
+    def initial_bases(self, layers: int) -> list[tuple[InitialBasis, InitialBasis]]:
+        """The same of rows of so many layers: what each layer's keys and values start from."""
+        return self._initial(functools.partial(InitialBasis.coded_together, layers=layers))
+
+    def _initial(self, make: Callable[..., Any]) -> Any:
+        basis_CC, decoder_CC = self.projection.fixed_matrices(torch.float32, self.projection.weight.device)
+        plan, has_own = self.gate.plan, self.config.own_directions > 0
+        made_of = basis_CC, plan, has_own
+        found = self._made_initial
+        if found is None or any(a is not b for a, b in zip(found[0], made_of, strict=True)):
             importance_C = self.gate.importance if has_own else None
-            made = InitialBasis.coded(basis_CC, decoder_CC, self.gate.plan, importance_C=importance_C)
-            self._initial_basis = found = basis_CC, made
+            found = made_of, make(basis_CC, decoder_CC, plan, importance_C=importance_C)
+            self._made_initial = found
         return found[1]
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,54 +203,3 @@ def make_gate(width: int, config: DynaKVConfig) -> AnyGate:
     if config.rank_policy == PLAN:
         return PlannedBits(width, learns_classes=bool(config.learned_classes))
     return {NESTED: NestedRank, SOFT_THRESHOLD: SoftThreshold}.get(config.rank_policy, Gate)(width)
-
-
-class LayerCompressor(nn.Module):
-    """The compressors of one layer's keys (before rotation) and values; sits on the attention module."""
-
-    def __init__(self, width: int, head_dim: int, config: DynaKVConfig, layer_idx: int):
-        super().__init__()
-        self.head_dim = head_dim
-        self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
-        self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LayerCompressor":
-        # `model.to(torch.bfloat16)` is of the backbone: a basis and its inverse, rounded apart, would not fit together. And
-        # `model.double()` would stay, as no way back to fp32 could be told from that.
-        def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            if found.dtype == torch.float32 or not found.is_floating_point():
-                return found
-            return found.float() if tensor.is_meta else tensor.to(found.device, torch.float32)
-
-        return super()._apply(moved, recurse)
-
-    def forward(
-        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compress and rebuild the rotated keys and the values of a pass without a cache.
-
-        Args:
-            position_BT: each token's place in its own document, int64; None where all are of one.
-
-        Returns:
-            rebuilt keys and values, same shapes and dtypes; soft and hard retain rates of (keys, values), each (2,), which
-            :class:`dynakv.objective.RateRecorder` records.
-        """
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_BTC, *key_rates = self.key(join_heads(unrotated), position_BT)
-        value_BTC, *value_rates = self.value(join_heads(value_BGTD), position_BT)
-        soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
-        key_BGTD, value_BGTD = split_heads(key_BTC, self.head_dim), split_heads(value_BTC, self.head_dim)
-        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD, soft_2, hard_2
-
-    def codec(self) -> LayerCodec:
-        """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""
-        config = self.key.config
-        return LayerCodec(
-            key=copy.copy(self.key),
-            value=copy.copy(self.value),
-            quantization=config.quantization,
-            eviction=config.eviction,
-            exact_prefill=config.prefill == "exact",
-        )

@@ -27,7 +27,7 @@ STARTS = (PCA, GRADIENT) = ("pca", "gradient")
 # Settings with which training can start only from a PCA.
 STARTS_FROM_PCA = {"decoder": ("orthogonal",), "rank_policy": (NESTED, SOFT_THRESHOLD)}
 # What a compressor cannot be made to do after its training.
-WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes", "rebuild_cost")
+WEIGHTS_DEPEND_ON = ("decoder", "rank_policy", "token_classes", "joint_layers", "rebuild_cost")
 
 
 @configuration
@@ -62,6 +62,13 @@ class DynaKVConfig:
         4,
         help="with `rank_policy: plan`: tokens are told apart by how finely the loss asks to code them, and each class has "
         "bits of its own; 1 codes all alike, 4 is most",
+    )
+    joint_layers: int = option(
+        0,
+        help="with `rank_policy: plan`: keys and values of so many consecutive layers are coded as one row of what they "
+        "have in common: less loss for the same bytes, more arithmetic and larger projections; 0 codes a layer's keys, and "
+        "its values, by themselves",
+        unit="layers",
     )
     rebuild_cost: float = option(0.0, help=f"with `rank_policy: plan`: {REBUILD_COST_HELP}", unit="bits")
     learned_classes: bool | None = option(
@@ -124,6 +131,13 @@ class DynaKVConfig:
             self.rebuild_cost,
             "0 where `rank_policy` is not plan; `rate.key_cost` makes keys of ranks dearer",
         )
+        require(self.joint_layers >= 0, "joint_layers", self.joint_layers, "zero or positive")
+        require(
+            self.has_plan or not self.joint_layers,
+            "joint_layers",
+            self.joint_layers,
+            f"0 where `rank_policy` is {self.rank_policy}: only a plan of bits codes layers together",
+        )
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():
             given = getattr(self, key)
@@ -148,6 +162,8 @@ class DynaKVConfig:
             f"0 where `rank_policy` is {self.rank_policy}: they find a place in a plan of bits",
         )
         self.quantization  # noqa: B018 - says what is wrong with it
+        if self.has_plan:
+            self.windowed  # noqa: B018 - as this does of settings that do not go together
 
     @property
     def has_gates(self) -> bool:
@@ -178,6 +194,7 @@ class DynaKVConfig:
             staggered=False,  # all layers read what a training pass lets them read
             own_directions=self.own_directions,
             own_directions_from=self.own_directions_from,
+            joint_layers=self.joint_layers,
             eviction=self.eviction,
             prefill=self.prefill,
         )

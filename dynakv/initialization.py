@@ -83,16 +83,17 @@ def initialize_from_coders(model: PreTrainedModel, coders: Coders) -> None:
     """Start every layer from the coder that needs no training (:func:`lowrank_kv.calibration.bit_plans.coded_bases`).
 
     Args:
-        coders: layer index → {"key": of unrotated joint keys, "value": of joint values}.
+        coders: layer index → {"key": of unrotated joint keys, "value": of joint values}, or the last of layers that are
+            coded together → {"key_value": of both}.
     """
     for (index, side), compressor in _sides(model).items():
         compressor.initialize_coded(coders[index][side])
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:
-    """(layer index, "key" or "value") → its compressor."""
+    """(layer index, "key" or "value") → its compressor; or of layers that are coded together (last index, "key_value")."""
     return {
         (index, side): compressor
         for index, layer in compressors(model).items()
-        for side, compressor in (("key", layer.key), ("value", layer.value))
+        for side, compressor in layer.sides.items()
     }

@@ -6,8 +6,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dynakv.checkpoint import SIDES, WEIGHTS, CheckpointConfig, check_gate
+from dynakv.checkpoint import WEIGHTS, CheckpointConfig, check_gate
 from dynakv.compressor import AnyGate, make_gate
+from dynakv.layer_compressor import by_layer, row_widths
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
@@ -58,8 +59,8 @@ def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
     """Of ranks, or of plans of bits."""
     geometry, has_plan = config.geometry, config.compressor.has_plan
 
-    def gate(weights: Any, index: int, side: str) -> AnyGate:
-        found, prefix = make_gate(geometry.width, config.compressor), f"layers.{index}.{side}.gate."
+    def gate(weights: Any, index: int, side: str, width: int) -> AnyGate:
+        found, prefix = make_gate(width, config.compressor), f"layers.{index}.{side}.gate."
         tensors = {name: weights.get_tensor(prefix + name) for name in found.state_dict()}
         found.load_state_dict(tensors)
         check_gate(found, tensors, prefix, path)
@@ -67,12 +68,14 @@ def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
 
     try:
         with safe_open(path, framework="pt") as weights, fp32_on_cpu():
-            gates = [[gate(weights, index, side) for index in geometry.layers] for side in SIDES]
+            widths = row_widths(geometry, config.compressor)
+            gates = {place: gate(weights, *place, width) for place, width in widths.items()}
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore the checkpoint or train it again") from error
-    keys, values = ([gate.rate for gate in each] for each in gates)
+    places = by_layer(geometry, config.compressor).values()
+    keys, values = ([gates[place].rate for place in each] for each in zip(*places, strict=True))
     source = "every text: all tokens of a layer keep the same"
-    if has_plan and any(isinstance(gate.plan, TokenPlans) for each in gates for gate in each):
+    if has_plan and any(isinstance(gate.plan, TokenPlans) for gate in gates.values()):
         text = (config.summary.get("measured_classes") or {}).get("text", "the calibration")
         source = f"text whose tokens are divided into classes as those of {text}"
     return Rates(source=source, keys=keys, values=values, of_bytes=has_plan)

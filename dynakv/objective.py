@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
-from dynakv.compressor import LayerCompressor
+from dynakv.layer_compressor import LayerCompressor
 
 
 @dataclasses.dataclass

@@ -49,11 +49,11 @@ def packed(state: Mapping[str, Tensor], decoder: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def unpacked(state: Mapping[str, Tensor], decoder: str, width: int, origin: str) -> dict[str, Tensor]:
+def unpacked(state: Mapping[str, Tensor], decoder: str, widths: Mapping[str, int], origin: str) -> dict[str, Tensor]:
     """The tensors of a compressor from those of :func:`packed`; others are returned as they are.
 
     Args:
-        width: C.
+        widths: where each projection is, such as `layers.0.key` → C.
         origin: of the tensors, for errors.
 
     Raises:
@@ -64,7 +64,7 @@ def unpacked(state: Mapping[str, Tensor], decoder: str, width: int, origin: str)
         if not name.endswith(CODES):
             continue
         place = name.removesuffix(CODES)
-        scale_C = state.get(place + SCALE)
+        scale_C, width = state.get(place + SCALE), widths.get(place, 0)
         _check(code_CC, scale_C, width, f"{name} of `{origin}`")
         basis_CC = code_CC.double() * scale_C.double()
         if decoder != RELATIVE:

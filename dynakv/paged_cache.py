@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.cache import DynaKVCache, compressors
+from dynakv.cache import DynaKVCache, compressors, settings_of
 from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.paged_layer import PagedLayer
 from lowrank_kv.hf.geometry import geometry_of
@@ -45,8 +45,7 @@ class PagedDynaKVCache(DynaKVCache):
                 ordinary compressed cache serves: eviction, ranks that no gate chooses, odd head dims, a rotation other than
                 that of halves.
         """
-        codecs = {index: layer.codec() for index, layer in compressors(model).items()}
-        settings = next(iter(compressors(model).values())).key.config
+        settings = settings_of(model)
         weights = (tensor for layer in compressors(model).values() for tensor in layer.parameters())
         devices = {str(model.device), *(str(tensor.device) for tensor in weights)}
         refused = [
@@ -62,6 +61,7 @@ class PagedDynaKVCache(DynaKVCache):
         for is_wrong, what in refused:
             if is_wrong:
                 raise UserError(f"a paged cache does not serve {what}; use DynaKVCache.from_model(model)")
+        codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         pages = SharedPagePool(
             max_length=max_length,
             rate=rate,

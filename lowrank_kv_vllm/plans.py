@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from dynakv.cache import initial_bases
 from dynakv.checkpoint import CheckpointConfig, load_compressors, read_config
-from dynakv.compressor import LayerCompressor
+from dynakv.layer_compressor import LayerCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
@@ -112,6 +113,11 @@ def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
             f"the checkpoint `{settings.checkpoint}` evicts tokens of prompts, which pages that sequences share cannot; "
             f"train one without `eviction`"
         )
+    if compressor.joint_layers:
+        raise UserError(
+            f"the checkpoint `{settings.checkpoint}` codes {compressor.joint_layers} layers together, and vLLM has pages of "
+            f"each layer by itself; serve one that was trained with `compressor.joint_layers: 0`"
+        )
     if compressor.own_directions:
         raise UserError(
             f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, "
@@ -142,12 +148,12 @@ def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device)
 def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
     directory, saved = settings.checkpoint, _checkpoint_of(settings)
     layers = load_compressors(directory, **settings.overrides())
-    compressor = next(iter(layers.values())).key.config
+    compressor = saved.compressor.overridden(**settings.overrides())
     exact = compressor.prefill == "exact"
     if compressor.has_plan:
         planned = {
-            index: tuple(side_of_basis(side.initial_basis(), dtype).to(device) for side in (layer.key, layer.value))
-            for index, layer in layers.items()
+            index: tuple(side_of_basis(side, dtype).to(device) for side in kv)
+            for index, kv in initial_bases(layers).items()
         }
         sinks = settings.num_sink_tokens
         return Served(layers=planned, num_sinks=sinks, reads_prompts_exactly=exact, sees_itself=exact)

@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.attention import has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+from lowrank_kv.hf.cache.windowed.layer import WindowedLayer, layers_of
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
-from lowrank_kv.hf.cache.windowed.row_group import RowGroup
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of, model_within
 from lowrank_kv.hf.prepare import restore
@@ -58,11 +57,7 @@ class OjaKVCache(LowRankCache):
             plan: from :func:`ojakv.make_plan`; caches may share it.
         """
         geometry_of(model).check_equal(plan.geometry, "the plan")
-        layers = {index: OjaKVLayer(plan, index) for index in plan.layers}
-        for group in map(RowGroup, ([layers[index] for index in each] for each in plan.row_groups())):
-            for layer in group.layers:
-                layer.row_group = group
-        super().__init__(model, layers)
+        super().__init__(model, layers_of(plan, OjaKVLayer))
 
     @classmethod
     def from_model(

@@ -121,7 +121,9 @@ def planned_model(
         **more,
     )
     seen = words if settings.own_directions and rate < 1 else None
-    coders = coded_bases(calibration_of(model, read=True, words=seen), rate, token_classes=token_classes)
+    joint = {"joint_layers": settings.joint_layers} if settings.joint_layers else {}
+    calibration = calibration_of(model, read=True, words=seen, **joint)
+    coders = coded_bases(calibration, rate, token_classes=token_classes, **joint)
     dynakv.add_compressors(model, settings)
     dynakv.initialize_from_coders(model, coders)
     generator = torch.Generator().manual_seed(2)

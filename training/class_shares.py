@@ -44,4 +44,5 @@ def measure_class_shares(model: PreTrainedModel, batches: Iterable[Batch], text:
     run_uncached(model, batches, dict.fromkeys(counts, count))
     for gate, found in counts.items():
         gate.set_shares([found[k] / found.total() for k in range(len(gate.plan.plans))])
-    return {"text": text, "hard_rate": sum(each.gate.rate for each in compressors) / len(compressors)}
+    kept = sum(each.gate.rate * each.width for each in compressors)
+    return {"text": text, "hard_rate": kept / sum(each.width for each in compressors)}

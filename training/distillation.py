@@ -5,13 +5,16 @@ Shapes: B batch, T tokens, V vocabulary, N predicted tokens.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.attention import TRANSFORM
+import dynakv
+from dynakv.joint_rows import rebuilt_states, states_of_pass
+from lowrank_kv.hf.attention import REBUILT, TRANSFORM
 from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.utils.eval_mode import evaluating
 
@@ -41,6 +44,32 @@ def teacher_logits(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tens
     # Compressors are taken off first, and so keep their mode.
     with uncompressed(model), evaluating(model):
         return model(**inputs, use_cache=False).logits
+
+
+def read_by_teacher(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], *, logits: bool
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """What a pass of the uncompressed model gives one of the compressed model without a cache.
+
+    Args:
+        model: with compressors.
+        inputs: of the pass.
+        logits: whether :func:`teacher_logits` are asked for.
+
+    Returns:
+        the logits, or None; and the arguments that the compressed pass needs besides `inputs`: where layers are coded
+        together what is rebuilt of their rows, with gradients, else none.
+    """
+    if not dynakv.settings_of(model).joint_layers:
+        return (teacher_logits(model, inputs) if logits else None), {}
+    with states_of_pass(model) as states:
+        if logits:
+            teacher = teacher_logits(model, inputs)
+        else:
+            teacher = None
+            with torch.no_grad(), uncompressed(model), evaluating(model):
+                model.base_model(**inputs, use_cache=False)
+    return teacher, {REBUILT: rebuilt_states(model, states, inputs.get("position_ids"))}
 
 
 def summed_kl(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor) -> Tensor:

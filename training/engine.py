@@ -16,10 +16,11 @@ from accelerate.utils import DistributedType, broadcast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.compressor import LayerCompressor
+from dynakv.layer_compressor import JointLayerCompressor, LayerCompressor
 from dynakv.training_config import FULL, TrainConfig
 from lowrank_kv.hf.loading import shard_while_loading
 from lowrank_kv.utils.build_locks import await_builds, torch_folders
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -155,6 +156,13 @@ class Engine:
             from deepspeed.utils import set_z3_leaf_modules
 
             # A projection's parent reads its parameters without calling it, so a layer's compressor is gathered as one.
+            require(
+                not any(isinstance(module, JointLayerCompressor) for module in model.modules()),
+                "compressor.joint_layers",
+                self.config.compressor.joint_layers,
+                "0 with ZeRO-3, which gathers a layer's compressor when that layer runs; train with DDP or ZeRO-2, which "
+                "hold a compressor easily",
+            )
             set_z3_leaf_modules(model, [LayerCompressor])
             # DeepSpeed reduces the gradients of a module gathered as one when those of its inputs arrive, and too early if
             # no input requires any, as after a frozen embedding.

@@ -78,6 +78,7 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
             config.rate.target_retain_rate,
             token_classes=config.compressor.token_classes,
             rebuild_cost=config.compressor.rebuild_cost,
+            joint_layers=config.compressor.joint_layers,
         )
         start = functools.partial(_start_from, model, coded, config.rate.target_retain_rate)
     elif config.starts_from_gradients:
@@ -128,9 +129,9 @@ def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration
     if config.calibration.bases is not None:
         return _saved_calibration(engine)
     blocks_NT = _leading_blocks(config, stream)
-    exact_tokens = config.compressor.exact_tokens
+    settings = {key: getattr(config.compressor, key) for key in ("exact_tokens", "joint_layers")}
     with uncompressed(model):
-        return Calibration.of_reads(model, blocks_NT, exact_tokens=exact_tokens, progress=engine.main)
+        return Calibration.of_reads(model, blocks_NT, **settings, progress=engine.main)
 
 
 def _saved_calibration(engine: Engine) -> Calibration:

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.compressor import TokenCompressor
 from dynakv.gate import Gate, entropy
+from dynakv.layer_compressor import by_layer
 from dynakv.planned_bits import PlannedBits
 from lowrank_kv.bases.hard_rank import hard_rank
+from lowrank_kv.hf.geometry import geometry_of
 
 from .data import Batch
 from .validation import run_uncached
@@ -68,7 +70,7 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     Args:
         sentence_T: token ids, int64.
     """
-    layers = list(dynakv.compressors(model).values())
+    layers, places = dynakv.compressors(model), by_layer(geometry_of(model), dynakv.settings_of(model))
     sides = {side.gate: side for side in dynakv.token_compressors(model)}
     rates: dict[nn.Module, Tensor] = {}
     entropies: dict[nn.Module, Tensor] = {}
@@ -83,7 +85,8 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
         rates[gate] = output[0] / sides[gate].width
 
     def per_side(read: Callable[[TokenCompressor], Tensor]) -> Tensor:
-        return torch.stack([torch.stack([read(side).float().cpu() for side in (la.key, la.value)]) for la in layers])
+        found = {(i, name): read(side).float().cpu() for i, la in layers.items() for name, side in la.sides.items()}
+        return torch.stack([torch.stack([found[place] for place in pair]) for pair in places.values()])
 
     # Before the pass, in which each module of a sharded model releases its parameters.
     condition_L2 = per_side(lambda side: torch.tensor(side.projection.condition()))

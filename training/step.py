@@ -14,7 +14,7 @@ from dynakv.objective import RateRecorder, RetainRates, objective
 from lowrank_kv.utils.errors import UserError
 
 from .data import Batch
-from .distillation import summed_kl, teacher_logits
+from .distillation import read_by_teacher, summed_kl
 from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine
 from .nested_ranks import draw_ranks
@@ -68,9 +68,7 @@ def optimizer_step(
             draw_ranks(engine.model, f"{engine.config.seed} {number} {index}")
         with engine.one_pass(last=last):
             with engine.computing():
-                teacher = teacher_logits(engine.model, batch.inputs) if weights.distillation else None
-                with RateRecorder(engine.model) as recorder:
-                    logits = _logits(engine, batch, guard, number)
+                teacher, logits, recorder = _passes(engine, batch, guard, number)
             cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
             kl = torch.zeros_like(cross_entropy)
             if teacher is not None:
@@ -90,9 +88,14 @@ def optimizer_step(
     return StepResult(loss, cross_entropy, float(means.soft), means.hard, means, kl if weights.distillation else None)
 
 
-def _logits(engine: Engine, batch: Batch, guard: DivergenceGuard, number: int) -> Tensor:
+def _passes(
+    engine: Engine, batch: Batch, guard: DivergenceGuard, number: int
+) -> tuple[Tensor | None, Tensor, RateRecorder]:
+    """(the uncompressed model's logits where they are asked for, those of the compressed one, what it kept)."""
     try:
-        return engine.wrapped(**batch.inputs, use_cache=False).logits
+        teacher, more = read_by_teacher(engine.model, batch.inputs, logits=bool(engine.config.loss.distillation))
+        with RateRecorder(engine.model) as recorder:
+            return teacher, engine.wrapped(**batch.inputs, **more, use_cache=False).logits, recorder
     except UserError as error:
         # A projection that cannot be inverted names its layer, but neither the step nor where to go back to.
         raise guard.stop(number, str(error), None) from error

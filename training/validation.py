@@ -14,7 +14,7 @@ from lowrank_kv.utils.eval_mode import evaluating
 from lowrank_kv.utils.intervals import clusters_of, interval
 
 from .data import Batch
-from .distillation import summed_kl, teacher_logits
+from .distillation import read_by_teacher, summed_kl
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def measure(model: PreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
     with evaluating(model), RateRecorder(model) as recorder:
         for batch in batches:
             batch = batch.to(model.device)
-            teacher = teacher_logits(model, batch.inputs)
-            logits = model(**batch.inputs, use_cache=False).logits
+            teacher, more = read_by_teacher(model, batch.inputs, logits=True)
+            logits = model(**batch.inputs, **more, use_cache=False).logits
             divergences.append(float(summed_kl(logits, teacher, batch.targets)))
             targets = batch.targets.flatten()
             losses.append(float(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")))
@@ -85,7 +85,9 @@ def run_uncached(model: PreTrainedModel, batches: Iterable[Batch], hooks: Mappin
     try:
         with evaluating(model):
             for batch in batches:
-                model.base_model(**batch.to(model.device).inputs, use_cache=False)
+                inputs = batch.to(model.device).inputs
+                _, more = read_by_teacher(model, inputs, logits=False)
+                model.base_model(**inputs, **more, use_cache=False)
     finally:
         for hook in registered:
             hook.remove()

@@ -138,11 +138,23 @@ class Calibration:
 
     @classmethod
     def of_reads(
-        cls, model: PreTrainedModel, blocks_NT: Tensor, *, exact_tokens: ExactTokens, progress: bool = True
+        cls,
+        model: PreTrainedModel,
+        blocks_NT: Tensor,
+        *,
+        exact_tokens: ExactTokens,
+        joint_layers: int = 0,
+        progress: bool = True,
     ) -> "Calibration":
         """Only what is read of a compressed cache that keeps `exact_tokens` at full rank; see :func:`read_moments`."""
-        found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, joint_layers=0, progress=progress)
-        return cls(geometry=geometry_of(model), moments={}, read=read_states_of(found), tokens=blocks_NT.numel())
+        found = read_moments(model, blocks_NT, exact_tokens=exact_tokens, joint_layers=joint_layers, progress=progress)
+        return cls(
+            geometry=geometry_of(model),
+            moments={},
+            read=read_states_of(found),
+            tokens=blocks_NT.numel(),
+            joint_layers=joint_layers,
+        )
 
     def save(self, directory: str | Path, *, model: str, text: list[str], **record: Any) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, T keys, D head dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ ATTENTION_NAME = "lowrank_kv"
 PREPARED = "lowrank_kv"  # attribute of an attention module that holds its PreparedAttention
 TRANSFORM = "kv_compressor"  # submodule of an attention module that compresses k and v where there is no cache
 CALL = "lowrank_call"  # keyword argument of the attention function: how the running call attends
+REBUILT = "lowrank_rebuilt"  # keyword argument of the model: what compressors of several layers rebuilt before the call
 
 Observer = Callable[[Tensor, Tensor, Tensor, "Rope | None"], None]
 
@@ -130,6 +131,7 @@ class _UncachedCall:
 
     rope: Rope | None
     position_BT: Tensor | None
+    rebuilt: Mapping[int, Any] | None = None
 
     @outside_graphs
     def attend(
@@ -141,7 +143,8 @@ class _UncachedCall:
         transform = prepared.module._modules.get(TRANSFORM)
         if transform is not None:
             exact = key, value
-            key, value, *_ = transform(key, value, self.rope, self.position_BT)  # its other outputs are read by hooks
+            more = () if self.rebuilt is None else (self.rebuilt,)
+            key, value, *_ = transform(key, value, self.rope, self.position_BT, *more)  # hooks read its other outputs
             if prepared.exact_tokens is not None:
                 compressed, seen = (key, value), _boolean(mask)
                 key, value, mask = prepared.exact_tokens.joined(exact, compressed, self.position_BT, seen)
@@ -205,7 +208,8 @@ def _num_tokens(args: tuple, kwargs: dict) -> int:
 @outside_graphs
 def _begin_uncached(prepared: PreparedAttention, kwargs: dict) -> _UncachedCall:
     position_BT = kwargs.get("position_ids")
-    return _UncachedCall(prepared.rope(kwargs.get("position_embeddings"), position_BT), position_BT)
+    rope = prepared.rope(kwargs.get("position_embeddings"), position_BT)
+    return _UncachedCall(rope, position_BT, kwargs.pop(REBUILT, None))
 
 
 @outside_graphs

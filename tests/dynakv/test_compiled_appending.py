@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dynakv.compressor import LayerCompressor
 from dynakv.config import DynaKVConfig
+from dynakv.layer_compressor import LayerCompressor
 from lowrank_kv.ops import native
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.native.ragged_view import view_of

@@ -11,9 +11,9 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import dynakv
-from dynakv.compressor import LayerCompressor
 from dynakv.config import DynaKVConfig
 from dynakv.gate import Gate, soft_mask
+from dynakv.layer_compressor import LayerCompressor
 from dynakv.objective import RateRecorder, objective
 from dynakv.projection import Projection
 from lowrank_kv.bases.hard_rank import hard_rank

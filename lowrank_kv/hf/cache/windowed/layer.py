@@ -197,3 +197,12 @@ def fixed_store(
         least = config.own_directions_from
         return AdaptiveStore(initial, count=config.own_directions, least_tokens=least, **settings)
     return TokenStore(initial, **settings)
+
+
+def layers_of(plan: Plan, kind: type[WindowedLayer]) -> dict[int, WindowedLayer]:
+    """Layer index → the layer of a cache of this kind; those that share rows are of one group."""
+    layers = {index: kind(plan, index) for index in plan.layers}
+    for group in map(RowGroup, ([layers[index] for index in each] for each in plan.row_groups())):
+        for layer in group.layers:
+            layer.row_group = group
+    return layers
