@@ -159,8 +159,8 @@ class OptimizerConfig:
     gradient_accumulation_steps: int = option(1, help="forward passes of one optimizer step", unit="passes")
     lr_projection: float | None = option(
         None,
-        help="peak learning rate of the projections U; null is 5e-4 with a plan, of gates 1e-3 of a run that starts from "
-        "gradients, else 3e-4, and as it was when a run goes on",
+        help="peak learning rate of the projections U; null is 5e-4 with a plan, 5e-5 where it codes layers together, of "
+        "gates 1e-3 of a run that starts from gradients, else 3e-4, and as it was when a run goes on",
     )
     lr_gate: float | None = option(
         None, help="peak learning rate of the gates' W, by default 3e-3; of learned classes 1e-3"
@@ -342,10 +342,13 @@ class TrainConfig:
     @property
     def lr_projection(self) -> float:
         """What `optimizer.lr_projection` comes to."""
-        given = self.optimizer.lr_projection
-        if given is None:
-            given = 5e-4 if self.compressor.has_plan else 1e-3 if self.starts_from_gradients else 3e-4
-        return given
+        given, compressor = self.optimizer.lr_projection, self.compressor
+        if given is not None:
+            return given
+        if compressor.has_plan:
+            # Rows of several layers have many times as many directions, which noise moves further together, and less to gain.
+            return 5e-5 if compressor.joint_layers else 5e-4
+        return 1e-3 if self.starts_from_gradients else 3e-4
 
     def _check_average(self) -> None:
         key, count = "average_checkpoints", self.average_checkpoints
