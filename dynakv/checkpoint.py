@@ -1,9 +1,9 @@
 """DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
 
-A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits, 12·N·C² where
-it codes N layers together, fewer if exported: :mod:`dynakv.packed_projections`) and `config.json`, which says what model shape it
-is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary transformers directory
-(:mod:`lowrank_kv.hf.full_checkpoint`).
+A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits, 12·N·C²
+where that codes N layers together, fewer if exported: :mod:`dynakv.packed_projections`) and `config.json`, which says what
+model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary transformers
+directory (:mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from dynakv.attach import add_compressors, detach, use_ragged_cache
 from dynakv.cache import compressors, settings_of, token_compressors
 from dynakv.compressor import AnyGate, kind_of_projection
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
-from dynakv.layer_compressor import LayerCompressor, layer_compressor, row_widths
+from dynakv.layer_compressor import LayerCompressor, layer_compressor, projection_widths
 from dynakv.packed_projections import unpacked
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
@@ -286,13 +286,9 @@ def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, 
             f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
             f"checkpoint"
         )
-    return unpacked(state, kind_of_projection(config.compressor), projection_widths(config), str(path))
-
-
-def projection_widths(config: CheckpointConfig) -> dict[str, int]:
-    """Where each projection is among the tensors, such as `layers.0.key` → C."""
-    widths = row_widths(config.geometry, config.compressor)
-    return {f"layers.{index}.{side}": width for (index, side), width in widths.items()}
+    return unpacked(
+        state, kind_of_projection(config.compressor), projection_widths(config.geometry, config.compressor), str(path)
+    )
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -9,12 +9,12 @@ from dynakv.checkpoint import (
     CONFIG,
     WEIGHTS,
     checked_state,
-    projection_widths,
     read_config,
     read_state,
     write_files,
 )
 from dynakv.compressor import kind_of_projection
+from dynakv.layer_compressor import projection_widths
 from dynakv.packed_projections import PACKABLE, is_packed, packed, projections_in, unpacked
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.errors import UserError
@@ -51,7 +51,9 @@ def export_compressor(directory: str | Path, output: str | Path) -> None:
     if output.exists() and output.samefile(directory):
         raise UserError(f"`{output}` is the checkpoint itself, which training goes on from; choose another directory")
     state = packed(checked_state(directory, config), decoder)
-    _check_rounded(unpacked(state, decoder, projection_widths(config), str(directory)), decoder)
+    _check_rounded(
+        unpacked(state, decoder, projection_widths(config.geometry, config.compressor), str(directory)), decoder
+    )
     with new_directory(output, WEIGHTS) as partial:
         copy_all_but((WEIGHTS, CONFIG), directory, partial)
         write_files(partial, state, config)

@@ -150,6 +150,11 @@ def row_widths(geometry: KVGeometry, config: DynaKVConfig) -> dict[tuple[int, st
     return {(group[-1], KEY_VALUE): 2 * len(group) * geometry.width for group in groups}
 
 
+def projection_widths(geometry: KVGeometry, config: DynaKVConfig) -> dict[str, int]:
+    """Where each projection is among the tensors of a checkpoint, such as `layers.0.key` → C."""
+    return {f"layers.{index}.{side}": width for (index, side), width in row_widths(geometry, config).items()}
+
+
 def by_layer(geometry: KVGeometry, config: DynaKVConfig) -> dict[int, tuple[tuple[int, str], tuple[int, str]]]:
     """Layer index → the places, as in :func:`row_widths`, of what compresses its keys and its values."""
     if not config.joint_layers:

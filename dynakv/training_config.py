@@ -346,7 +346,7 @@ class TrainConfig:
         if given is not None:
             return given
         if compressor.has_plan:
-            # Rows of several layers have many times as many directions, which noise moves further together, and less to gain.
+            # Rows of several layers have many times as many directions, which noise moves further, and less to gain.
             return 5e-5 if compressor.joint_layers else 5e-4
         return 1e-3 if self.starts_from_gradients else 3e-4
 
