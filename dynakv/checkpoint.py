@@ -2,8 +2,8 @@
 
 A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits, 12·N·C²
 where that codes N layers together, fewer if exported: :mod:`dynakv.packed_projections`) and `config.json`, which says what
-model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary transformers
-directory (:mod:`lowrank_kv.hf.full_checkpoint`).
+model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary
+transformers directory (:mod:`lowrank_kv.hf.full_checkpoint`).
 """
 
 import dataclasses

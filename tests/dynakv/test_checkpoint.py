@@ -332,7 +332,7 @@ def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, ove
 
 
 STEPS = {  # of attaching: the function that fails, and how often it does not
-    "making compressors": ("dynakv.attach", "LayerCompressor", 1),
+    "making compressors": ("dynakv.attach", "layer_compressor", 1),
     "reading weights": ("dynakv.checkpoint", "read_state", 0),
     "filling compressors": ("dynakv.checkpoint", "_fill", 0),
     "preparing the model": ("lowrank_kv.hf.prepare", "rotary_function", 1),
