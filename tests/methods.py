@@ -210,5 +210,10 @@ METHODS = [
         lambda model, rate: planned_model(model, rate, token_classes=4, own_directions=2, own_directions_from=8),
         follows_text=True,
     ),
+    Method(
+        "dynakv-joint-plan",
+        lambda model, rate: planned_model(model, rate, token_classes=4, joint_layers=2),
+        follows_text=True,
+    ),
     Method("dynakv-orthogonal", lambda model, rate: dynakv_model(model, rate, decoder="orthogonal")),
 ]
