@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from dynakv.checkpoint import CheckpointConfig
+from dynakv.layer_compressor import row_widths
 from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
@@ -70,9 +71,11 @@ def _windowed_nbytes(config: CheckpointConfig, rates: Rates, *, tokens: int, ite
     row = sum(rate * 2 * geometry.width for rate in (*rates.keys, *rates.values))
     full = 2 * geometry.width * itemsize * len(geometry.layers)
     positions = sequence.position_bytes(1) * len(geometry.layers) + rotation_bytes * tokens
-    own = OwnDirections.nbytes(geometry.width, settings.own_directions) if sequence.has_own_directions else 0
-    sides = 2 * len(geometry.layers)
-    return round(sequence.low_rank_capacity * row + sequence.full_rank_capacity * full + sides * own + positions)
+    own = 0
+    if sequence.has_own_directions:
+        widths = row_widths(geometry, settings).values()
+        own = sum(OwnDirections.nbytes(width, settings.own_directions) for width in widths)
+    return round(sequence.low_rank_capacity * row + sequence.full_rank_capacity * full + own + positions)
 
 
 def preset_plan(

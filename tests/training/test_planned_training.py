@@ -159,10 +159,11 @@ def test_a_checkpoint_is_served_as_it_was_trained(tmp_path, token_classes):
     assert torch.equal(whole(ids).logits, expected)
 
 
+@pytest.mark.parametrize("joint_layers", [0, 2])
 @torch.no_grad()
-def test_predicted_bytes_are_those_of_a_cache(tmp_path):
+def test_predicted_bytes_are_those_of_a_cache(tmp_path, joint_layers):
     model = tiny_model()
-    planned_model(model, 0.2)
+    planned_model(model, 0.2, joint_layers=joint_layers)
     dynakv.save_compressor(model, tmp_path / "c")
     config = dynakv.checkpoint.read_config(tmp_path / "c")
     rates = measured_rates(tmp_path / "c", config)
