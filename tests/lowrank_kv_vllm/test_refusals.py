@@ -181,6 +181,14 @@ def test_directions_of_a_sequences_own_are_refused(files, tmp_path):
         origin_of(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
 
 
+def test_layers_that_are_coded_together_are_refused(files, tmp_path):
+    model = tiny_model(head_dim=32, vocab_size=257)
+    planned_model(model, 0.3, joint_layers=2)
+    dynakv.save_compressor(model, tmp_path / "checkpoint")
+    with pytest.raises(UserError, match="codes 2 layers together, and vLLM has pages of each layer by itself"):
+        origin_of(ServingConfig(checkpoint=str(tmp_path / "checkpoint")))
+
+
 def test_what_rebuilding_counts_for_is_a_calibrations_to_say(files, tmp_path):
     with pytest.raises(UserError, match="`rebuild_cost` must be left out with `checkpoint`, which says it; got 2"):
         configured(files, {"checkpoint": str(tmp_path / "checkpoint"), "rebuild_cost": 2})
