@@ -87,9 +87,14 @@ def test_a_run_that_goes_on_is_the_same_run(training_values, tmp_path):
         assert torch.equal(tensor, resumed[name]), name
 
 
-def test_recomputed_activations_train_the_same_compressor(training_values, tmp_path):
-    """With all that a run does by default."""
-    values = {**training_values, "compressor": {}, "rate": {"calibrate_threshold_tokens": 128}}
+@pytest.mark.parametrize("joint_layers", [0, 2])
+def test_recomputed_activations_train_the_same_compressor(training_values, tmp_path, joint_layers):
+    """With all that a run does by default, and where a pass reads what an earlier one left."""
+    values = {
+        **training_values,
+        "compressor": {"joint_layers": joint_layers},
+        "rate": {"calibrate_threshold_tokens": 128},
+    }
     changes = {"calibration": {"start": None, "tokens": 640}, "optimizer": {"steps": 2}}
     kept, recomputed = (
         load_file(
