@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from remembered import remembered
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
@@ -61,7 +62,7 @@ def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
 
 def calibration_moments(model: PreTrainedModel):
     ids = torch.randint(1, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
-    return calibrate(model, ids, sides=(KEY, VALUE), progress=False)
+    return remembered(model, "moments", lambda twin: calibrate(twin, ids, sides=(KEY, VALUE), progress=False))
 
 
 def calibration_of(
@@ -69,6 +70,14 @@ def calibration_of(
 ) -> Calibration:
     """With `read` it says what is read of a compressed cache, for which longer blocks are read; with `words` it has seen
     only so many tokens of the vocabulary."""
+
+    def make(twin: PreTrainedModel) -> Calibration:
+        return _calibrated(twin, blocks, read, joint_layers, words)
+
+    return remembered(model, ("calibration", blocks, read, joint_layers, words), make)
+
+
+def _calibrated(model: PreTrainedModel, blocks: int, read: bool, joint_layers: int, words: int | None) -> Calibration:
     generator = torch.Generator().manual_seed(1)
     end = model.config.vocab_size if words is None else words + 1
     ids = torch.randint(1, end, (blocks, 32), generator=generator)
@@ -122,8 +131,12 @@ def planned_model(
     )
     seen = words if settings.own_directions and rate < 1 else None
     joint = {"joint_layers": settings.joint_layers} if settings.joint_layers else {}
-    calibration = calibration_of(model, read=True, words=seen, **joint)
-    coders = coded_bases(calibration, rate, token_classes=token_classes, **joint)
+
+    def make_coders(twin: PreTrainedModel):
+        calibration = calibration_of(twin, read=True, words=seen, **joint)
+        return coded_bases(calibration, rate, token_classes=token_classes, **joint)
+
+    coders = remembered(model, ("coders", seen, rate, token_classes, settings.joint_layers), make_coders)
     dynakv.add_compressors(model, settings)
     dynakv.initialize_from_coders(model, coders)
     generator = torch.Generator().manual_seed(2)
@@ -156,7 +169,7 @@ def _preset(name: str, **overrides) -> Method:
 
     def build(model: PreTrainedModel, rate: float) -> MakeCache:
         config = OjaKVConfig.preset(name, **settings_at(rate))
-        plan = make_plan(method.calibration(model, rate), config)
+        plan = remembered(model, (label, rate), lambda twin: make_plan(method.calibration(twin, rate), config))
         if config.cache_dtype == "mixed" and rate == 1:
             plan = _unpacked(plan)
         return lambda: OjaKVCache(model, plan)

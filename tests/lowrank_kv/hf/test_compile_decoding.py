@@ -100,7 +100,7 @@ def test_any_number_of_sequences_and_models_has_its_graphs(ids, graphs):
     """More graphs than the eight that torch keeps of one code: of three models, of one sequence and several, with padding
     and without (which transformers up to 5.17 does not tell apart)."""
     for method in (DYNAKV, OJAKV, OJAKV):
-        model = tiny_model(num_hidden_layers=2)
+        model = tiny_model(num_hidden_layers=1)
         make_cache = method.build(model, 0.5)
 
         def written(rows, padding, model=model, make_cache=make_cache):
@@ -147,7 +147,7 @@ def test_training_runs_as_before(ids, graphs):
 
 
 def test_a_ninth_graph_of_a_kind_takes_the_place_of_eight(ids, graphs):
-    model = compile_decoding(tiny_model(num_hidden_layers=2))
+    model = compile_decoding(tiny_model(num_hidden_layers=1))
     for count in range(1, 11):
         with threads_of(count):  # torch makes a graph for a number of threads
             decoded(model, ids, DynamicCache(config=model.config))
