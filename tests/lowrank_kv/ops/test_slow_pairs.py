@@ -115,14 +115,16 @@ def test_interpolated_scores_are_as_near_to_the_reference(model, count, form):
 
 
 @needs_compiler
-def test_pairs_are_interpolated_where_tokens_are_many():
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("count", "are_interpolated"), [(90, False), (150, True), (2500, True)])
+def test_pairs_are_interpolated_where_a_thread_has_many_tokens(count, are_interpolated, threads):
     """So that the tests here tell something: results differ in the last bits."""
     if not interpolates():
         pytest.skip("this processor does not multiply pairs of bf16")
-    for count, are_interpolated in ((90, False), (150, True), (2500, True)):
-        table = table_of("demo", count + 8)
-        _, error, without = errors("demo", tokens_of("demo", count, CLASSES, table))
-        assert (error != without) == are_interpolated
+    table = table_of("demo", threads * count + 8)
+    with threads_of(threads):
+        _, error, without = errors("demo", tokens_of("demo", threads * count, CLASSES, table))
+    assert (error != without) == are_interpolated
 
 
 @needs_compiler
