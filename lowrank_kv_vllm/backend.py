@@ -127,17 +127,18 @@ class PagedAttention(AttentionImpl[Step]):
         step, tokens = attn_metadata, attn_metadata.num_tokens
         if self._pages is None:
             self._open(kv_cache)
+        found = output
         if len(query) > tokens:
-            query, key, value = (states[:tokens] for states in (query, key, value))
+            query, key, value, found = (states[:tokens] for states in (query, key, value, output))
         self._statistics.add_rows(2 * tokens)
-        if self._pages.decode(query, key, value, step, output[:tokens]):
+        if self._pages.decode(query, key, value, step, found):
             return output
         new = NewTokens(key, value, step.position_T, step.slot_T)
         self._write(new, step)
         if len(step.decoding_N):
-            self._pages.attend(query, new, step, output[:tokens])
+            self._pages.attend(query, new, step, found)
         if step.prompts:
-            self._read_prompts(query, new, step, output[:tokens])
+            self._read_prompts(query, new, step, found)
         return output
 
     def _open(self, kv_cache: Tensor) -> None:

@@ -76,7 +76,7 @@ def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kw
 
 
 def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: Any) -> None:
-    from vllm.config import get_current_vllm_config_or_none
+    from vllm.config import CompilationMode, get_current_vllm_config_or_none
     from vllm.v1.attention.backend import AttentionType
 
     config = get_current_vllm_config_or_none()
@@ -89,6 +89,9 @@ def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: A
     _wrap_runner()
     original(self, *args, **{**kwargs, "attn_backend": PagedBackend})
     self.impl.bind(self.layer_name, settings, config)
+    if config.compilation_config.mode == CompilationMode.NONE:
+        # vLLM hides attention from compilation in an operator of torch, which costs each layer's call time.
+        self.use_direct_call = True
 
 
 def _get_kv_cache_spec(original: Callable, self: Attention, vllm_config: VllmConfig) -> Any:

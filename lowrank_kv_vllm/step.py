@@ -115,11 +115,9 @@ class Step:
                 device's are waited for.
         """
         tokens, count, device = common.num_actual_tokens, common.num_reqs, common.slot_mapping.device
-        first_B = common.query_start_loc_cpu[: count + 1].long()
-        known_B = common.seq_lens if guesses else common.seq_lens_cpu_upper_bound
-        length_B = known_B[:count].cpu().long()
+        firsts = common.query_start_loc_cpu[: count + 1].tolist()
+        lengths = (common.seq_lens if guesses else common.seq_lens_cpu_upper_bound)[:count].tolist()
         found, prompts, decoding, rows = _Pieces(), [], [], []
-        firsts, lengths = first_B.tolist(), length_B.tolist()
         for b, (start, end, length, prompt) in enumerate(zip(firsts[:-1], firsts[1:], lengths, prompt_B, strict=True)):
             past = length - (end - start)
             read = min(max(prompt - past, 0), end - start)  # of the prompt
@@ -127,13 +125,10 @@ class Step:
                 prompts.append(Prompt(found.add(b, read, past + read), slice(start, start + read), past))
             decoding += [found.add(b, 1, past + i + 1) for i in range(read, end - start)]
             rows += range(start + read, end)
-        new_B = first_B.diff()
-        before_B = length_B - new_B - first_B[:count]
-        position_T = torch.arange(tokens) + before_B.repeat_interleave(new_B)
         return cls(
             num_tokens=tokens,
             sequences=found.sequences(common.block_table_tensor, block_size),
-            position_T=position_T.to(device, non_blocking=True),
+            position_T=common.positions[:tokens],
             slot_T=common.slot_mapping[:tokens].long().contiguous(),
             decoding_N=torch.tensor(decoding, dtype=torch.int64).to(device, non_blocking=True),
             decoding_rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True) if prompts else None,
@@ -165,8 +160,10 @@ class _Pieces:
         first_B, length_B = (
             torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in (self._first, self._length)
         )
-        request_B = torch.tensor(self._request, dtype=torch.int64).to(device, non_blocking=True)
-        return Sequences(first_B, length_B, page_BP[:, :pages][request_B].int())
+        page_BP = page_BP[:, :pages]
+        if self._request != list(range(len(self._request))):  # else each request is one piece, as where all decode
+            page_BP = page_BP[torch.tensor(self._request, dtype=torch.int64).to(device, non_blocking=True)]
+        return Sequences(first_B, length_B, page_BP.int())
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):

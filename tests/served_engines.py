@@ -117,6 +117,12 @@ def served(engine, prompts: list[list[int]], new: int = NEW, **sampling: Any) ->
     )
 
 
+def attentions(engine) -> list[Any]:
+    """The model's attention layers, as vLLM has them."""
+    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    return [module for module in model.modules() if hasattr(module, "impl")]
+
+
 def texts(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 

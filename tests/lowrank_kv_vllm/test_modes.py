@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from served_engines import metric, prompt_of, served, serving, texts
+from served_engines import attentions, metric, prompt_of, served, serving, texts
 
 
 def test_requests_that_were_preempted_go_on_as_they_began(files):
@@ -19,6 +19,7 @@ def test_a_compiled_model_says_the_same(files):
     with serving(files, files.settings, enforce_eager=False) as engine:
         found = texts(served(engine, prompts))
         assert engine.llm_engine.vllm_config.compilation_config.mode
+        assert not any(attention.use_direct_call for attention in attentions(engine))
     assert found == [files.generated(prompt) for prompt in prompts]
 
 

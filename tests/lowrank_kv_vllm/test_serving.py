@@ -1,7 +1,7 @@
 """vLLM with compressed pages: the texts of `generate()`, however the scheduler divides the work."""
 
 import pytest
-from served_engines import BATCHED, BLOCK, MEMORY, prompt_of, served, serving, texts
+from served_engines import BATCHED, BLOCK, MEMORY, attentions, prompt_of, served, serving, texts
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,10 @@ def test_what_aborted_requests_leave_harms_nobody(engine, files):
 
 
 def test_the_scheduler_counts_the_bytes_of_pages(engine):
-    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    attentions = [module.impl for module in model.modules() if hasattr(module, "impl")]
-    page_bytes = sum(attention.layout(BLOCK).page_bytes for attention in attentions)
+    page_bytes = sum(attention.impl.layout(BLOCK).page_bytes for attention in attentions(engine))
     config = engine.llm_engine.vllm_config.cache_config
     assert config.num_gpu_blocks == MEMORY // page_bytes
+
+
+def test_what_is_not_compiled_calls_attention_without_an_operator(engine):
+    assert all(attention.use_direct_call for attention in attentions(engine))

@@ -84,7 +84,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
     kernels.read_pages.argtypes = [address, number, address, number, number, address]
     kernels.attend_pages.argtypes = [address, address]
-    kernels.serve_pages.argtypes, kernels.serve_pages.restype = [address] * 5, number
+    kernels.serve_pages.argtypes, kernels.serve_pages.restype = [address] * 3, number
     return kernels
 
 

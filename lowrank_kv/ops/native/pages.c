@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "common.h"
+#include "new_tokens.h"
 #include "pack.h"
-#include "states.h"
 #include "store.h"
 #include "task.h"
 
@@ -33,15 +33,6 @@ struct pages {
 static inline int64_t itemsize(const struct pages *pages) { return pages->kind == FLOAT32 ? 4 : 2; }
 
 /* -- writing ------------------------------------------------------------------------------------------------------- */
-
-struct writing {
-    struct states states[2];
-    const float *coef[2];
-    int64_t coef_stride[2];       /* floats */
-    const int64_t *rank[2];       /* of each token, where rows have ranks of their own */
-    const int64_t *position, *slot; /* of each token; slot: page · block + place within the page, negative where it has none */
-    int64_t tokens, threads;
-};
 
 /* Where a token goes: the row, or the exact states of a sink; NULL where it has no page. */
 struct target { uint8_t *at; uint16_t level; uint8_t is_sink; }; /* level: its class, or rank */
@@ -134,7 +125,6 @@ static void write_one(const struct pages *pages, const struct side *side, const 
         memcpy(target->at + g * bytes, states->start + t * states->token_stride + g * states->head_stride, bytes);
 }
 
-/* Writes tokens, of which those of one page come in their order. Returns how many rows were cut, -1 when there is no memory. */
 int64_t write_pages(const struct pages *pages, const struct writing *task) {
     const int64_t tokens = task->tokens, threads = task->threads, width = pages->num_kv_heads * pages->head_dim;
     struct target *targets = malloc((2 * tokens + 1) * sizeof(struct target));
@@ -205,27 +195,6 @@ int read_pages(const struct pages *pages, int64_t which, const int32_t *table, i
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-
-struct querying {
-    const float *query;      /* (tokens, heads, head_dim) */
-    float *output;           /* the same */
-    struct states states[2]; /* of the new tokens, which are those of the queries */
-    const int32_t *first;    /* of each sequence its first token, and behind the last their number */
-    const int32_t *length;   /* of each sequence, the new tokens included */
-    const int32_t *table;    /* (sequences, table_stride): its pages */
-    int64_t table_stride;
-    const int64_t *served;   /* (count): the sequences to serve */
-    int64_t count;
-    const float *cos, *sin;  /* (places, pairs) */
-    int64_t pairs, slow;     /* see task.h */
-    const float *decoder, *decoder_pairs, *decoder_columns; /* of keys; the latter two NULL where coefficients are not rounded */
-    int64_t decoder_stride, pairs_stride;
-    const float *value_decoder;
-    int64_t value_width, heads;
-    int64_t sees_itself; /* whether a token sees itself exactly; else its row, and sequences have one new token each */
-    int64_t threads;
-    float scaling, softcap;
-};
 
 /* Exact tokens of a sequence as a store: their heads are its parts. */
 static struct store exact_store(const struct pages *pages, const struct states *states, struct bucket *bucket, int64_t *length) {
@@ -305,8 +274,6 @@ static int attend_one(const struct pages *pages, const struct querying *all, int
     return failed;
 }
 
-/* Attention of some sequences' queries over their pages and, each up to its own, over the new tokens. Returns 0, or 1 when there
- * is no memory. */
 int attend_pages(const struct pages *pages, const struct querying *all) {
     int failed = 0;
     if (all->count < all->threads) { /* few sequences: threads share each */

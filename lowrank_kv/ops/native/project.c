@@ -4,21 +4,11 @@
 #include <string.h>
 
 #include "common.h"
+#include "new_tokens.h"
 #include "scores.h"
-#include "states.h"
 #include "store.h"
 
 enum { TOGETHER = 24 }; /* tokens whose states stay in the first cache beside the matrix's rows */
-
-struct projecting {
-    struct states states[2];   /* keys, values */
-    const float *vectors[2];   /* (num_kv_heads · head_dim, stride) */
-    float *coef[2];            /* (tokens, stride), out */
-    int64_t stride[2];         /* padded */
-    const int64_t *position;   /* of each token, in `cos` and `sin` */
-    const float *cos, *sin;    /* (places, pairs): turn keys back */
-    int64_t pairs, tokens, num_kv_heads, head_dim, kind, threads; /* kind: FLOAT32 or BFLOAT16 */
-};
 
 static void load(const struct projecting *task, int64_t which, int64_t t, float *out) {
     const struct states *states = task->states + which;
@@ -32,7 +22,6 @@ static void load(const struct projecting *task, int64_t which, int64_t t, float 
     }
 }
 
-/* Returns 0, or 1 when there is no memory. */
 int project_states(const struct projecting *task) {
     const int64_t width = task->num_kv_heads * task->head_dim, tiles = (task->tokens + TOGETHER - 1) / TOGETHER;
     float *memory = malloc(task->threads * TOGETHER * width * sizeof(float));

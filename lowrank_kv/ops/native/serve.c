@@ -1,40 +1,82 @@
 /* One layer's part of a step in which all tokens decode: they are projected, written to their pages, and attended, in one call. */
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "common.h"
+#include "new_tokens.h"
+#include "store.h"
 
-struct pages;
-struct projecting;
-struct writing;
-struct querying;
-
-int project_states(const struct projecting *task);                               /* project.c */
-int64_t write_pages(const struct pages *pages, const struct writing *task);      /* pages.c */
-int attend_pages(const struct pages *pages, const struct querying *all);         /* pages.c */
-
-/* Queries and outputs of bfloat16, and the floats that attention reads and writes in their place. */
-struct converting {
-    const uint16_t *query;
-    uint16_t *output;
-    int64_t query_stride, output_stride; /* numbers from one token to the next */
-    float *floats_in, *floats_out;       /* (tokens, width) */
-    int64_t tokens, width;               /* heads · head_dim */
+/* What all steps of a layer have in common; members that come with a step are empty. */
+struct served_layer {
+    const struct pages *pages;
+    struct projecting projecting;
+    struct querying querying;
 };
 
-/* Returns how many rows are of a cheaper level than asked for, or −1 when there is no memory; `converting` is NULL where queries
- * and outputs are floats. */
-int64_t serve_pages(const struct pages *pages, const struct projecting *projecting, const struct writing *writing,
-                    const struct querying *querying, const struct converting *converting) {
-    if (converting)
-        for (int64_t t = 0; t < converting->tokens; t++)
-            for (int64_t i = 0; i < converting->width; i++)
-                converting->floats_in[t * converting->width + i] = from_bfloat16(converting->query[t * converting->query_stride + i]);
-    if (project_states(projecting)) return -1;
-    const int64_t cut = write_pages(pages, writing);
-    if (cut < 0 || attend_pages(pages, querying)) return -1;
-    if (converting)
-        for (int64_t t = 0; t < converting->tokens; t++)
-            for (int64_t i = 0; i < converting->width; i++)
-                converting->output[t * converting->output_stride + i] = to_bfloat16(converting->floats_out[t * converting->width + i]);
+/* What all layers of a step have in common; members as those of the same names in new_tokens.h. */
+struct served_step {
+    const int64_t *position, *slot;
+    int64_t tokens;
+    const int32_t *first, *length, *table;
+    int64_t table_stride;
+    const int64_t *served;
+    int64_t count, threads;
+};
+
+/* A tensor of three dims: tokens, heads, and the dims of a head; strides in numbers. */
+struct tensor { uint8_t *start; int64_t stride[3]; };
+
+/* What is a layer's and a step's own; all in the dtype of exact states. */
+struct served_states { struct tensor query, output, states[2]; };
+
+enum { NO_MEMORY = -1, LIES_OTHERWISE = -2 };
+
+static int heads_lie_side_by_side(const struct tensor *tensor, int64_t head_dim) {
+    return tensor->stride[1] == head_dim && tensor->stride[2] == 1;
+}
+
+/* Returns how many rows are of a cheaper level than asked for; NO_MEMORY; or LIES_OTHERWISE, and does nothing, where queries or
+ * outputs do not lie as the code needs it. */
+int64_t serve_pages(const struct served_layer *layer, const struct served_step *step, const struct served_states *given) {
+    struct projecting projecting = layer->projecting;
+    struct querying querying = layer->querying;
+    const int64_t tokens = step->tokens, width = querying.heads * projecting.head_dim, is_half = projecting.kind == BFLOAT16;
+    const struct tensor *query = &given->query, *output = &given->output;
+    if (!heads_lie_side_by_side(query, projecting.head_dim) || !heads_lie_side_by_side(output, projecting.head_dim))
+        return LIES_OTHERWISE;
+    if (!is_half && tokens > 1 && (query->stride[0] != width || output->stride[0] != width)) return LIES_OTHERWISE;
+    const int64_t floats = projecting.stride[0] + projecting.stride[1] + 2 * width * is_half; /* of a token */
+    float *const memory = malloc(tokens * floats * sizeof(float)), *next = memory;
+    if (!memory) return NO_MEMORY;
+    struct writing writing = {.position = step->position, .slot = step->slot, .tokens = tokens, .threads = step->threads};
+    for (int which = 0; which < 2; which++) {
+        const struct tensor *from = given->states + which;
+        const int64_t bytes = is_half ? sizeof(uint16_t) : sizeof(float);
+        const struct states states = {from->start, from->stride[0] * bytes, from->stride[1] * bytes};
+        projecting.states[which] = writing.states[which] = querying.states[which] = states;
+        projecting.coef[which] = next;
+        writing.coef[which] = next;
+        writing.coef_stride[which] = projecting.stride[which];
+        next += tokens * projecting.stride[which];
+    }
+    projecting.position = step->position, projecting.tokens = tokens, projecting.threads = step->threads;
+    querying.first = step->first, querying.length = step->length, querying.table = step->table;
+    querying.table_stride = step->table_stride, querying.served = step->served, querying.count = step->count;
+    querying.threads = step->threads;
+    querying.query = (const float *)query->start, querying.output = (float *)output->start;
+    if (is_half) {
+        float *converted = next;
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t i = 0; i < width; i++)
+                converted[t * width + i] = from_bfloat16(((const uint16_t *)query->start)[t * query->stride[0] + i]);
+        querying.query = converted, querying.output = converted + tokens * width;
+    }
+    int64_t cut = project_states(&projecting) ? NO_MEMORY : write_pages(layer->pages, &writing);
+    if (cut >= 0 && attend_pages(layer->pages, &querying)) cut = NO_MEMORY;
+    if (cut >= 0 && is_half)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t i = 0; i < width; i++)
+                ((uint16_t *)output->start)[t * output->stride[0] + i] = to_bfloat16(querying.output[t * width + i]);
+    free(memory);
     return cut;
 }
