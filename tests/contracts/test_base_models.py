@@ -30,7 +30,7 @@ def test_generate_is_stock_again_once_the_base_is_restored(method, ids):
     assert torch.equal(result.sequences, stock)
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=0)
     # Left to itself, its cache takes most of the machine's memory.
-    small = ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=64)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     said = model.generate_batch(ids[:1].tolist(), generation_config=config, continuous_batching_config=small)
     assert [len(each.generated_tokens) for each in said.values()] == [2]
     assert not {"init_continuous_batching", "_prepare_cache_for_generation"} & model.__dict__.keys()
