@@ -2,15 +2,16 @@
 
     .venv-vllm/bin/python -m benchmarks.serving --bases runs/demo-bases --rate 0.1 --results results
 
-Runs in the environment of `make test-vllm`. Both OpenAI-compatible servers are up for the whole run, with the same memory
-for pages, and are given the same requests in turn, while the other waits; who comes first alternates from round to round:
+Runs in the environment of `make test-vllm`. All OpenAI-compatible servers are up for the whole run, with the same memory
+for pages, and are given the same requests in turn, while the others wait; who comes first alternates from round to round:
 
 - many requests at once (64 prompts of 512 tokens, 128 new tokens each), in memory small enough that stock preempts;
 - one request of 2,048 tokens, and its decoding;
 - eight prompts of 512 tokens at once, of which only the first token is waited for.
 
 Prompts are distinct text and no prefix is cached, so that nobody gains from another's request. Times are medians over the
-rounds.
+rounds. `--stock-cache-dtypes fp8` adds a stock server whose pages hold one byte a number; the record has each server's ratio
+to each stock server.
 """
 
 import argparse
@@ -57,10 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model()), metavar="ID", help="[default: the demo's]")
     add_settings(parser)
-    parser.add_argument("--dtype", choices=_BITS, default="bfloat16", help="of both servers [default %(default)s]")
+    parser.add_argument("--dtype", choices=_BITS, default="bfloat16", help="of all servers [default %(default)s]")
     parser.add_argument(
         "--stock-cache-dtypes", type=lambda text: text.split(","), default=[], metavar="DTYPE,…",
-        help="further stock servers, whose --kv-cache-dtype is one of these, e.g. fp8_e4m3",
+        help="further stock servers, whose --kv-cache-dtype is one of these, e.g. fp8",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=count, default=54, metavar="MIB", help="for pages, of each server [default %(default)s]"
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=count, default=8, help="prompts whose first token is timed [default %(default)s]"
     )
     parser.add_argument("--repeats", type=count, default=3, help="rounds [default %(default)s]")
-    parser.add_argument("--compile", action="store_true", help="let vLLM compile both models, as it does by default")
+    parser.add_argument("--compile", action="store_true", help="let vLLM compile the models, as it does by default")
     parser.add_argument(
         "--text", default=str(home() / "text" / "messages-1790-1946.jsonl"), metavar="FILE",
         help="of prompts [default: one of the demo's]",
@@ -181,10 +182,11 @@ def _row(
     medians = {each: {key: statistics.median(values) for key, values in own.items()} for each, own in found.items()}
     row: dict[str, Any] = {"method": name, "token_capacity": capacity[name], **medians[name]}
     row["rounds"] = found[name]
-    for key in (*medians[name], "token_capacity"):
-        stock = capacity[BASELINE] if key == "token_capacity" else medians[BASELINE][key]
-        if stock and key != "preemptions":
-            row[f"{key}_to_stock"] = row[key] / stock
+    for baseline in (each for each in medians if each != SERVED):
+        for key in (*medians[name], "token_capacity"):
+            stock = capacity[baseline] if key == "token_capacity" else medians[baseline][key]
+            if stock and key != "preemptions":
+                row[f"{key}_to_{baseline.replace(' ', '_')}"] = row[key] / stock
     # Of what equal bytes in the model's dtype leave to expect, which a budget in 16 bits is a share of.
     if name == SERVED and arguments.rate:
         rate = arguments.rate * 16 / _BITS[arguments.dtype]

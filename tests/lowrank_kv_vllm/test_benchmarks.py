@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import serving, soak
 from lowrank_kv.utils import run_record
@@ -21,12 +22,20 @@ def record(directory):
     return run_record.load(path)
 
 
-def test_both_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
+def test_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
     sizes = ["--requests", 6, "--prompt", 60, "--tokens", 120, "--context", 100, "--batch", 2, "--repeats", 1]
-    serving.main([*words, "--memory", "1", *map(str, sizes), "--results", str(tmp_path)])
+    # vLLM's pages of fp8 need AVX-512 on a CPU.
+    further = ["--stock-cache-dtypes", "fp8"] if torch.cpu._is_avx512_supported() else []
+    serving.main([*words, "--memory", "1", *map(str, sizes), *further, "--results", str(tmp_path)])
     found = record(tmp_path)
-    stock, compressed = found["rows"]
-    assert [stock["method"], compressed["method"]] == ["stock", "compressed"]
+    stock, *fp8, compressed = found["rows"]
+    assert [row["method"] for row in found["rows"]] == ["stock", *["stock fp8"] * bool(further), "compressed"]
+    for row in fp8:
+        assert row["token_capacity"] == pytest.approx(2 * stock["token_capacity"], rel=0.1)
+        for key in ("token_capacity", "crowd_tokens_per_second", "single_seconds_to_first"):
+            assert row[f"{key}_to_stock"] == pytest.approx(row[key] / stock[key])
+            assert compressed[f"{key}_to_stock_fp8"] == pytest.approx(compressed[key] / row[key])
+            assert row[f"{key}_to_stock_fp8"] == 1
     assert found["n"] == {"tokens": 120, "repeats": 1, "batch": 2, "context": 100}
     assert stock["crowd_tokens_per_second_to_stock"] == 1
     for key in (
