@@ -33,10 +33,13 @@ def remembered(model: PreTrainedModel, what: Hashable, make: Callable[[PreTraine
 
 
 def _fingerprint(model: PreTrainedModel) -> Hashable | None:
-    """Equal for models that compute the same; None for one whose weights are elsewhere or whose modules were changed."""
+    """Equal for models that compute the same; None for one whose weights are elsewhere, whose modules were changed, or whose
+    rotation follows what it has read, so that a text read by a copy would leave the model otherwise."""
     if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
         return None
     if any(each._forward_hooks or each._forward_pre_hooks or "forward" in vars(each) for each in model.modules()):
+        return None
+    if any("dynamic" in repr(getattr(each, "rope_type", None)) for each in model.modules()):
         return None
     digest = hashlib.sha256(repr(model.config.to_dict()).encode())
     for name, tensor in model.state_dict().items():

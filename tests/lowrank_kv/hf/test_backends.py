@@ -106,6 +106,10 @@ def test_flash_is_told_of_padding_and_nothing_else(method, flash):
     put_in_place, calls = flash
     put_in_place()
     torch.testing.assert_close(logits_on("sdpa", method), expected, atol=1e-4, rtol=0)
+    model = tiny_model()
+    make_cache = method.build(model, 0.4)
+    with torch.no_grad():
+        model(torch.arange(1, 41)[None], past_key_values=make_cache())
     assert set(calls) == {"plain", "padded"}, "the padded prompt must have reached the backend, and what is not padded"
 
 
