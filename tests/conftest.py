@@ -3,6 +3,7 @@
 import gc
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # As in an activated environment: quanto's extension is built anew, for half a minute, wherever another ninja built it.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+# A shell's background jobs ignore Ctrl-C, and so would all processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
