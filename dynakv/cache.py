@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from dynakv.compressor import TokenCompressor
 from dynakv.config import DynaKVConfig
 from dynakv.layer_compressor import LayerCompressor
-from lowrank_kv.calibration.activation_moments import KEY_VALUE
+from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE
 from lowrank_kv.hf.attention import TRANSFORM, has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.ragged_layer import RaggedLayer
@@ -55,12 +55,14 @@ def initial_bases(layers: Mapping[int, LayerCompressor]) -> dict[int, tuple[Init
     """What caches of compressors with plans start from: layer index → (of keys, of values)."""
     found, group = {}, []
     for index, layer in layers.items():
+        sides = layer.sides
+        if KEY in sides:
+            found[index] = tuple(side.initial_basis() for side in sides.values())
+            continue
         group.append(index)
-        if KEY_VALUE in layer.sides:
-            found |= dict(zip(group, layer.sides[KEY_VALUE].initial_bases(len(group)), strict=True))
+        if KEY_VALUE in sides:  # of the last layer of a group
+            found |= dict(zip(group, sides[KEY_VALUE].initial_bases(len(group)), strict=True))
             group = []
-        elif layer.sides:
-            found[index] = tuple(side.initial_basis() for side in layer.sides.values())
     return found
 
 
