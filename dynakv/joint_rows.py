@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from dynakv.cache import compressors, settings_of
 from dynakv.layer_compressor import RebuiltStates
 from lowrank_kv.calibration.activation_moments import KEY_VALUE
-from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import join_heads
-from lowrank_kv.hf.geometry import attention_modules, geometry_of, layer_groups
+from lowrank_kv.hf.geometry import layer_groups
+from lowrank_kv.hf.observing import observing
 from lowrank_kv.hf.rope import Rope
 
 States = dict[int, tuple[Tensor, Tensor]]
@@ -29,20 +29,13 @@ def states_of_pass(model: PreTrainedModel) -> Iterator[States]:
         model: prepared (:func:`lowrank_kv.hf.prepare.prepare`).
     """
     found: States = {}
-    modules = attention_modules(model)
-    prepared = {index: getattr(modules[index], PREPARED) for index in geometry_of(model).layers}
 
-    def keep(index: int, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> None:
+    def keep(index: int, query: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> None:
         unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
         found[index] = join_heads(unrotated).detach(), join_heads(value_BGTD).detach()
 
-    try:
-        for index, each in prepared.items():
-            each.observer = lambda query, key, value, rope, index=index: keep(index, key, value, rope)
+    with observing(model, keep):
         yield found
-    finally:
-        for each in prepared.values():
-            each.observer = None
 
 
 def rebuilt_states(

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
-from lowrank_kv.hf.attention import PREPARED, has_compressors
+from lowrank_kv.hf.attention import has_compressors
 from lowrank_kv.hf.cache.layer import join_heads
 from lowrank_kv.hf.geometry import attention_modules, check_not_offloaded, device_of_module, geometry_of
+from lowrank_kv.hf.observing import observing
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
@@ -91,38 +92,28 @@ def observe(
     Arguments and errors as for :func:`calibrate`.
     """
     check_uncompressed(model)
-    geometry = geometry_of(model)
-    modules = attention_modules(model)
     prepare(model)
 
-    def observer_of(index: int):
-        def observer(query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> None:
-            for side in sides:
-                if side == QUERY:
-                    # Query heads of one group are further rows of its KV head: (B, G·J, T, D) → (B, G, J·T, D).
-                    states = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-                elif side == VALUE:
-                    states = value
-                elif side == ROTATED_KEY or rope is None:
-                    states = key
-                else:
-                    states = rope.unrotate(key)
-                visit(index, side, join_heads(states).flatten(0, 1))
+    def split(index: int, query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> None:
+        for side in sides:
+            if side == QUERY:
+                # Query heads of one group are further rows of its KV head: (B, G·J, T, D) → (B, G, J·T, D).
+                states = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+            elif side == VALUE:
+                states = value
+            elif side == ROTATED_KEY or rope is None:
+                states = key
+            else:
+                states = rope.unrotate(key)
+            visit(index, side, join_heads(states).flatten(0, 1))
 
-        return observer
-
-    try:
-        for index in geometry.layers:
-            getattr(modules[index], PREPARED).observer = observer_of(index)
-        with (
-            torch.no_grad(),
-            evaluating(model),
-            progress_bar(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
-        ):
-            for block_T in blocks_NT:
-                # The language-model head is most of a small model's work, and calibration never looks at it.
-                model.base_model(input_ids=block_T[None].to(model.device), use_cache=False)
-                bar.update(block_T.numel())
-    finally:
-        for index in geometry.layers:
-            getattr(modules[index], PREPARED).observer = None
+    with (
+        observing(model, split),
+        torch.no_grad(),
+        evaluating(model),
+        progress_bar(total=blocks_NT.numel(), unit="tok", desc="calibrating", disable=not progress) as bar,
+    ):
+        for block_T in blocks_NT:
+            # The language-model head is most of a small model's work, and calibration never looks at it.
+            model.base_model(input_ids=block_T[None].to(model.device), use_cache=False)
+            bar.update(block_T.numel())
