@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
@@ -20,6 +20,9 @@ from .cells import Cell, Cells
 from .methods import Method
 from .reading import read_uncompressed
 from .scores import held_share, score_window
+from .shared_prompt import can_share, read_prompt_once
+
+_TOGETHER = 8  # caches that hold one prompt at a time
 
 
 class Reading(NamedTuple):
@@ -109,12 +112,31 @@ def _measure(
 ) -> None:
     """Measure the missing cells of a window; the bar counts each, since a window of many methods takes minutes."""
     full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
-    for method, share, of in missing:
-        bar.set_postfix_str(method.label, refresh=False)
-        try:
-            make_cache = method.make(share)
-        except UserError as error:  # such as bytes that no rate comes down to
-            raise UserError(f"`{method.label}`: {error}") from error
-        score = score_window(model, window_T, full_SV, make_cache, prefix=reading.prefix, step=reading.step)
-        cells.add(of, Cell(score, record["run_id"], record["code"]["commit"]))
+    for wanted, cache in _read_prompts(model, window_T, missing, reading.prefix):
+        bar.set_postfix_str(wanted.method.label, refresh=False)
+        score = score_window(model, window_T, full_SV, cache, prefix=reading.prefix, step=reading.step)
+        cells.add(wanted.of, Cell(score, record["run_id"], record["code"]["commit"]))
         bar.update()
+
+
+def _read_prompts(
+    model: PreTrainedModel, window_T: Tensor, missing: list[_Wanted], prefix: int
+) -> Iterator[tuple[_Wanted, Cache]]:
+    """A cache for each: of methods that read a prompt exactly one that has read it, of the others a fresh one."""
+    shares = bool(prefix) and can_share(model)
+    exact = [each for each in missing if shares and each.method.reads_exactly]
+    for wanted in missing:
+        if wanted not in exact:
+            yield wanted, _make_cache(wanted)
+    for i in range(0, len(exact), _TOGETHER):
+        those = exact[i : i + _TOGETHER]
+        caches = [_make_cache(wanted) for wanted in those]
+        read_prompt_once(model, window_T[None, :prefix], caches)
+        yield from zip(those, caches, strict=True)
+
+
+def _make_cache(wanted: _Wanted) -> Cache:
+    try:
+        return wanted.method.make(wanted.share)()
+    except UserError as error:  # such as bytes that no rate comes down to
+        raise UserError(f"`{wanted.method.label}`: {error}") from error

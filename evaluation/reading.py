@@ -33,12 +33,12 @@ def read_through(model: PreTrainedModel, ids_T: Tensor, cache: Cache, *, prefix:
 
     Args:
         ids_T: token ids, on the model's device.
-        cache: fresh.
+        cache: fresh, or one that has read the prompt (:func:`evaluation.shared_prompt.read_prompt_once`).
         prefix: length of the prompt; 0 for none.
         step: tokens read at a time after it; at most 16 are attended as decoding attends them.
     """
     ids_1T = ids_T[None]
-    if prefix:
+    if prefix and not cache.get_seq_length():
         model(input_ids=ids_1T[:, :prefix], past_key_values=cache, logits_to_keep=1)
     parts = ids_1T[:, prefix:].split(step, dim=1) if prefix else [ids_1T]
     logits = [model(input_ids=part, past_key_values=cache).logits[0] for part in parts]

@@ -8,7 +8,7 @@ Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,17 +51,17 @@ def score_window(
     model: PreTrainedModel,
     ids_T: Tensor,
     full_SV: Tensor,
-    make_cache: Callable[[], Cache],
+    cache: Cache,
     *,
     prefix: int,
     step: int,
 ) -> WindowScore:
-    """Score one window, read into a fresh cache; see :func:`evaluation.reading.read_through`.
+    """Score one window, read into a cache; see :func:`evaluation.reading.read_through`.
 
     Args:
         full_SV: the uncompressed model's log-probabilities of the same predictions.
     """
-    geometry, cache = geometry_of(model), make_cache()
+    geometry = geometry_of(model)
     log_SV = read_through(model, ids_T, cache, prefix=prefix, step=step)
     target_S = ids_T[-len(log_SV) :]
     return WindowScore(

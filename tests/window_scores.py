@@ -12,7 +12,7 @@ def score_windows(model, windows_NT, make_cache, *, prefix) -> list[WindowScore]
             model,
             window_T,
             read_uncompressed(model, window_T, prefix=prefix),
-            make_cache,
+            make_cache(),
             prefix=prefix,
             step=MAX_DECODE_QUERIES,
         )

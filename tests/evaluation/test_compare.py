@@ -11,9 +11,11 @@ import torch
 import yaml
 
 from dynakv.training_config import TrainConfig
+from evaluation import measure
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
 from evaluation.methods import MethodConfig, methods_of, there
+from evaluation.shared_prompt import read_prompt_once
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
@@ -202,6 +204,23 @@ def test_an_optional_checkpoint_that_is_not_there_is_left_out(values, tmp_path, 
     )  # it is not read to be checked
 
 
+def test_methods_that_read_a_prompt_exactly_read_it_together_and_score_as_alone(values, tmp_path, monkeypatch):
+    values["methods"] = [*values["methods"], {"preset": "ojakv-pf", "rates": [0.5]}, {"peer": "kivi-int4"}]
+    read = []
+
+    def recorded(model, ids, caches):
+        read.append(len(caches))
+        return read_prompt_once(model, ids, caches)
+
+    monkeypatch.setattr(measure, "_TOGETHER", 3)
+    monkeypatch.setattr(measure, "read_prompt_once", recorded)
+    together = last(values, tmp_path / "together")["rows"]
+    assert read == [3, 1] * 4  # two texts of two windows; the compressor attends to what it rebuilds of a prompt
+    monkeypatch.setattr(measure, "can_share", lambda model: False)
+    assert last(values, tmp_path / "alone")["rows"] == together
+    assert len(read) == 8
+
+
 def test_a_fraction_measures_fewer_windows(values, tmp_path):
     assert last(values | {"windows": 4, "fraction": 0.5, "read": 600}, tmp_path / "out")["n"]["windows"] == 2 * 2
 
@@ -210,7 +229,8 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, 
     methods = [*values["methods"], {"preset": "static-pca-joint", "bytes": [0.001]}]
     command = ("scripts/compare.py", "--config", written(methods=methods), "--output", tmp_path / "out")
     assert "no rate brings this cache to 0.001" in mistake(*command)
-    assert len((tmp_path / "out" / CELLS).read_text().splitlines()) == 3
+    # The compressor reads a prompt alone; the others are to read it together with the one that cannot be.
+    assert len((tmp_path / "out" / CELLS).read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

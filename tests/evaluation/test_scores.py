@@ -25,7 +25,7 @@ def scores_of(model, makers, windows=2):
     for window_T in windows_of(ids, 120, windows):
         full_SV = read_uncompressed(model, window_T, prefix=80)
         for name, make_cache in makers.items():
-            found[name].append(score_window(model, window_T, full_SV, make_cache, prefix=80, step=7))
+            found[name].append(score_window(model, window_T, full_SV, make_cache(), prefix=80, step=7))
     return found
 
 
