@@ -98,6 +98,7 @@ class Server:
     def __enter__(self) -> "Server":
         self.port = _free_port()
         words = [sys.executable, *self.words, "--port", str(self.port), "--host", "127.0.0.1"]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 words,

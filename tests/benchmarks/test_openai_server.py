@@ -17,7 +17,7 @@ def never(server, path):
 @pytest.mark.parametrize(("answer", "error"), [(interrupted, KeyboardInterrupt), (never, UserError)])
 def test_waiting_that_ends_ends_the_server(tmp_path, monkeypatch, answer, error):
     monkeypatch.setattr(Server, "_get", answer)
-    server = Server(("-c", "import time; time.sleep(300)"), tmp_path / "log", seconds_to_start=0.5)
+    server = Server(("-c", "import time; time.sleep(300)"), tmp_path / "logs" / "log", seconds_to_start=0.5)
     with pytest.raises(error), server:
         raise AssertionError("nobody answered")
     assert server.process.poll() is not None

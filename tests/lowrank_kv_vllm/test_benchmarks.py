@@ -42,7 +42,7 @@ def test_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
         "crowd_tokens_per_second",
         "single_tokens_per_second",
         "single_seconds_to_first",
-        "batch_seconds_to_first",
+        "batch_seconds_to_all_first",
     ):
         assert compressed[f"{key}_to_stock"] == pytest.approx(compressed[key] / stock[key])
     assert stock["token_capacity"] < compressed["token_capacity"]
