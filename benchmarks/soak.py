@@ -33,6 +33,7 @@ from dynakv.checkpoint import read_config
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.paths import demo_model, home
+from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.text_data import load_documents
 from lowrank_kv_vllm.plans import preset_of, retention
 from lowrank_kv_vllm.settings import ServingConfig
@@ -87,7 +88,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     arguments.prefill = PREFILL
     reference, prompts = _reference(arguments)
-    expected = [reference.expected(prompt, arguments.tokens) for prompt in prompts]
+    with progress_bar(prompts, unit="prompt", desc="reading the reference") as bar:
+        expected = [reference.expected(prompt, arguments.tokens) for prompt in bar]
     allowed = limits(expected)
     told = _told(expected, controls(reference, expected, arguments.seed), allowed)
     print(f"{_line(_of_limits(allowed))}  {_line(told)}", flush=True)
@@ -140,11 +142,13 @@ def _soaked(
     for thread in threads:
         thread.start()
     early, size = 0, server.resident_bytes()
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(2)
-        size = server.resident_bytes()
-        if time.monotonic() < began + 15 * arguments.minutes:  # a quarter of the run
-            early = max(early, size)
+    with progress_bar(unit="request", desc=f"{arguments.minutes:g} minutes") as bar:
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(2)
+            bar.update(clients.counts["answered"] + clients.counts["aborted"] - bar.n)
+            size = server.resident_bytes()
+            if time.monotonic() < began + 15 * arguments.minutes:  # a quarter of the run
+                early = max(early, size)
     deadline = time.monotonic() + 60
     while (left := _left(server)) and time.monotonic() < deadline:
         time.sleep(1)
