@@ -4,6 +4,8 @@ Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
 import copy
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,6 +20,8 @@ from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.geometry import KVGeometry, layer_groups
 from lowrank_kv.hf.rope import Rope
 from lowrank_kv.utils.errors import UserError
+
+Place = tuple[int, str]  # of a compressor: layer index, and what of it is compressed
 
 
 class RebuiltStates(NamedTuple):
@@ -128,11 +132,6 @@ class JointLayerCompressor(LayerCompressor):
         moved = (each.to(key_BGTD.device) for each in mine)
         return self._as_heads(RebuiltStates(*moved), rope)
 
-    def codec(self) -> LayerCodec:
-        raise UserError(
-            "layers that are coded together are served from a windowed cache; use DynaKVCache.from_model(model)"
-        )
-
 
 def layer_compressor(geometry: KVGeometry, config: DynaKVConfig, layer_idx: int) -> LayerCompressor:
     """What one attention module of a model of this shape needs."""
@@ -142,22 +141,20 @@ def layer_compressor(geometry: KVGeometry, config: DynaKVConfig, layer_idx: int)
     return JointLayerCompressor(geometry.width, geometry.head_dim, config, group, layer_idx)
 
 
-def row_widths(geometry: KVGeometry, config: DynaKVConfig) -> dict[tuple[int, str], int]:
-    """(layer index, what is compressed) → C, of all compressors of a model of this shape, in their order."""
+def by_layer(geometry: KVGeometry, config: DynaKVConfig) -> dict[int, tuple[Place, Place]]:
+    """Layer index → the places of the compressors of its keys and of its values, in a model of this shape."""
     if not config.joint_layers:
-        return {(index, side): geometry.width for index in geometry.layers for side in (KEY, VALUE)}
+        return {index: ((index, KEY), (index, VALUE)) for index in geometry.layers}
     groups = layer_groups(geometry.layers, config.joint_layers)
-    return {(group[-1], KEY_VALUE): 2 * len(group) * geometry.width for group in groups}
+    return {index: ((group[-1], KEY_VALUE),) * 2 for group in groups for index in group}
+
+
+def row_widths(geometry: KVGeometry, config: DynaKVConfig) -> dict[Place, int]:
+    """Place → C, of all compressors of a model of this shape, in their order: each has as many widths as it serves."""
+    served = Counter(itertools.chain.from_iterable(by_layer(geometry, config).values()))
+    return {place: count * geometry.width for place, count in served.items()}
 
 
 def projection_widths(geometry: KVGeometry, config: DynaKVConfig) -> dict[str, int]:
     """Where each projection is among the tensors of a checkpoint, such as `layers.0.key` → C."""
     return {f"layers.{index}.{side}": width for (index, side), width in row_widths(geometry, config).items()}
-
-
-def by_layer(geometry: KVGeometry, config: DynaKVConfig) -> dict[int, tuple[tuple[int, str], tuple[int, str]]]:
-    """Layer index → the places, as in :func:`row_widths`, of what compresses its keys and its values."""
-    if not config.joint_layers:
-        return {index: ((index, KEY), (index, VALUE)) for index in geometry.layers}
-    groups = layer_groups(geometry.layers, config.joint_layers)
-    return {index: ((group[-1], KEY_VALUE),) * 2 for group in groups for index in group}

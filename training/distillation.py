@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dynakv
@@ -22,20 +22,34 @@ _TOKENS = 128  # rows of logits computed at once
 
 
 @contextlib.contextmanager
-def uncompressed(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which the model is the stock one, without compressors and LoRA adapters. Nothing is copied."""
+def without_compressors(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the model has no compressors. Nothing is copied."""
     modules = attention_modules(model).values()
     taken = {module: module._modules.pop(TRANSFORM) for module in modules if TRANSFORM in module._modules}
-    adapted = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
-    for module in adapted:
-        module.enable_adapters(False)
     try:
         yield
     finally:
         for module, compressor in taken.items():
             module._modules[TRANSFORM] = compressor
+
+
+@contextlib.contextmanager
+def uncompressed(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which the model is the stock one, without compressors and LoRA adapters. Nothing is copied."""
+    adapted = _adapted(model)
+    with without_compressors(model):
         for module in adapted:
-            module.enable_adapters(True)
+            module.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module.enable_adapters(True)
+
+
+def _adapted(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules with LoRA adapters."""
+    return [module for module in model.modules() if hasattr(module, "get_delta_weight")]
 
 
 @torch.no_grad()
@@ -62,13 +76,13 @@ def read_by_teacher(
     """
     if not dynakv.settings_of(model).joint_layers:
         return (teacher_logits(model, inputs) if logits else None), {}
-    with states_of_pass(model) as states:
-        if logits:
+    if logits and not _adapted(model):
+        with states_of_pass(model) as states:
             teacher = teacher_logits(model, inputs)
-        else:
-            teacher = None
-            with torch.no_grad(), uncompressed(model), evaluating(model):
-                model.base_model(**inputs, use_cache=False)
+    else:  # what is compressed are the states of the model with its adapters, from which nothing is learned
+        with states_of_pass(model) as states, without_compressors(model), evaluating(model), torch.no_grad():
+            model.base_model(**inputs, use_cache=False)
+        teacher = teacher_logits(model, inputs) if logits else None
     return teacher, {REBUILT: rebuilt_states(model, states, inputs.get("position_ids"))}
 
 

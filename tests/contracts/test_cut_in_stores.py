@@ -275,6 +275,60 @@ def test_an_eviction_is_done_or_not(name, ids, monkeypatch):
     assert torch.equal(*cuts)
 
 
+def cut_at_call_from(function, number, call):
+    """Run a call that is cut where `function` calls another for the so-manyth time; returns how often it did."""
+    seen, code = 0, function.__code__
+
+    def at_call(frame, event, _):
+        nonlocal seen
+        if event == "call" and frame.f_back is not None and frame.f_back.f_code is code:
+            seen += 1
+            if seen == number:
+                sys.setprofile(None)
+                raise Cut
+
+    sys.setprofile(at_call)
+    try:
+        call()
+    except Cut:
+        pass
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["ojakv-joint", "static-mixed"])
+@pytest.mark.parametrize("change", ["compress", "evict", "crop"])
+@torch.no_grad()
+def test_a_sequence_changes_whole(name, change, ids):
+    """Wherever it is cut, tokens have a key, a value and a position, or none of them."""
+    model, eviction = tiny_model(), {"keep_ratio": 0.5, "window_size": 4, "kernel_size": 1}
+    settings = {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4}
+    config = OjaKVConfig.preset(name, rate=0.5, **settings, eviction=eviction if change == "evict" else {})
+    plan = make_plan(calibration_of(model, read=True), config)
+    function = getattr(windowed_sequence.WindowedSequence, change)
+
+    before = OjaKVCache(model, plan)
+    model(ids[:, :30], past_key_values=before)
+
+    def run(number):
+        cache = copy.deepcopy(before)
+        call = functools.partial(model, ids[:, 30:52], past_key_values=cache)
+        seen = cut_at_call_from(function, number, functools.partial(cache.crop, -2) if change == "crop" else call)
+        if change != "evict":  # after which earlier layers have forgotten what they could be cropped to
+            cache.crop(0)
+        for sequence in (sequence for layer in cache.layers for sequence in layer.sequences):
+            stores = sequence.key, sequence.value
+            assert {store.full.length for store in stores} == {sequence.positions.full_rank.length}, number
+            assert {store.coef.length for store in stores} == {sequence.positions.num_low_rank}, number
+        return seen
+
+    calls = run(0)
+    assert calls > 6
+    for number in range(1, calls + 1):
+        run(number)
+
+
 def cut_at_line(number, call):
     """Run a call that is cut before it runs so many lines of the package; returns how many it ran, and where the cut was."""
     seen, where, tracer = 0, None, sys.gettrace()

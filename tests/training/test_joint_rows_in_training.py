@@ -10,13 +10,16 @@ from dynakv.checkpoint import load_compressors, read_config
 from dynakv.joint_rows import rebuilt_states, states_of_pass
 from dynakv.measured_rates import measured_rates
 from dynakv.objective import RateRecorder, objective
+from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.activation_moments import KEY_VALUE
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.attention import REBUILT
+from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
-from training.distillation import read_by_teacher, summed_kl, uncompressed
+from training.distillation import read_by_teacher, summed_kl, uncompressed, without_compressors
 from training.inspection import inspect
+from training.optimizer import build_optimizer
 
 # At a rate at which rows of two layers have something to learn.
 JOINT = merged(
@@ -105,6 +108,29 @@ def test_documents_of_a_block_are_read_apart():
     together = logits(packed)
     torch.testing.assert_close(together[:, :21], logits(Batch.from_ids(first, None)), atol=1e-4, rtol=0)
     torch.testing.assert_close(together[:, 21:], logits(Batch.from_ids(second, None)), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_are_those_of_the_adapted_model(training_values):
+    """Its keys and values are what a cache is filled with; what is learned from is the model without adapters."""
+    model, _ = joint_model()
+    stock, inputs = tiny_model(), Batch.from_ids(token_ids(1, 60), None).inputs
+    build_optimizer(model, build(TrainConfig, {**training_values, "output": "none", "trainable": "lora"}), 0.0)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    with states_of_pass(model) as states, without_compressors(model):
+        adapted = model(**inputs, use_cache=False).logits
+    expected = rebuilt_states(model, states, inputs["position_ids"])
+    for wants_logits in (True, False):
+        teacher, more = read_by_teacher(model, inputs, logits=wants_logits)
+        for index, rebuilt in more[REBUILT].items():
+            for found, wanted in zip(rebuilt, expected[index], strict=True):
+                assert torch.equal(found, wanted)
+        if wants_logits:
+            torch.testing.assert_close(teacher, stock(**inputs).logits)
+            assert (teacher - adapted).norm() > 0.2 * adapted.norm(), "adapters must matter"
 
 
 def test_training_lowers_the_divergence_and_serves_what_it_wrote(training_values, tmp_path):

@@ -64,22 +64,24 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def __init__(self):
         super().__init__()
         self.history: RopeHistory | None = None
-        self._releases_history = False
+        self._released: RopeHistory | None = None  # at the end of a call
         self._pending_call: CallContext | None = None  # between begin_call and update
         self.stored = StoredStates()  # between update and attend
         self._geometry: KVGeometry | None = None  # of the cache
 
-    def bind(self, owner: int, geometry: KVGeometry, history: RopeHistory | None, *, is_last: bool) -> None:
+    def bind(
+        self, owner: int, geometry: KVGeometry, history: RopeHistory | None, *, released: RopeHistory | None = None
+    ) -> None:
         """Become a cache's layer of a model.
 
         Args:
             owner: identity of the prepared model; a copy of the model has the same.
             geometry: of the cache.
             history: the cache's record of rotations; None for a layer that does not rotate keys, or compresses them rotated.
-            is_last: whether this is the last layer of a step to use it, which drops its table of cos and sin.
+            released: the record whose tables of cos and sin are dropped at the end of a call; the last layer's.
         """
         self._owner, self._geometry = owner, geometry
-        self.history, self._releases_history = history, is_last
+        self.history, self._released = history, released
 
     @property
     @abc.abstractmethod
@@ -200,8 +202,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     ) -> tuple[Tensor, None]:
         """See :meth:`attend_cached`."""
         output = self.attend_cached(module, query, mask, inner, **kwargs)
-        if self._releases_history and self.history is not None:
-            self.history.release()
+        if self._released is not None:
+            self._released.release()
         return output
 
     # -- what generate() does to a cache --------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         twin = copy.copy(self)
         twin._owner = self._owner  # which a saved cache does not keep
         twin.stored = StoredStates()
-        twin.history = copy.deepcopy(self.history, memo)
+        twin.history, twin._released = copy.deepcopy((self.history, self._released), memo)
         memo[id(self)] = twin
         if self.is_initialized:
             twin.copy_state(memo)

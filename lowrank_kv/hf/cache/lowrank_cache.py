@@ -46,7 +46,9 @@ class LowRankCache(WholeCalls):
         layers = list(DynamicCache(config=config).layers) or [None] * config.num_hidden_layers
         for index, layer in compressed.items():
             history, owner = self.history if index in rotating else None, getattr(modules[index], PREPARED).identity
-            layer.bind(owner, self.geometry, history, is_last=index == max(rotating, default=None))
+            # The last layer, which may compress for others before it, rotates or not.
+            released = self.history if index == max(compressed) else None
+            layer.bind(owner, self.geometry, history, released=released)
             layers[index] = layer
         self._first = min(compressed)  # layer, which stores a call's tokens before the others do
         super().__init__(layers=layers)

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from families import SIZES
 from methods import calibration_of, tiny_model
 from safetensors.torch import load_file, save_file
 from tensors_held import found_tensors
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, VALUE, observe
 from lowrank_kv.calibration.bit_plans import coded_bases, coded_model
@@ -19,6 +21,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
+from ojakv.byte_budget import planned_rate
 
 SHORT = {"update_period": 4, "recent_window": 3, "num_sink_tokens": 2}
 
@@ -184,6 +187,46 @@ def test_each_byte_is_counted_once(model, calibrations, layers):
     read(model, apart)
     of_both = [store.coef for layer in apart.layers for each in layer.sequences for store in (each.key, each.value)]
     assert packed <= 1.05 * sum(tensor.nbytes for each in of_both for _, tensor in each.tensors_by_kind())
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_copy_holds_nothing_of_the_cache_it_was_made_of(model, calibrations, layers):
+    cache = cache_of(model, calibrations[layers])
+    read(model, cache, batch=2)
+    twin = copy.deepcopy(cache)
+    twin.batch_repeat_interleave(2)
+    counted = {tensor.untyped_storage().data_ptr() for _, tensor in twin.tensors_by_kind()}
+    assert found_tensors(twin) <= counted
+
+
+@torch.no_grad()
+def test_a_rotation_is_dropped_where_the_last_layer_does_not_rotate():
+    """It compresses keys that others have rotated, whose table no cache counts."""
+    sizes = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    model = SmolLM3ForCausalLM(SmolLM3Config(**{**SIZES, **sizes, "max_position_embeddings": 512})).eval()
+    cache = cache_of(model, calibration_of(model, read=True, joint_layers=2))
+    ids = torch.randint(1, 97, (1, 300), generator=torch.Generator().manual_seed(4))
+    for part in (ids, *ids[:, :8].split(1, 1)):
+        model(part, past_key_values=cache)
+        counted = {tensor.untyped_storage().data_ptr() for _, tensor in cache.tensors_by_kind()}
+        assert found_tensors(cache) <= counted
+
+
+def test_a_prompt_that_stays_at_full_rank_has_directions_of_its_own(model):
+    """As where keys and values are coded apart; and as is foretold."""
+    cache = cache_of(model, calibration_of(model, read=True, words=6), keep_prompt_full_rank=True)
+    read(model, cache)
+    [stores] = stores_of(cache)
+    assert all(store.own is not None for store in stores)
+    planned = planned_rate(cache.layers[0].plan, prompt=40, tokens=48, itemsize=4)
+    assert planned == pytest.approx(cache.rate, rel=0.02)
+
+
+def test_layers_on_two_devices_have_no_row_together(model, calibration):
+    cache, state = cache_of(model, calibration), torch.zeros(1, 2, 4, 16)
+    cache.layers[0].lazy_initialization(state, state)
+    with pytest.raises(UserError, match="layers 0 and 1 are coded together .* on cpu and meta; load the model on one"):
+        cache.layers[1].lazy_initialization(state.to("meta"), state.to("meta"))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

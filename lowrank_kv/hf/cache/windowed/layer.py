@@ -62,6 +62,10 @@ class WindowedLayer(SequenceLayer):
             )
         super().activate_past_recording()
 
+    def start(self) -> None:
+        self.row_group.check_device(self)
+        super().start()
+
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)
         stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")

@@ -3,20 +3,23 @@
 Shapes: P parts, N tokens, R rank.
 """
 
-import collections
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from lowrank_kv.hf.cache.windowed.changes import make_changes
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep
 from lowrank_kv.hf.cache.windowed.sequence import WindowedSequence
 from lowrank_kv.ops.rotation import Rotate
+from lowrank_kv.utils.errors import UserError
 
 
 class Member(Protocol):
-    """A layer of a group."""
+    """A layer of a group; it has a device once it has sequences."""
 
+    index: int
+    device: torch.device
     sequences: list[WindowedSequence]
 
 
@@ -38,6 +41,20 @@ class RowGroup:
         """Whether the group's tokens are compressed when this layer is called."""
         return layer is self.layers[-1]
 
+    def check_device(self, layer: Member) -> None:
+        """To be asked when a layer starts, which those before it have done.
+
+        Raises:
+            UserError: it is on another device than the first, so that one of them could not read the rows of both.
+        """
+        first = self.layers[0]
+        if layer.device != first.device:
+            raise UserError(
+                f"layers {first.index} and {layer.index} are coded together (`joint_layers`), and they are on "
+                f"{first.device} and {layer.device}; load the model on one device, with a `device_map` that keeps such "
+                f"layers together, or take one that codes layers by themselves, such as the preset `adaptive-mixed`"
+            )
+
     def find_rows(self, layer: Member) -> None:
         """Tell a layer's sequences where their rows are. What copies or moves sequences does so layer by layer, so that they
         are told again whenever the layer is about to read. In a text's first call the last layer has no sequences yet."""
@@ -55,26 +72,19 @@ class RowGroup:
         holder = sequences[-1].rows.key
         length = holder.coef.length
         try:
-            if not step.keeps_all:
-                # Bases are fp32, whatever the model computes in.
-                with torch.autocast(holder.device.type, enabled=False):
-                    row_PNR = sum(
-                        sequence.rows.coefficients(*sequence.states_due(step, unrotate))
-                        for sequence, unrotate in zip(sequences, unrotates, strict=True)
-                    )
-                    holder.look_at(row_PNR)
+            # Bases are fp32, whatever the model computes in.
+            with torch.autocast(holder.device.type, enabled=False):
+                row_PNR = sum(
+                    sequence.rows.coefficients(*sequence.states_due(step, unrotate))
+                    for sequence, unrotate in zip(sequences, unrotates, strict=True)
+                )
+                holder.look_at(row_PNR)
+                if not step.keeps_all:
                     holder.append(row_PNR)
             for sequence in sequences:
                 sequence.rows.read(holder)
-            changes = [change for sequence in sequences for change in sequence.changes_by(step)]
+            changes = [change for sequence in sequences for change in sequence.changes_by(step, step.keeps_all)]
         except BaseException:  # an interrupt, too
             holder.crop(length)
             raise
-        _make(changes)
-
-
-def _make(changes: Sequence[tuple[object, dict[str, Any]]]) -> None:
-    """Set attributes of several objects, all of them or none: Python looks for interrupts between steps of its own, and this
-    is one."""
-    attributes, new = [vars(each) for each, _ in changes], [new for _, new in changes]
-    collections.deque(map(dict.update, attributes, new), maxlen=0)
+        make_changes(changes)

@@ -35,6 +35,8 @@ class Rows(Protocol):
 
     def forget_text(self) -> None:
         """All tokens but the first are gone: forget what was found in them."""
+        self.key.forget_text()
+        self.value.forget_text()
 
     def clone(self) -> "Rows":
         """An independent copy."""
@@ -59,10 +61,6 @@ class SeparateRows(Rows):
 
     def only(self, row_PN: Tensor) -> tuple[Coefficients, Coefficients]:
         return self.key.coef.kept(row_PN), self.value.coef.kept(row_PN)
-
-    def forget_text(self) -> None:
-        self.key.forget_text()
-        self.value.forget_text()
 
     def clone(self) -> "SeparateRows":
         return SeparateRows(self.key.clone(), self.value.clone())
@@ -104,11 +102,6 @@ class JointRows(Rows):
     def only(self, row_PN: Tensor) -> tuple[Coefficients, Coefficients]:
         kept = self.key.coef.kept(row_PN)
         return kept, kept
-
-    def forget_text(self) -> None:
-        if self.holds:
-            self.key.forget_text()
-            self.read(self.key)
 
     def clone(self) -> "JointRows":
         key = self.key.clone() if self.holds else self.key.clone_full_rank()

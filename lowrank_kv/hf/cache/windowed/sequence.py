@@ -10,7 +10,7 @@ part, R rank, T all tokens seen.
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.per_sequence_layer import mask_of_row
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
+from lowrank_kv.hf.cache.windowed.changes import Changes, make_changes
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
@@ -145,21 +146,17 @@ class WindowedSequence:
         Where this is cut short, all of them wait as before. A basis that has followed them by then stays, in which the
         stored coefficients are.
         """
-        num_low_rank, num_pinned = self.positions.num_low_rank, step.num_pinned + step.num_kept
+        num_low_rank = self.positions.num_low_rank
         try:
-            is_full_rank_F, position_N = self._store_due(step, context)
-            key_full, value_full, position_full = self._full_rank_rows(is_full_rank_F, num_pinned)
-            positions = self.positions.with_low_rank(position_N, position_full)
+            changes = self.changes_by(step, self._store_due(step, context))
         except BaseException:  # an interrupt, too
             self.rows.crop(num_low_rank)
             raise
-        # No call is between these: an interrupt finds all of them done, or none.
-        self.key.full, self.value.full, self.positions = key_full, value_full, positions
-        self.num_pinned, self.has_started = num_pinned, True
+        make_changes(changes)
 
-    def _store_due(self, step: CompressionStep, context: CompressionContext) -> tuple[Tensor, Tensor]:
-        """Append the coefficients of the tokens that are due, but for those that the step keeps. Returns which full-rank
-        tokens stay, (F,), and the positions of those that do not."""
+    def _store_due(self, step: CompressionStep, context: CompressionContext) -> Tensor:
+        """Append the coefficients of the tokens that are due, but for those that the step keeps. Returns which these are,
+        (N,) bool."""
         prompt, scaling, rotation, unrotate = context
         due = step.due
         position_N = self.positions.full_rank.rows[due].long()
@@ -179,9 +176,7 @@ class WindowedSequence:
                 key_PNR, value_PNR = key_PNR[:, ~is_kept_N], value_PNR[:, ~is_kept_N]
             self.key.append(key_PNR)
             self.value.append(value_PNR)
-        is_full_rank_F = torch.ones(self.key.full.length, dtype=torch.bool, device=position_N.device)
-        is_full_rank_F[due] = is_kept_N
-        return is_full_rank_F, position_N[~is_kept_N]
+        return is_kept_N
 
     def states_due(self, step: CompressionStep, unrotate: Rotate | None) -> tuple[Tensor, Tensor]:
         """Keys as they are compressed, and values, of the tokens that are due, as rows of parts, (P, N, W) fp32."""
@@ -190,13 +185,17 @@ class WindowedSequence:
             key_GND = unrotate(key_GND, self.positions.full_rank.rows[step.due].long())
         return self.key.parts(key_GND), self.value.parts(value_GND)
 
-    def changes_by(self, step: CompressionStep) -> list[tuple[object, dict[str, Any]]]:
-        """(object, its new attributes) of what changes here once the tokens that are due have rows, or stay."""
+    def changes_by(self, step: CompressionStep, is_kept_N: Tensor | bool) -> Changes:
+        """What changes here once the tokens that are due have rows.
+
+        Args:
+            is_kept_N: of the tokens that are due, those that stay at full rank, (N,) bool; or whether all do.
+        """
         full_rank_F, num_pinned = self.positions.full_rank.rows, step.num_pinned + step.num_kept
-        is_kept_F = torch.ones(len(full_rank_F), dtype=torch.bool, device=full_rank_F.device)
-        is_kept_F[step.due] = step.keeps_all
-        key_full, value_full, position_full = self._full_rank_rows(is_kept_F, num_pinned)
-        positions = self.positions.with_low_rank(full_rank_F[~is_kept_F].long(), position_full)
+        stays_F = torch.ones(len(full_rank_F), dtype=torch.bool, device=full_rank_F.device)
+        stays_F[step.due] = is_kept_N
+        key_full, value_full, position_full = self._full_rank_rows(stays_F, num_pinned)
+        positions = self.positions.with_low_rank(full_rank_F[~stays_F].long(), position_full)
         return [
             (self.key, {"full": key_full}),
             (self.value, {"full": value_full}),
@@ -223,9 +222,13 @@ class WindowedSequence:
         row_PN, min_crop_length = kept
         key, value = self.rows.only(row_PN)
         positions = self.positions.with_only(position_PN.expand(len(row_PN), -1).gather(1, row_PN))
-        # No call is between these: an interrupt finds all of them done, or none.
-        self.key.coef, self.value.coef, self.positions = key, value, positions
-        self.min_crop_length = min_crop_length
+        make_changes(
+            [
+                (self.key, {"coef": key}),
+                (self.value, {"coef": value}),
+                (self, {"positions": positions, "min_crop_length": min_crop_length}),
+            ]
+        )
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -295,9 +298,15 @@ class WindowedSequence:
         positions = self.positions.cropped(length, num_low_rank, position_full)
         # Where sink tokens are gone, the tokens that come next take their place.
         has_started = self.has_started and positions.num_present >= max(1, self.config.num_sink_tokens)
-        self.key.full, self.value.full, self.positions = key_full, value_full, positions
-        self.num_pinned, self.has_started = num_pinned, has_started
+        # First: where this is all that is done, the tokens are still counted, and go when it is cropped again.
         self.rows.crop(num_low_rank)
+        make_changes(
+            [
+                (self.key, {"full": key_full}),
+                (self.value, {"full": value_full}),
+                (self, {"positions": positions, "num_pinned": num_pinned, "has_started": has_started}),
+            ]
+        )
         if not num_low_rank and num_pinned <= self.config.num_sink_tokens:
             self.rows.forget_text()
 

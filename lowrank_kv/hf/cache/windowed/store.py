@@ -159,8 +159,8 @@ class TokenStore:
         return twin
 
     def clone_full_rank(self) -> "TokenStore":
-        """A copy that is independent but for the coefficients, which it reads where this one does."""
+        """The same without coefficients: it reads none before it is told where they are (:meth:`read_rows_of`)."""
         twin = copy.copy(self)
-        twin.full = self.full.clone()
+        twin.full, twin.coef = self.full.clone(), self.coef.empty_like(0)
         twin.forget_operands()
         return twin
