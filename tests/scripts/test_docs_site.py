@@ -137,7 +137,7 @@ def sentences_of(markdown: str) -> list[str]:
     prose = re.sub(r"```.*?```|<!--.*?-->|<[^>]+>", " ", markdown, flags=re.S)
     prose = re.sub(r"(?<!!)\[([^]]*)\]\([^)]*\)", r"\1", prose)
     lines = [line for line in prose.splitlines() if not line.startswith(("|", "#", "!"))]
-    paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
+    paragraphs = re.split(r"\n\s*\n|^- ", "\n".join(lines), flags=re.M)
     return [each for part in paragraphs for each in re.split(r"(?<=[.!?])\**\s+", " ".join(part.split())) if each]
 
 
@@ -168,7 +168,7 @@ def test_counts_of_a_readme():
     text = (
         "# A\n[![b](https://img.shields.io/b)](x) ![f](f.svg) <img alt='g' src='g.png'>\n<details>\n```py\nx = 1\n```\n"
     )
-    assert counts(text) == {"lines": 6, "words": 13, "python": 5, "figures": 2, "folded": 1}
+    assert counts(text) == {"lines": 6, "words": 13, "prose": 2, "python": 5, "figures": 2, "folded": 1}
     assert counts("no code")["python"] is None
 
 
