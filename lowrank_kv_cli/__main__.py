@@ -3,12 +3,15 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError, nearest
 
 PROGRAM = "lowrank-kv"
+# Switches of bars for steps of a moment, such as loading weights: in a file each of their states would be a line.
+_BARS_OF_OTHERS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 # Command → its module, imported when it runs, since most take seconds; and what it does.
 COMMANDS = {
     "calibrate": (
@@ -39,13 +42,13 @@ COMMANDS = {
     "inspect": ("lowrank_kv_cli.inspect_command", "describe a checkpoint or calibration; predict a cache's bytes"),
 }
 EPILOG = """\
-first steps, without training (TEXT.jsonl has a document a line, under the key `text`):
+first steps, without training (MODEL is a hub id or a directory, and TEXT.jsonl has a document a line, under the key `text`):
 
     lowrank-kv calibrate --model MODEL --dtype bfloat16 --name TEXT.jsonl --tokens 61440 --read_gradients true \\
         --output bases/mine
     lowrank-kv generate --model MODEL --dtype bfloat16 --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
 
-and with it:
+with training:
 
     lowrank-kv train --model MODEL --dtype bfloat16 --dataset.name TEXT.jsonl --calibration.bases bases/mine \\
         --output runs/mine
@@ -59,6 +62,9 @@ and with it:
 
 def main() -> None:
     """The console script; ``python -m lowrank_kv_cli`` is the same."""
+    if not sys.stderr.isatty():
+        for name in _BARS_OF_OTHERS:
+            os.environ.setdefault(name, "1")
     cli.run(dispatch)
 
 

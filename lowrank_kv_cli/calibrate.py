@@ -1,7 +1,10 @@
-"""Calibrate the bases that an OjaKV cache starts from, on any text.
+"""Read a text once with a model, for caches that need no training and for training to start from.
 
-    lowrank-kv calibrate --model meta-llama/Llama-3.1-8B --dtype bfloat16 --output bases/llama \\
-        --name Salesforce/wikitext --subset wikitext-2-raw-v1 --read_gradients true
+    lowrank-kv calibrate --model MODEL --dtype bfloat16 --name TEXT.jsonl --read_gradients true --output bases/mine
+    lowrank-kv calibrate --model MODEL --dtype bfloat16 --read_gradients true --output bases/mine \\
+        --name Salesforce/wikitext --subset wikitext-2-raw-v1
+
+MODEL is a hub id or a directory. TEXT.jsonl has a document a line, under the key `text`.
 
 Writes the second moments of keys, values and queries, from which the bases of every layout, rank and preset are computed.
 With `--read_gradients true` it also writes what plans of bits are made from, by `adaptive-mixed` and by training; with

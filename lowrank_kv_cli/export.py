@@ -7,7 +7,6 @@ Its projections are rounded to eight bits, a scale for each direction. Everythin
 which takes a tenth of the bytes with a plan of bits. A gate's own weights stay as they are, which leaves five eighths.
 """
 
-import argparse
 from pathlib import Path
 
 from dynakv.checkpoint import WEIGHTS
@@ -16,7 +15,7 @@ from lowrank_kv.utils.arguments import ArgumentParser
 
 
 def main(argv: list[str]) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="compressor, as training wrote it")
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="to write; an earlier checkpoint there is replaced"

@@ -1,10 +1,10 @@
 """Generate text from a compressed cache and report how many bytes the cache took.
 
-    lowrank-kv generate --checkpoint runs/demo/checkpoint --prompt "My fellow citizens,"
-    lowrank-kv generate --model meta-llama/Llama-3.1-8B --bases bases/llama --rate 0.1 --prompt @book.txt
+    lowrank-kv generate --model MODEL --dtype bfloat16 --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --checkpoint runs/mine/checkpoint --dtype bfloat16 --prompt @LONG_PROMPT.txt
 
-The checkpoint is a compressor directory written by training, or a full checkpoint directory. Bases need no training:
-`lowrank-kv calibrate` writes them.
+`lowrank-kv calibrate` writes bases, which need no training. The checkpoint is a compressor directory written by
+`lowrank-kv train`, or a full checkpoint directory. Short prompts are hardly compressed: give one of a thousand tokens.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import UserError
+from ojakv import PRESETS, OjaKVConfig
 
 TEMPERATURE = 0.8
 
@@ -52,11 +53,15 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument("--checkpoint", metavar="DIR", help="compressor or full checkpoint")
     method.add_argument("--bases", metavar="DIR", help="written by `lowrank-kv calibrate`; needs `--model`")
-    parser.add_argument("--preset", metavar="NAME", help="of the bases [default: the best they were calibrated for]")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help=f"of the bases, one of {', '.join(PRESETS)} [default: the best they were calibrated for]",
+    )
     parser.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
     parser.add_argument("--prompt", required=True, help="text to continue; @FILE reads it from a file")
     parser.add_argument("--model", metavar="ID", help="base model [default: the one the checkpoint was trained on]")
@@ -117,11 +122,14 @@ def load(arguments: argparse.Namespace):
                 f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
                 f"compressor is given as `--checkpoint`"
             )
+        rate = {} if arguments.rate is None else {"rate": arguments.rate}
+        if arguments.preset is not None:
+            OjaKVConfig.preset(arguments.preset, **rate, **settings)  # a mistake is found before minutes of loading
         model = load_model(arguments.model, **loading)
         if arguments.preset is None:
-            lowrank_kv.compress(model, arguments.bases, rate=arguments.rate, **settings)
+            lowrank_kv.compress(model, arguments.bases, **rate, **settings)
         else:
-            lowrank_kv.compress(model, arguments.preset, rate=arguments.rate, bases=arguments.bases, **settings)
+            lowrank_kv.compress(model, arguments.preset, bases=arguments.bases, **rate, **settings)
         return model, load_tokenizer(arguments.model)
     for name in ("preset", "rate"):
         if getattr(arguments, name) is not None:

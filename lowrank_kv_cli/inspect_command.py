@@ -1,10 +1,10 @@
 """Describe a checkpoint or calibration, or predict the bytes of a cache before anything runs.
 
-    lowrank-kv inspect runs/demo/checkpoint
-    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --batch 4
-    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --checkpoint runs/llama/checkpoint
-    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --tokens 32768 --preset ojakv-pf --rate 0.4
-    lowrank-kv inspect --model meta-llama/Llama-3.1-8B --memory "24 GiB" --preset tokenwise-mixed --rate 0.1 --bases DIR
+    lowrank-kv inspect runs/mine/checkpoint
+    lowrank-kv inspect --model MODEL --tokens 32768 --batch 4
+    lowrank-kv inspect --model MODEL --tokens 32768 --checkpoint runs/mine/checkpoint
+    lowrank-kv inspect --model MODEL --tokens 32768 --preset ojakv-pf --rate 0.4
+    lowrank-kv inspect --model MODEL --memory "24 GiB" --preset tokenwise-mixed --rate 0.1 --bases bases/mine
 
 PATH is a compressor checkpoint, a full checkpoint or a calibration: prints its model, shape, rates for each layer, bytes,
 and how it was made. With `--model` it reads the model's configuration, no weights, and prints the bytes of an uncompressed
@@ -22,7 +22,7 @@ import torch
 
 from dynakv.checkpoint import read_config
 from dynakv.measured_rates import measured_rates
-from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.calibration import GRADIENTS, Calibration
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
 from lowrank_kv.hf.rope import RopeHistory
@@ -38,7 +38,7 @@ from lowrank_kv_cli.planned_cache import (
     tokens_within,
 )
 from lowrank_kv_cli.saved import describe
-from ojakv import Plan
+from ojakv import PRESETS, Plan
 from ojakv.byte_budget import break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
@@ -50,7 +50,7 @@ DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 
 
 def main(argv: list[str]) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("path", nargs="?", metavar="PATH", help="a checkpoint or calibration")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     group = parser.add_argument_group("the bytes of a cache")
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     group.add_argument("--dtype", choices=DTYPES, help=f"of the model [default {DEFAULTS['dtype']}]")
     method = group.add_mutually_exclusive_group()
     method.add_argument("--checkpoint", metavar="DIR", help="DynaKV compressor checkpoint, at the rates measured of it")
-    method.add_argument("--preset", metavar="NAME", help="OjaKV preset")
+    method.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     rate = group.add_mutually_exclusive_group()
     rate.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
     rate.add_argument(
@@ -228,7 +228,7 @@ def description_text(described: dict[str, Any]) -> str:
     layers = f"{len(shape['layers'])} layers of {shape['num_kv_heads']} KV heads × {shape['head_dim']} dims"
     rows = {"model": described["model"], "shape": layers, "files": _pairs(described["files"], " bytes")}
     if "moments" in described:
-        rows["moments"] = ", ".join(described["moments"])
+        rows["holds"] = _held_line(described["moments"])
         rows["text"] = ", ".join(described["text"] or ["not recorded"])
         rows["read"] = _pairs({name: described[name] for name in READ}) or "not recorded"
         rows["SHA-256"] = described["sha256"]
@@ -250,6 +250,17 @@ def description_text(described: dict[str, Any]) -> str:
         triples = zip(shape["layers"], rates["keys"], rates["values"], strict=True)
         lines += [f"  {index:>5} {key:>7.3f} {value:>7.3f}" for index, key, value in triples]
     return "\n".join(lines)
+
+
+def _held_line(moments: Sequence[str]) -> str:
+    """What a calibration can be used for, by the names of its moments."""
+    held = ["moments of keys, values and queries"]
+    if any("_read_" in name for name in moments):
+        rows = ", joint layers included" if any(name.startswith("key_value_read_") for name in moments) else ""
+        held.append(f"read gradients, for the mixed presets and plans of bits{rows}")
+    if not set(GRADIENTS.values()).isdisjoint(moments):
+        held.append("gradients, for training gates")
+    return "; ".join(held)
 
 
 def _rates_line(rates: dict[str, Any] | None) -> str:

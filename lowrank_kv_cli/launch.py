@@ -1,9 +1,11 @@
 """Start a command of this project in several processes, as `accelerate launch` does, with errors and ends of one line.
 
-    lowrank-kv launch --config_file configs/accelerate/ddp.yaml -m lowrank_kv_cli train --config train.yaml
+    lowrank-kv launch --multi_gpu --num_processes 8 -m lowrank_kv_cli train --config train.yaml
+    lowrank-kv launch --config_file accelerate.yaml -m lowrank_kv_cli train --config train.yaml
 
-The arguments are those of `accelerate launch`. A mistake in the command, or Ctrl-C, shows what the command says of it and no
-traceback of the launcher.
+`accelerate config --config_file accelerate.yaml` asks and writes such a file; a checkout has some in configs/accelerate/.
+The arguments are those of `accelerate launch`. A mistake in the command, or Ctrl-C, shows what the command says of it and
+no traceback of the launcher.
 """
 
 import argparse
@@ -18,6 +20,8 @@ from lowrank_kv.utils.cli import INTERRUPTED
 def main(argv: list[str]) -> None:
     parser = launch_command_parser()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    # Written out, it is longer than a screen, and stands in front of every error.
+    parser.usage = "%(prog)s [--config_file FILE] [--KEY VALUE ...] -m lowrank_kv_cli COMMAND ..."
     parser.prog, parser.description = sys.argv[0], __doc__
     arguments = parser.parse_args(argv)
     try:

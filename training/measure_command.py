@@ -1,6 +1,6 @@
 """Measure on a text how much a compressor keeps of its tokens, which is what a server's pages are made for.
 
-    lowrank-kv measure --checkpoint runs/demo/checkpoint --name ~/.cache/lowrank-kv/text/addresses-heldout.jsonl
+    lowrank-kv measure --checkpoint runs/mine/checkpoint --dtype bfloat16 --name TEXT.jsonl
 
 Training measures it on the text that it held out. This command writes another text's numbers into the checkpoint, in front
 of those: the retain rates of gates, the shares of classes of tokens. Predictions do not change.

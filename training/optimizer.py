@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.training_config import FULL, LORA, LoraConfig, TrainConfig
 from lowrank_kv.hf.geometry import attention_projections
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import not_installed
 
 from .engine import Engine
 
@@ -45,9 +45,7 @@ def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> No
     try:
         import peft
     except ImportError as error:
-        raise UserError(
-            "`trainable: lora` needs peft; install it with: pip install -c constraints.txt -e '.[lora]'"
-        ) from error
+        raise not_installed("`trainable: lora`", "peft", extra="lora") from error
     projections = attention_projections(model)
     torch.manual_seed(seed)  # the same adapters on every process
     # GPT-2's projections are not nn.Linear, and hold their weights transposed.

@@ -1,6 +1,16 @@
 """Test the low-rank hypothesis of SubSpace: is what each head caches of low rank, and does compressing it so cost nothing?
 
-    lowrank-kv hypothesis --config configs/hypothesis.yaml --output runs/hypothesis --fraction 0.25
+    lowrank-kv hypothesis --config hypothesis.yaml --output runs/hypothesis --fraction 0.25
+
+with, for example, in hypothesis.yaml:
+
+    model: MODEL
+    dtype: bfloat16
+    calibration: {name: TEXT.jsonl, tokens: 16384}
+    texts:
+      - {label: mine, name: HELDOUT.jsonl}            # that the calibration has not read
+      - {label: other, name: OTHER.txt}
+    familiar: [mine]                                  # of the kind that the bases were calibrated on
 
 Measures perplexity over ranks, thresholds of energy, keys and values alone, both sides of the rotation, uniform and
 adaptive ranks, global and online bases, 8 bits, and single layers and heads; then judges H0 and every falsifier by rules.

@@ -28,6 +28,8 @@ class Estimate:
     @property
     def words(self) -> str:
         """As text: the increase in per cent, its interval in brackets."""
+        if math.isinf(self.high):
+            return f"{_percent(self.value)} (too few windows for an interval)"
         return f"{_percent(self.value)} ({_percent(self.low)} to {_percent(self.high)})"
 
     @classmethod
@@ -147,6 +149,4 @@ class Evidence:
 
 
 def _percent(value: float) -> str:
-    if math.isinf(value):
-        return "any"
     return f"{100 * value:+.1f} %".replace("-", "−") if abs(value) < 10 else f"{value + 1:.0f}-fold"

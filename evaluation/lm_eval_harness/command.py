@@ -1,21 +1,27 @@
 """lm-evaluation-harness's own command, `lm-eval`, that knows the model `lowrank-kv`; all its other options are the same.
 
-    lowrank-kv lm-eval --model lowrank-kv --tasks arc_easy_local --include_path configs/lm_eval --num_fewshot 16 \\
-        --model_args pretrained=MODEL,preset=tokenwise-mixed,rates=0.1,bases=runs/demo-bases
+    lowrank-kv lm-eval --model lowrank-kv --tasks arc_easy --num_fewshot 16 \\
+        --model_args pretrained=MODEL,preset=tokenwise-mixed,rates=0.1,bases=bases/mine
+
+In --model_args, `preset` with `rates` or `bytes` and `bases`, or `checkpoint`, or `peer` name the cache, as an entry of
+`methods` does in `lowrank-kv compare --help`; `dtype` and `device` are the model's. The harness fetches its tasks from the
+hub. A checkout has some that read local files: --tasks arc_easy_local --include_path configs/lm_eval.
 """
 
 import importlib
 import sys
 
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import not_installed
 
 
 def main(argv: list[str]) -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise UserError("this needs lm-eval; pip install -c constraints.txt 'lowrank-kv[lm-eval]'") from error
+        raise not_installed("this command", "lm-eval", extra="lm-eval") from error
 
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(__doc__)  # the harness describes its own options, and not this model's
     importlib.import_module(".model", __package__)  # it enters itself into the harness's registry
     sys.argv = ["lm-eval", *argv]
     cli_evaluate()

@@ -6,7 +6,6 @@ Several records are shown together: of rows with the same method and text the la
 page of its own record beside it.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from .build import page
 
 
 def main(argv: list[str]) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("records", nargs="+", metavar="RECORD", help="a run record, as `quality/RUN.json`")
     parser.add_argument(
         "--output", type=cli.output_file, default=Path("report.html"), metavar="FILE", help="[default: %(default)s]"

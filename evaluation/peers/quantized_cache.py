@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from lowrank_kv.utils.build_locks import await_builds, quanto_folders
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import not_installed
 
 # name → (backend, bits, axis of the groups, package)
 QUANTIZED = {
@@ -27,7 +27,7 @@ def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
     """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype)."""
     backend, bits, axis, package = QUANTIZED[name]
     if importlib.util.find_spec(_MODULES[package]) is None:
-        raise UserError(f"the baseline `{name}` needs {package}; pip install -c constraints.txt {package}")
+        raise not_installed(f"the peer `{name}`", package, extra="eval")
     if backend == "quanto":
         await_builds(quanto_folders())
     return lambda: QuantizedCache(backend=backend, config=model.config, nbits=bits, axis_key=axis, axis_value=axis)

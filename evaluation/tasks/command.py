@@ -1,6 +1,17 @@
 """Answer benchmarks of long prompts through compressed caches, every method and budget on every task.
 
-    lowrank-kv tasks --config configs/tasks-demo.yaml --output runs/tasks
+    lowrank-kv tasks --config tasks.yaml --output runs/tasks
+
+with, for example, in tasks.yaml:
+
+    model: MODEL
+    bases: bases/mine                                 # of `lowrank-kv calibrate --read_gradients true`
+    tasks:
+      - {task: lookup, items: 100, questions: 10}
+      - {task: niah_single_1, length: [2048], items: 20}
+    methods:
+      - {preset: tokenwise-mixed, rates: [0.3, 0.2]}
+      - {peer: rotated-int4}
 
 RULER's tasks, LongBench, multiple choice with few shots, key-value lookup, problems with boxed answers, long
 decoding. Each answer is kept in `cells.jsonl` of the output directory: a second start with the same output answers

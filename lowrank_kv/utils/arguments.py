@@ -2,10 +2,18 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lowrank_kv.utils.errors import UserError, nearest
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions stay as they are written, and lines do not end within a name such as `tokenwise-mixed`."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -14,6 +22,9 @@ class ArgumentParser(argparse.ArgumentParser):
     Keys of a configuration have `_`, as in its YAML, and arguments of a command have `-`, as is usual: nobody should need to
     remember which is which, so ``--read-gradients`` is ``--read_gradients`` and ``--cache_dtype`` is ``--cache-dtype``.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As `argparse`'s.

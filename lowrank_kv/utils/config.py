@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,7 +197,6 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
     parser = ArgumentParser(
         usage=f"%(prog)s [--config FILE]{needed} [--KEY VALUE ...]",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; every key below may stand in it")
@@ -211,6 +211,11 @@ def parse_config(cls: type[Config], argv: Sequence[str], *, description: str, ex
         group.add_argument(
             f"--{key}", metavar=_type_name(hint), default=argparse.SUPPRESS, help=_describe(field, hint), **alone
         )
+    for key, (_, hint) in keys.items():
+        item, is_list = _item(hint)
+        if dataclasses.is_dataclass(item):
+            whose = "each entry of " * is_list
+            parser.add_argument_group(f"keys of {whose}`{key}`, in the YAML file", _keys_of(item))
     namespace = parser.parse_args(list(argv))
     values = read_yaml(namespace.config) if namespace.config else {}
     typed = {key: getattr(namespace, key) for key in keys if hasattr(namespace, key)}
@@ -246,16 +251,37 @@ def _describe(field: dataclasses.Field, hint: Any) -> str:
     parts = [field.metadata["help"]]
     item, is_list = _item(hint)
     if dataclasses.is_dataclass(item):
-        parts.append(f"keys{' of each' * is_list}: {', '.join(each.name for each in dataclasses.fields(item))}")
+        parts.append(f"the keys{' of each entry' * is_list} stand below")
     if field.metadata["choices"]:
         parts.append("one of " + ", ".join(field.metadata["choices"]))
     if field.metadata["unit"]:
         parts.append(f"in {field.metadata['unit']}")
     if _is_required(field):
         parts[-1] += " [required]"
-    elif default is not None:
-        parts[-1] += f" [default {default}]"
+    elif default not in (None, [], {}):
+        parts[-1] += f" [default {_typed(default)}]"
     return "; ".join(parts).replace("%", "%%")
+
+
+def _typed(value: Any) -> str:
+    """A default as it would be typed on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(_typed, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _keys_of(cls: type) -> str:
+    """The keys of a class that stands only in a file, a paragraph each, for `--help`."""
+    indent, lines = " " * 22, []
+    for field, hint in dict(_leaves(cls)).values():
+        # The help's own `%` is doubled for argparse, which does not format descriptions.
+        told = textwrap.wrap(_describe(field, hint).replace("%%", "%"), 78 - len(indent), break_on_hyphens=False)
+        head = f"{field.name} {_type_name(hint)}"
+        if len(head) > len(indent) - 2:
+            lines.append(head)
+            head = ""
+        lines += [f"{head:<{len(indent)}}{told[0]}", *(indent + line for line in told[1:])]
+    return "\n".join(lines)
 
 
 def _item(hint: Any) -> tuple[Any, bool]:

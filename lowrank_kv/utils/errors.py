@@ -12,6 +12,20 @@ class UserError(ValueError):
     """
 
 
+def not_installed(what: str, package: str, *, extra: str) -> UserError:
+    """The error where an optional package is missing.
+
+    Args:
+        what: needs it, such as ``the task `boxed```.
+        package: its name in the package index.
+        extra: the extra of this project that has it, at the tested version.
+    """
+    return UserError(
+        f"{what} needs the package `{package}`; install it with `pip install {package}`, or in a checkout with "
+        f"`pip install -c constraints.txt -e '.[{extra}]'`"
+    )
+
+
 def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
     """A 'did you mean …?' hint, or the list of valid names when nothing is near; `kind` says what they name."""
     near = difflib.get_close_matches(name, valid, n=1)

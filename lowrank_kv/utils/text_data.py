@@ -26,7 +26,10 @@ _PACKED = (".gz", ".zst", ".xz")
 # A text of so many characters, and so many times what is wanted of it, is not tokenized whole to pick a few blocks.
 _TOKENIZED_WHOLE, _TIMES_NEEDED = 30_000_000, 50
 
-NAME_HELP = "hub ids or local files, equal shares of each"
+NAME_HELP = (
+    "hub ids, or .txt (one document), .json, .jsonl or .parquet files (also .gz, .zst, .xz), comma-separated; equal shares "
+    "of each"
+)
 STREAMING_HELP = (
     "read only the first documents, without a local copy of the text, rather than blocks spread over all of it"
 )

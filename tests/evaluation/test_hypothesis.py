@@ -279,4 +279,4 @@ def test_noise_decides_nothing(values, windows):
 def test_one_window_has_no_bounds():
     one = Estimate.of_differences(torch.tensor([0.0099], dtype=torch.float64), torch.tensor([0]))
     assert (one.low, one.high) == (-1, float("inf"))
-    assert one.words == "+1.0 % (−100.0 % to any)"
+    assert one.words == "+1.0 % (too few windows for an interval)"

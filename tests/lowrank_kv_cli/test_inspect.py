@@ -105,9 +105,19 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
     assert "LlamaForCausalLM" in text
     found, text = inspect(bases)
     assert found["moments"] == ["key", "query", "rotated_key", "value"]
+    assert "holds    moments of keys, values and queries\n" in text
     assert (found["kind"], found["tokens"], found["text"]) == ("calibration", 300, ["text.jsonl"])
     assert found["sha256"] in text
     assert f"tokens 300, heldout_share 0.25, tokens_sha256 {found['tokens_sha256']}" in text
+
+
+def test_what_a_calibration_is_for_is_said_in_words(inspect, tiny_dir, tmp_path):
+    model, blocks_NT = load_model(str(tiny_dir)), torch.randint(1, 257, (2, 64))
+    made = Calibration.from_text(model, blocks_NT, gradients=True, read=True, joint_layers=2, self_check=False)
+    made.save(tmp_path / "bases", model="tiny", text=["text.jsonl"])
+    _, text = inspect(tmp_path / "bases")
+    assert "read gradients, for the mixed presets and plans of bits, joint layers included; gradients, for" in text
+    assert "key_read_costs" not in text
 
 
 def test_only_what_the_project_writes_is_inspected(tiny_dir, compressed, tmp_path):

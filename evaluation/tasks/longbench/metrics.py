@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import not_installed
 
 from ..matching import Metric
 from .rouge import rouge_l
@@ -135,8 +135,5 @@ def _chinese_words(text: str) -> list[str]:
     try:
         jieba = importlib.import_module("jieba")
     except ImportError as error:
-        raise UserError(
-            "LongBench's Chinese data sets are scored by words, which the package `jieba` finds; install it with: "
-            "pip install -c constraints.txt -e '.[eval]'"
-        ) from error
+        raise not_installed("the score of LongBench's Chinese data sets, by words,", "jieba", extra="eval") from error
     return list(jieba.cut(text))

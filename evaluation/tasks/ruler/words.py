@@ -6,7 +6,7 @@ import random
 import uuid
 from collections.abc import Sequence
 
-from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.errors import not_installed
 
 WORDS, NUMBERS, UUIDS = "words", "numbers", "uuids"
 _DIGITS = 7
@@ -22,9 +22,7 @@ def listed(*parts: str) -> tuple[str, ...]:
     try:
         wonderwords = importlib.import_module("wonderwords")
     except ImportError as error:
-        raise UserError(
-            "RULER's words come from the package `wonderwords`; install it with: pip install -c constraints.txt -e '.[eval]'"
-        ) from error
+        raise not_installed("this task of RULER, which draws words,", "wonderwords", extra="eval") from error
     lists = [wonderwords.RandomWord(words=getattr(wonderwords.Defaults, part)).filter() for part in parts]
     return tuple(sorted({word for words in lists for word in words}))
 

@@ -313,8 +313,12 @@ def test_help_names_the_keys_of_the_items_of_a_list(capsys):
     with pytest.raises(SystemExit):
         parse_config(CompareConfig, ["--help"], description="")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--texts LIST texts to measure on; keys of each: label, name, subset," in text
-    assert "keys of each: preset, checkpoint, peer," in text
-    assert "--calibration SECTION text to calibrate on where there are no `bases`; keys: name, subset," in text
+    assert "--texts LIST texts to measure on; the keys of each entry stand below [required]" in text
+    assert "keys of each entry of `methods`, in the YAML file: preset STR " in text
+    assert "rates FLOAT of a preset: its own `rate`, one row each bytes FLOAT of a preset or peer: shares of" in text
+    assert "keys of `calibration`, in the YAML file: name STR hub ids, or .txt" in text
+    assert (
+        "optional BOOL leave the text out, with a notice, where the local file does not exist [default false]" in text
+    )
     assert text.startswith("usage: ")
     assert len(text.partition("options:")[0]) < 120
