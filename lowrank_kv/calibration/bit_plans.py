@@ -8,6 +8,7 @@ together; R coefficients that are kept.
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -99,12 +100,15 @@ def coded_model(
         joint_layers: of how many consecutive layers keys and values are coded together, as rows [key, value, key, value, …];
             0 codes each layer's keys, and its values, by themselves.
 
+    Warns where layers are coded together by a calibration of fewer tokens than twice the numbers of a row.
+
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
     """
     if joint_layers:
         joint = calibration.joint_read_states(joint_layers)
         read = {group[-1]: {KEY_VALUE: states} for group, states in joint.items()}
+        _warn_of_few_tokens(calibration, joint_layers, max(len(states.state_CC) for states in joint.values()))
     else:
         read = {
             index: {side: sides[side] for side in (KEY, VALUE)} for index, sides in calibration.read_states().items()
@@ -150,6 +154,18 @@ def coded_model(
     for (index, name), side in zip(names, sides, strict=True):
         found[index][name] = side.coded([next(plans) for _ in side.shares])
     return CodedModel(layers=found, loss_per_rate=saved_by_a_bit / 2 * 8 * uncompressed)
+
+
+def _warn_of_few_tokens(calibration: Calibration, joint_layers: int, width: int) -> None:
+    """Warn where a calibration has too few rows for their width: the gate that tells classes of tokens apart then fits these
+    rows alone, and puts all tokens of another text into one class (docs/log/bit-plans.md)."""
+    if (calibration.tokens or math.inf) < 2 * width:
+        warnings.warn(
+            f"{calibration.origin} is of {calibration.tokens:,} tokens, too few for rows of {width:,} numbers "
+            f"(`joint_layers: {joint_layers}`): calibrate on at least {2 * width:,}, or better ten times as many, or code "
+            f"layers by themselves, as `adaptive-mixed` does",
+            stacklevel=2,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

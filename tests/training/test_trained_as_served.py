@@ -20,8 +20,9 @@ from lowrank_kv.hf.geometry import attention_modules
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
+from training.data import Batch
 from training.data_sources import heldout_blocks
-from training.distillation import uncompressed
+from training.distillation import read_by_teacher, uncompressed
 from training.measure_command import main as measure_command
 from training.model_card import model_card
 
@@ -78,6 +79,7 @@ MADE = {
     "gates": lambda model: dynakv_model(model, 0.5),
     "plan, exact prompts": lambda model: planned_model(model, 0.15, num_sink_tokens=1),
     "plan": reconstructed_plan,
+    "plan of rows": lambda model: planned_model(model, 0.15, num_sink_tokens=1, token_classes=4, joint_layers=1),
 }
 
 
@@ -90,7 +92,9 @@ def test_each_token_is_trained_as_it_is_decoded(made):
     ids = torch.randint(1, 97, (1, 44), generator=torch.Generator().manual_seed(2))
     served = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
     dynakv.see_exactly(model, dynakv.cache.settings_of(model).seen_exactly)
-    trained = model(ids, use_cache=False).logits
+    inputs = Batch.from_ids(ids, None).inputs
+    _, more = read_by_teacher(model, inputs, logits=False)
+    trained = model(**inputs, **more, use_cache=False).logits
     # The first is a prompt. Where prompts are rebuilt, a period is compressed before the token that ends it attends.
     compared = [place for place in range(1, 44) if made is not reconstructed_plan or place % 4]
     torch.testing.assert_close(torch.cat(served, dim=1)[:, compared], trained[:, compared], atol=2e-4, rtol=0)

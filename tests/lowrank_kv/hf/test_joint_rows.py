@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import sys
+import warnings
 
 import pytest
 import torch
@@ -111,6 +112,18 @@ def test_an_older_calibration_serves_other_presets_and_is_refused_for_this_one(t
         UserError, match=r"was made before layers were coded together, and `joint_layers` is 3; make it"
     ):
         cache_of(model, older, joint_layers=3)
+
+
+def test_a_calibration_of_few_tokens_is_told_of(model, calibration):
+    """A row of three layers has 192 numbers here."""
+    for tokens in (383, 384):
+        known = dataclasses.replace(calibration, tokens=tokens)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            cache_of(model, known)
+            cache_of(model, known, "adaptive-mixed")
+        wanted = ["the calibration is of 383 tokens, too few for rows of 192 numbers"] if tokens < 384 else []
+        assert [str(each.message).partition(" (")[0] for each in told] == wanted
 
 
 def test_a_calibration_of_other_layers_is_refused(model, calibrations):
