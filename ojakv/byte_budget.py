@@ -9,6 +9,7 @@ from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
+from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.stores.growable_tensor import grown
 from lowrank_kv.stores.quantization import MIXED
@@ -269,6 +270,8 @@ def _largest_plan(
     config = dataclasses.replace(config, ranks="fraction" if config.ranks == "energy" else config.ranks)
     geometry = calibration.geometry
     narrowest = geometry.head_dim if config.layout == "per_head" else geometry.width
+    if groups := layer_groups(geometry.layers, config.joint_layers):
+        narrowest = 2 * min(map(len, groups)) * geometry.width
     # One coefficient of each row; where tokens have classes, what says where a row is takes less than another.
     least = config.rank_multiple / narrowest * (2 if config.token_classes > 1 else 1)
     low, high = min(1.0, least), 1.0

@@ -8,7 +8,7 @@ from methods import calibration_of, tiny_model
 
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, break_even_tokens, make_plan
-from ojakv.byte_budget import planned_rate, token_nbytes
+from ojakv.byte_budget import plan_for_bytes, planned_rate, token_nbytes
 
 LENGTH = 200
 
@@ -72,6 +72,17 @@ def test_a_budget_that_no_rate_keeps_is_refused(model, calibration):
     ):
         with pytest.raises(UserError, match=message):
             OjaKVCache.from_model(model, OjaKVConfig.preset(preset), bases=calibration, budget=budget)
+
+
+def test_rows_of_several_layers_keep_within_less_than_rows_of_each_could():
+    """The last of four layers has a row of its own."""
+    model = tiny_model(num_hidden_layers=4)
+    calibration, length = calibration_of(model, read=True, joint_layers=3), 4096
+    plan = plan_for_bytes(
+        calibration, OjaKVConfig.preset("joint-mixed"), 0.04, prompt=length, tokens=length, itemsize=4
+    )
+    assert 0.039 < planned_rate(plan, prompt=length, tokens=length, itemsize=4) <= 0.04
+    assert plan.config.rate < 2 / plan.geometry.width
 
 
 @pytest.mark.parametrize("preset", ["ojakv-joint", "ojakv-pf", "subspace-a", "static-joint-pf"])

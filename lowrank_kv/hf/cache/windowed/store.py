@@ -154,13 +154,14 @@ class TokenStore:
 
     def clone(self) -> "TokenStore":
         """An independent copy."""
-        twin = self.clone_full_rank()
-        twin.coef = self.coef.clone()
-        return twin
+        return self._clone_with(self.coef.clone())
 
     def clone_full_rank(self) -> "TokenStore":
         """The same without coefficients: it reads none before it is told where they are (:meth:`read_rows_of`)."""
+        return self._clone_with(self.coef.empty_like(0))
+
+    def _clone_with(self, coef: Coefficients) -> "TokenStore":
         twin = copy.copy(self)
-        twin.full, twin.coef = self.full.clone(), self.coef.empty_like(0)
+        twin.full, twin.coef = self.full.clone(), coef
         twin.forget_operands()
         return twin
