@@ -160,7 +160,7 @@ def markdown(record: Mapping[str, Any]) -> str:
             "|---|--:|--:|--:|--:|--:|",
         ]
         for row in (row for row in record["rows"] if row["dataset"] == label):
-            ratio, kl = with_interval(row, "perplexity_ratio", ".3f"), with_interval(row, "kl", ".4f")
+            ratio, kl = with_interval(row, "perplexity_ratio", ".3f"), with_interval(row, "kl", "z.4f")
             lines.append(
                 f"| {row['method']} | {row['rate']:.3f} | {ratio} | {kl} | {row['top1']:.3f} | {row['scored']} |"
             )

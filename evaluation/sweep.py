@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,9 @@ def _check(config: SweepConfig, runs: list[Point]) -> None:
         )
 
 
-def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
-    """The record of this run, with rows of the full cache and of every point; it is written after every point.
+def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
+    """The record of this run, with rows of the full cache and of every point, and its file; it is written after every
+    point.
 
     A sweep that is started again trains and measures what is missing: `summary.measured_by` names the runs that measured the
     windows of each point.
@@ -230,8 +231,15 @@ def sweep(config: SweepConfig, output: Path) -> dict[str, Any]:
         with _moved(model, device):
             measure(point.name, learned(MethodConfig(checkpoint=str(checkpoint), label=point.variant), model))
         record["inputs"].append(path_input("checkpoint", checkpoint) | {"name": point.name})
-        run_record.write(record, output)
-    return record
+        path = run_record.write(record, output)
+    return record, path
+
+
+def by_points(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with each point's own name for its rows, in place of its recipe's, which several points share."""
+    names = list(record["summary"]["measured_by"])
+    texts = len(record["rows"]) // len(names)
+    return {**record, "rows": [row | {"method": names[i // texts]} for i, row in enumerate(record["rows"])]}
 
 
 def _calibrate_once(

@@ -28,11 +28,12 @@ from lowrank_kv.utils.run_lock import run_lock
 
 from .compare import markdown
 from .output import output_argument
-from .sweep import SweepConfig, sweep
+from .sweep import SweepConfig, by_points, sweep
 
 
 def main(argv: list[str]) -> None:
     config, arguments = parse_config(SweepConfig, argv, description=__doc__, extra=[output_argument("of the runs")])
     with run_lock(arguments.output):
-        record = sweep(config, arguments.output)
-    print(markdown(record))
+        record, path = sweep(config, arguments.output)
+    print(markdown(by_points(record)))
+    print(f"record: {path}")

@@ -82,5 +82,11 @@ def _resolved(source: str, target: str) -> str:
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Docstrings name others by Sphinx's roles (``:func:`name```); a reader sees the name."""
-    return re.sub(r":(?:func|class|meth|attr|data|mod):(<code>)~?", r"\1", html)
+    """Docstrings name others by Sphinx's roles (``:func:`name```); a reader sees the name. Paths in tables may go on in the
+    next line, behind a slash."""
+    html = re.sub(r":(?:func|class|meth|attr|data|mod):(<code>)~?", r"\1", html)
+    return re.sub(r"<td.*?</td>", _with_divisible_paths, html, flags=re.S)
+
+
+def _with_divisible_paths(cell: re.Match) -> str:
+    return re.sub(r"<code>[^<]*", lambda code: code[0].replace("/", "/<wbr>"), cell[0])

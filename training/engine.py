@@ -80,7 +80,7 @@ class Engine:
         if kind not in kinds:
             raise UserError(
                 f"accelerate is configured for `distributed_type: {kind.value}`; training runs on one process, DDP "
-                f"(MULTI_GPU, MULTI_CPU) or DEEPSPEED, see configs/accelerate/"
+                f"(MULTI_GPU, MULTI_CPU) or DEEPSPEED, see configs/accelerate/ of a checkout"
             )
         if self.accelerator.mixed_precision != "no":
             raise UserError(
@@ -145,7 +145,7 @@ class Engine:
         if plugin.zero_stage == 0:
             raise UserError(
                 "accelerate is configured for DeepSpeed with `zero_stage: 0`, which shards nothing; set it to 1, 2 or 3, or "
-                "use DDP, see configs/accelerate/"
+                "use DDP, see configs/accelerate/ of a checkout"
             )
         self._loading = shard_while_loading(deepspeed, dtype=self.loading_dtype)
         return plugin.zero_stage

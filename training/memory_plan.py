@@ -193,7 +193,9 @@ def report(config: TrainConfig, *, gpus: int, gpu_memory: float, model: PreTrain
             f"more GPUs"
         )
     else:
-        lines.append(f"use configs/accelerate/{best.name}.yaml: of those that fit {gpu_memory:g} GB it sends the least")
+        lines.append(
+            f"use configs/accelerate/{best.name}.yaml of a checkout: of those that fit {gpu_memory:g} GB it sends the least"
+        )
     return "\n".join(lines)
 
 

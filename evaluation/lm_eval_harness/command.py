@@ -15,13 +15,12 @@ from lowrank_kv.utils.errors import not_installed
 
 
 def main(argv: list[str]) -> None:
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(__doc__)  # the harness describes its own options, and not this model's
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise not_installed("this command", "lm-eval", extra="lm-eval") from error
-
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print(__doc__)  # the harness describes its own options, and not this model's
     importlib.import_module(".model", __package__)  # it enters itself into the harness's registry
     sys.argv = ["lm-eval", *argv]
     cli_evaluate()

@@ -119,7 +119,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         lines += ["", f"## {task} ({of_task[0]['metric']}, query-{of_task[0]['query']})", ""]
         lines += ["| method | bytes | score | difference from the full cache | items |", "|---|--:|--:|--:|--:|"]
         for row in of_task:
-            score, difference = with_interval(row, "score", ".1f"), with_interval(row, "difference", "+.1f")
+            score, difference = with_interval(row, "score", ".1f"), with_interval(row, "difference", "+z.1f")
             shown = "–" if row["method"] == FULL else difference
             lines.append(f"| {row['method']} | {row['rate']:.3f} | {score} | {shown} | {row['items']} |")
     return "\n".join(lines) + "\n"

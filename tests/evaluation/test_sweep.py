@@ -55,7 +55,8 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     assert [row["method"] for row in rows] == ["full", "dynakv", "dynakv"]
     keys = {"method", "dataset", "rate", "cache_bytes", "full_bytes", "perplexity", "perplexity_ratio", "kl", "top1"}
     assert all(keys < set(row) for row in rows)
-    assert done.stdout.count("| dynakv |") == 2
+    assert [done.stdout.count(f"| dynakv-{name} |") for name in ("target-0.9", "alpha-4")] == [1, 1]
+    assert f"record: {path_of_first}" in done.stdout
     assert first["n"] == {"windows": 2, "tokens": 128}
     assert first["config"]["recipe"]["optimizer"]["steps"] == 4
     names = ["dynakv-target-0.9", "dynakv-alpha-4"]

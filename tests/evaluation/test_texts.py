@@ -85,6 +85,8 @@ def test_an_interval_draws_windows_of_one_document_together(values, tmp_path):
     assert row["kl_high"] != pytest.approx(float(apart[1]), rel=1e-3)
     assert rows_of(record) == record["rows"], "as the documents' tables resample it"
     assert f"## t ({row['windows']} windows of {LEAST_DOCUMENTS} documents" in markdown(record)
+    row["kl"] = -1e-9  # of the full cache, by rounding
+    assert "-0.0000" not in markdown({**record, "rows": [row]})
 
 
 def test_other_windows_of_a_text_are_other_cells(values, tmp_path):

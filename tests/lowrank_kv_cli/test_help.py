@@ -117,6 +117,13 @@ def test_lm_eval_describes_our_model_too():
     assert "--model_args pretrained=MODEL,preset=" in started("lm-eval", "--help").stdout
 
 
+def test_lm_eval_is_described_where_it_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    with pytest.raises(UserError, match=r"needs the package `lm-eval`; install it with `pip install lm-eval`"):
+        cli.dispatch(["lm-eval", "--help"])
+    assert "--model_args pretrained=MODEL,preset=" in capsys.readouterr().out
+
+
 def test_what_is_missing_is_named_with_two_ways_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     words = importlib.import_module("evaluation.tasks.longbench.metrics")

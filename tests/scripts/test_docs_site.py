@@ -65,6 +65,21 @@ def test_the_api_page_has_the_docstrings(site):
         assert f">{name}" in text
 
 
+def test_long_paths_in_tables_may_be_divided_and_nothing_else(site):
+    text = (site / "reliability/index.html").read_text(encoding="utf-8")
+    assert "<code>tests/<wbr>contracts/<wbr>test_cut_short.py</code>" in text
+    assert "<wbr>" not in re.sub(r"<td.*?</td>", "", text, flags=re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_figure_begins_a_line_within_a_sentence(page):
+    """A line that begins with a comment ends the paragraph before it, on GitHub as in the site."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    pairs = zip(["", *lines], lines, strict=False)
+    broken = [line for before, line in pairs if before.strip() and re.match(r"\s*<!-- report:[^>]*-->.", line)]
+    assert broken == []
+
+
 def test_badges_are_true():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     badges = {path.stem: path.read_text() for path in (ROOT / "docs/figures/badges").glob("*.svg")}

@@ -152,7 +152,7 @@ def test_the_command_plans_and_trains_nothing(tiny_dir, text_file, tmp_path, her
     config.write_text(yaml.safe_dump(settings))
     found = here("train_dynakv.py", "--config", config, "--plan", "--gpus", 4)
     assert "| **ddp** |" in found
-    assert "use configs/accelerate/ddp.yaml" in found
+    assert "use configs/accelerate/ddp.yaml of a checkout" in found
     assert not (tmp_path / "run").exists()
 
 
