@@ -107,7 +107,7 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
     assert found["moments"] == ["key", "query", "rotated_key", "value"]
     assert (found["kind"], found["tokens"], found["text"]) == ("calibration", 300, ["text.jsonl"])
     assert found["sha256"] in text
-    assert f"tokens 300, heldout_share 0.25, tokens_sha256 {found['tokens_sha256']}" in text
+    assert f"tokens 300, heldout_share 0.25, joint_layers 0, tokens_sha256 {found['tokens_sha256']}" in text
 
 
 def test_only_what_the_project_writes_is_inspected(tiny_dir, compressed, tmp_path):
