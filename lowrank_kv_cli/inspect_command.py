@@ -44,7 +44,7 @@ from ojakv.byte_budget import break_even
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
 # What a calibration says of how it read its text.
-READ = ("tokens", "length", "subset", "split", "text_field", "heldout_share", "tokens_sha256")
+READ = ("tokens", "length", "subset", "split", "text_field", "heldout_share", "joint_layers", "tokens_sha256")
 # Of the cache whose bytes are asked for, where they are not given.
 DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 

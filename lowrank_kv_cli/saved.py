@@ -72,7 +72,9 @@ def _describe_full(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_calibration(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     path, moments = directory / CONFIG, directory / calibration.MOMENTS
-    check_entries(config, {"model": str, "geometry": dict, "sha256": str, **calibration.RECORD}, path)
+    check_entries(
+        config, {"model": str, "geometry": dict, "sha256": str, "joint_layers": int | None, **calibration.RECORD}, path
+    )
     try:
         with safe_open(moments, framework="pt") as file:
             sides = sorted({name.rpartition(".")[2] for name in file.keys()})  # noqa: SIM118 - no mapping
@@ -83,6 +85,7 @@ def _describe_calibration(directory: Path, config: dict[str, Any]) -> dict[str, 
         "model": config["model"],
         "shape": _shape(KVGeometry.from_json(config["geometry"], path)),
         "moments": sides,
+        "joint_layers": config.get("joint_layers"),
         **{key: config.get(key) for key in calibration.RECORD},
         "sha256": config["sha256"],
     }

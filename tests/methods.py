@@ -149,7 +149,7 @@ def planned_model(
         cache = dynakv.DynaKVCache.from_model(model)
         if rate == 1:
             for layer in cache.compressed_layers():
-                layer.plan = _unpacked(layer.plan)
+                layer.plan = unpacked(layer.plan)
         return cache
 
     return make_cache
@@ -171,7 +171,7 @@ def _preset(name: str, **overrides) -> Method:
         config = OjaKVConfig.preset(name, **settings_at(rate))
         plan = remembered(model, (label, rate), lambda twin: make_plan(method.calibration(twin, rate), config))
         if config.cache_dtype == "mixed" and rate == 1:
-            plan = _unpacked(plan)
+            plan = unpacked(plan)
         return lambda: OjaKVCache(model, plan)
 
     settings = OjaKVConfig.preset(name, **overrides)
@@ -189,7 +189,7 @@ def _preset(name: str, **overrides) -> Method:
     return method
 
 
-def _unpacked(plan: Plan) -> Plan:
+def unpacked(plan: Plan) -> Plan:
     """A plan's bases without its bits, of which no number is as exact as fp32."""
     return dataclasses.replace(
         plan,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from methods import calibration_of, dynakv_model, tiny_model
+from methods import calibration_of, dynakv_model, tiny_model, unpacked
 
 from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
@@ -37,6 +37,14 @@ def online_maker(model):
         "ojakv-joint", rate=1.0, num_sink_tokens=2, recent_window=3, update_period=4, eviction=vars(EVICTION) | {}
     )
     plan = make_plan(calibration_of(model), config)
+    return lambda: OjaKVCache(model, plan)
+
+
+def rows_maker(model):
+    """Of keys and values as one row."""
+    settings = {"num_sink_tokens": 2, "recent_window": 3, "update_period": 4, "eviction": vars(EVICTION) | {}}
+    config = OjaKVConfig.preset("joint-mixed", rate=1.0, joint_layers=1, **settings)
+    plan = unpacked(make_plan(calibration_of(model, read=True, joint_layers=1), config))
     return lambda: OjaKVCache(model, plan)
 
 
@@ -163,7 +171,9 @@ class CacheLife(RuleBasedStateMachine):
         self.read(length, seed)
 
 
-@pytest.mark.parametrize("maker", [dynakv_maker, online_maker], ids=["dynakv", "ojakv-joint"])
+@pytest.mark.parametrize(
+    "maker", [dynakv_maker, online_maker, rows_maker], ids=["dynakv", "ojakv-joint", "joint-mixed"]
+)
 def test_any_life_of_a_cache_is_the_dense_models(maker):
     machine = type("CacheLifeOf" + maker.__name__, (CacheLife,), {"make_maker": staticmethod(maker)})
     run_state_machine_as_test(

@@ -108,7 +108,7 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
     assert "holds    moments of keys, values and queries\n" in text
     assert (found["kind"], found["tokens"], found["text"]) == ("calibration", 300, ["text.jsonl"])
     assert found["sha256"] in text
-    assert f"tokens 300, heldout_share 0.25, tokens_sha256 {found['tokens_sha256']}" in text
+    assert f"tokens 300, heldout_share 0.25, joint_layers 0, tokens_sha256 {found['tokens_sha256']}" in text
 
 
 def test_what_a_calibration_is_for_is_said_in_words(inspect, tiny_dir, tmp_path):
