@@ -4,6 +4,7 @@
     lowrank-kv launch --config_file accelerate.yaml -m lowrank_kv_cli train --config train.yaml
 
 `accelerate config --config_file accelerate.yaml` asks and writes such a file; a checkout has some in configs/accelerate/.
+On CPUs, ACCELERATE_USE_CPU=true in front of the first command joins its processes.
 The arguments are those of `accelerate launch`. A mistake in the command, or Ctrl-C, shows what the command says of it and
 no traceback of the launcher.
 """

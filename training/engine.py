@@ -58,7 +58,8 @@ class Engine:
         optimizer: AdamW; DeepSpeed's flat partitions stand in its groups where ZeRO shards it.
 
     Raises:
-        UserError: `accelerate` was configured for a backend, a precision or a ZeRO stage that training does not run on.
+        UserError: `accelerate` was configured for a backend, a precision or a ZeRO stage that training does not run on, or
+            did not join the processes.
     """
 
     def __init__(self, config: TrainConfig):
@@ -81,6 +82,12 @@ class Engine:
             raise UserError(
                 f"accelerate is configured for `distributed_type: {kind.value}`; training runs on one process, DDP "
                 f"(MULTI_GPU, MULTI_CPU) or DEEPSPEED, see configs/accelerate/ of a checkout"
+            )
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.accelerator.num_processes != started:
+            raise UserError(
+                f"{started} processes were started, which accelerate did not join: each would train alone, into the same "
+                f"`output`; start no more than there are GPUs, or set ACCELERATE_USE_CPU=true to train on CPUs"
             )
         if self.accelerator.mixed_precision != "no":
             raise UserError(

@@ -20,6 +20,8 @@ from training_runs import (
     train_here,
 )
 
+from lowrank_kv.utils.errors import UserError
+
 SHORT = {
     "optimizer": {"steps": 4, "batch_size": 4},
     "checkpoint_every": 2,
@@ -99,6 +101,14 @@ def test_a_process_takes_all_cores_though_accelerate_leaves_it_one(training_valu
 def test_deepspeed_that_shards_nothing_is_refused(training_values, tmp_path):
     with pytest.raises(AssertionError, match="DeepSpeed with `zero_stage: 0`, which shards nothing"):
         launch("zero0", 1, training_values, tmp_path / "run")
+
+
+def test_processes_that_are_not_joined_are_refused(training_values, tmp_path, monkeypatch):
+    """As on a machine without GPUs, which were asked for: both trained the whole run, and wrote over each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes were started, which accelerate did not join: .*USE_CPU=true"):
+        train_here(training_values, tmp_path / "run")
+    assert not (tmp_path / "run/checkpoint").exists()
 
 
 def test_ddp(training_values, alone, tmp_path):
