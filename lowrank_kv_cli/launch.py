@@ -10,12 +10,15 @@ no traceback of the launcher.
 """
 
 import argparse
+import logging
 import subprocess
 import sys
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from lowrank_kv.utils.cli import INTERRUPTED
+from lowrank_kv.utils.cli import INTERRUPTED, MISTAKE
 
 
 def main(argv: list[str]) -> None:
@@ -25,10 +28,25 @@ def main(argv: list[str]) -> None:
     parser.usage = "%(prog)s [--config_file FILE] [--KEY VALUE ...] -m lowrank_kv_cli COMMAND ..."
     parser.prog, parser.description = sys.argv[0], __doc__
     arguments = parser.parse_args(argv)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says what is said below, at length
     try:
         launch_command(arguments)
-    except subprocess.CalledProcessError as error:
-        # The command has said what is wrong.
-        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
+    except subprocess.CalledProcessError as error:  # of one process
+        _end(error.returncode)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode != MISTAKE:
+            print(
+                f"process {rank} ended with status {failure.exitcode}, and the launcher ended the others",
+                file=sys.stderr,
+            )
+        _end(failure.exitcode)
+    except SignalException as error:
+        _end(-error.sigval)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)  # and that it was interrupted
+        sys.exit(INTERRUPTED)  # and the command has said that it was interrupted
+
+
+def _end(status: int) -> None:
+    """End as a process did that has said what is wrong; a signal's number is negative."""
+    sys.exit(status if status > 0 else 128 - status)

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +13,11 @@ from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.disk_errors import explained
 from lowrank_kv.utils.errors import UserError
 
-INTERRUPTED = 130  # status of a command that Ctrl-C ended, as shells have it
+MISTAKE = 2  # status of a command that a user's mistake ended
+INTERRUPTED = 130  # of one that Ctrl-C ended, as shells have it
+# Seconds that other processes of a launch keep a mistake to themselves. Most often it is the first one's, too, whose end
+# ends them: then it is said once.
+_FIRST_SPEAKS = 5.0
 
 
 def output_directory(text: str) -> Path:
@@ -38,15 +43,22 @@ def run(main: Callable[[list[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        _end(f"error: {error}", 2)
+        if not _is_first():
+            time.sleep(_FIRST_SPEAKS)
+        _end(f"error: {error}", MISTAKE)
     except OSError as error:
         mended = explained(error, error.filename or "a file", what="read or written")
         if mended is None:
             raise
-        _end(f"error: {mended}", 2)
+        _end(f"error: {mended}", MISTAKE)
     except KeyboardInterrupt:
         # Every process of a launch is interrupted, and one line says so.
-        _end("interrupted" if os.environ.get("RANK", "0") == "0" else None, INTERRUPTED)
+        _end("interrupted" if _is_first() else None, INTERRUPTED)
+
+
+def _is_first() -> bool:
+    """Whether this is the first process of a launch, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _end(message: str | None, status: int) -> NoReturn:
