@@ -7,8 +7,8 @@ for pages, and are given the same requests in turn, while the others wait; who c
 
 - many requests at once (64 prompts of 512 tokens, 128 new tokens each), in memory small enough that stock preempts;
 - one request of 2,048 tokens, and its decoding;
-- four prompts of 512 tokens at once, for which every server has room, until each has its first token: how many of them
-  the first step reads is luck, and what that moves between them is not in this time.
+- four prompts of 512 tokens at once, for which every server has room, until each has its first token. How many of them
+  the first step reads is luck, and steps of many tokens can be slower: `rounds` of the record shows both kinds.
 
 Prompts are distinct text and no prefix is cached, so that nobody gains from another's request. Times are medians over the
 rounds. `--stock-cache-dtypes fp8` adds a stock server whose pages hold one byte a number; the record has each server's ratio

@@ -124,9 +124,11 @@ def _read_prompts(
 ) -> Iterator[tuple[_Wanted, Cache]]:
     """A cache for each: of methods that read a prompt exactly one that has read it, of the others a fresh one."""
     shares = bool(prefix) and can_share(model)
-    exact = [each for each in missing if shares and each.method.reads_exactly]
+    exact = []
     for wanted in missing:
-        if wanted not in exact:
+        if shares and wanted.method.reads_exactly:
+            exact.append(wanted)
+        else:
             yield wanted, _make_cache(wanted)
     for i in range(0, len(exact), _TOGETHER):
         those = exact[i : i + _TOGETHER]

@@ -44,10 +44,11 @@ class LowRankCache(WholeCalls):
         self.history = _history_of(model) if rotating else None
         config = model.config.get_text_config(decoder=True)
         layers = list(DynamicCache(config=config).layers) or [None] * config.num_hidden_layers
+        last = max(compressed)
         for index, layer in compressed.items():
             history, owner = self.history if index in rotating else None, getattr(modules[index], PREPARED).identity
-            # The last layer, which may compress for others before it, rotates or not.
-            released = self.history if index == max(compressed) else None
+            # By the last layer, which may compress for others before it, and rotates or not.
+            released = self.history if index == last else None
             layer.bind(owner, self.geometry, history, released=released)
             layers[index] = layer
         self._first = min(compressed)  # layer, which stores a call's tokens before the others do
