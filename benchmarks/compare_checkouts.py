@@ -4,9 +4,11 @@
     python -m benchmarks.compare_checkouts --other ../before --bases ../before/bases bases \\
         --checkpoints ../before/runs/demo/checkpoint runs/demo/checkpoint --results results
 
-Each checkout has a process of its own, and its own checkpoint and bases, since formats may differ. A round decodes a few
-tokens in one and then in the other, in alternating order; a row gives the ratio of medians and the quartiles of the rounds'
-ratios. Prefills are timed in turns as well, and with --train so are steps of the training loop.
+Each checkout has a process of its own, and its own checkpoint and bases, since formats may differ. A repeat begins with
+fresh processes: where the system puts a process's memory decides some hundredths of its speed for as long as it lives. A
+round decodes a few tokens in one and then in the other, in alternating order; a row gives the ratio of medians and the
+quartiles of the rounds' ratios. Prefills are timed in turns as well, and with --train so are steps of the training loop.
+`--this DIR` compares another checkout in this one's place.
 """
 
 import argparse
@@ -33,6 +35,9 @@ NAMES = ("other", "this")
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", required=True, metavar="DIR", help="the checkout to compare with")
+    parser.add_argument(
+        "--this", default=str(ROOT), metavar="DIR", help="the checkout that is compared [default: this one]"
+    )
     parser.add_argument("--model", default=str(demo_model()), help="[default: the demo's]")
     parser.add_argument(
         "--checkpoints", required=True, nargs=2, metavar="DIR", help="of the other checkout, of this one"
@@ -48,7 +53,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--results", metavar="DIR", help="where to write the run record")
     arguments = parser.parse_args(argv)
 
-    sides = dict(zip(NAMES, (Path(arguments.other), ROOT), strict=True))
+    sides = dict(zip(NAMES, (Path(arguments.other), Path(arguments.this)), strict=True))
     rows = decode_and_prefill(arguments, sides)
     if arguments.train is not None:
         rows.append(training(arguments, sides))
@@ -61,36 +66,43 @@ def main(argv: list[str]) -> None:
     if arguments.results:
         pairs = [*zip(NAMES, arguments.checkpoints, strict=True), *zip(NAMES, arguments.bases, strict=True)]
         inputs = [path_input(f"{name}'s {Path(path).name}", path) for name, path in pairs]
-        config = {"benchmark": "compare_checkouts", "other_commit": commit(sides["other"]), **vars(arguments)}
+        commits = {f"{name}_commit": commit(root) for name, root in sides.items()}
+        config = {"benchmark": "compare_checkouts", **commits, **vars(arguments)}
         n = {key: getattr(arguments, key) for key in ("repeats", "rounds", "tokens", "context")}
         record = run_record.new_record("speed", config=config, inputs=inputs, n=n, rows=rows)
         print(run_record.write(record, arguments.results))
 
 
 def decode_and_prefill(arguments: argparse.Namespace, sides: dict[str, Path]) -> list[dict]:
-    workers = {
-        name: Worker(root, arguments, checkpoint, bases)
-        for (name, root), checkpoint, bases in zip(sides.items(), arguments.checkpoints, arguments.bases, strict=True)
-    }
-    methods = workers["this"].answer()["methods"]
-    assert workers["other"].answer()["methods"] == methods
-    rows = []
-    for method in methods:
-        prefills: dict[str, list[float]] = {name: [] for name in NAMES}
-        decodes: dict[str, list[float]] = {name: [] for name in NAMES}
-        for repeat in range(arguments.repeats):
+    prefills: dict[str, dict[str, list[float]]] = {}
+    decodes: dict[str, dict[str, list[float]]] = {}
+    for repeat in range(arguments.repeats):
+        workers = {
+            name: Worker(root, arguments, checkpoint, bases)
+            for (name, root), checkpoint, bases in zip(
+                sides.items(), arguments.checkpoints, arguments.bases, strict=True
+            )
+        }
+        methods = workers["this"].answer()["methods"]
+        assert workers["other"].answer()["methods"] == methods
+        for method in methods:
+            prefill = prefills.setdefault(method, {name: [] for name in NAMES})
+            decode = decodes.setdefault(method, {name: [] for name in NAMES})
             for name in in_turns(NAMES, repeat):
-                prefills[name].append(workers[name].seconds(do="prefill", method=method))
+                prefill[name].append(workers[name].seconds(do="prefill", method=method))
             for name in NAMES:
                 workers[name].seconds(do="decode", method=method, tokens=2)  # the first steps allocate
             for turn in range(arguments.rounds):
                 for name in in_turns(NAMES, turn):
                     took = workers[name].seconds(do="decode", method=method, tokens=arguments.tokens)
-                    decodes[name].append(took / arguments.tokens)
-        rows += [paired(f"decode {method}", decodes), paired(f"prefill {method}", prefills)]
-    for worker in workers.values():
-        worker.close()
-    return rows
+                    decode[name].append(took / arguments.tokens)
+        for worker in workers.values():
+            worker.close()
+    return [
+        paired(f"{what} {method}", seconds[method])
+        for method in prefills
+        for what, seconds in (("decode", decodes), ("prefill", prefills))
+    ]
 
 
 def training(arguments: argparse.Namespace, sides: dict[str, Path]) -> dict:
