@@ -3,7 +3,9 @@
 A coefficient at the border of two codes takes the other one when a sum is added in another order: in a chunk of a prompt, in
 a batch, behind a prefix that another request left. So correct runs differ in logits, and part where two tokens are nearly
 as likely. How far depends on the prompt. So the reference reads each prompt several times, at once and in different pieces,
-and a text is held against the reading that is nearest to it. Two things are looked at:
+and a text is held against the reading that is nearest to it. Pieces alone are not enough: a library often adds a token's
+sums in one order however many tokens it is given, and another program adds them in another. So all readings but the first
+are given embeddings with noise of the size of rounding. Two things are looked at:
 
 - its gap: the most that a token lacks, behind the same tokens, of the reading's likeliest one, in logits;
 - its drift: how far the log-probabilities that were told of its tokens are from the reading's, as a mean over the text. A
@@ -17,21 +19,25 @@ for the tenth of them that change most, and no prompt is allowed less than the o
 Shapes: T tokens of an answer, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from evaluation.tasks.reader import Reader
 
 # Tokens of a prompt that the reference reads at a time, beside all of them, and numbers that it draws so often.
 PIECES, AT_RANDOM = (96, 17), 3
+# Of an embedding, relative to each number: before the first code changes, the log-probabilities of two readings differ by
+# some 1e-6 with it. Those of vLLM and transformers in fp32 differ by more.
+NOISE = 3e-6
 SWAPPED = 5  # the rank of the token that a control has in place of the likeliest one
 DECIDED = 1.0  # logits that it lacks at least: with fewer it may be as right
 PAGE = 128  # tokens that the wrong page of a control has
@@ -133,15 +139,18 @@ class Reference:
 
     Args:
         new_cache: makes a fresh cache.
-        seed: of the pieces that are drawn at random.
+        seed: of the pieces and of the noise that are drawn at random.
     """
 
     def __init__(self, model: PreTrainedModel, new_cache: Callable[[], Cache], *, seed: int = 0):
         self._model, self._new_cache, self._chance = model, new_cache, random.Random(seed)
+        self._generator = torch.Generator(model.device).manual_seed(seed)
 
     def expected(self, prompt: list[int], tokens: int) -> Expected:
         """The answer to a prompt, its spread, and the prompt as it was read."""
-        readings = [self._reading(prompt, sizes, tokens) for sizes in self._divisions(len(prompt))]
+        at_once, *others = self._divisions(len(prompt))
+        readings = [self._reading(prompt, at_once, tokens)]
+        readings += [self._reading(prompt, sizes, tokens, noise=NOISE) for sizes in others]
         nearest = {number: Distance(float("inf"), float("inf")) for number in range(len(readings))}
         for number, reading in enumerate(readings):
             others = [i for i in nearest if i != number]
@@ -164,12 +173,28 @@ class Reference:
         largest = min(PAGE, length)
         return even + [[self._chance.randint(1, largest) for _ in range(length)] for _ in range(AT_RANDOM)]
 
-    def _reading(self, prompt: list[int], sizes: Iterable[int], tokens: int) -> Reading:
+    def _reading(self, prompt: list[int], sizes: Iterable[int], tokens: int, noise: float = 0.0) -> Reading:
         read = Reader(self._model, self._new_cache())
-        for size in sizes:
-            if piece := prompt[read.num_read : read.num_read + size]:
-                read.read_prompt(piece)
+        with self._noise(noise):
+            for size in sizes:
+                if piece := prompt[read.num_read : read.num_read + size]:
+                    read.read_prompt(piece)
         return Reading(read, greedy(read, tokens))
+
+    @contextlib.contextmanager
+    def _noise(self, size: float) -> Iterator[None]:
+        """Embeddings are off by so much, relative to each number."""
+
+        def rounded(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            noise = torch.randn(output.shape, generator=self._generator, device=output.device)
+            return output * (1 + size * noise).to(output.dtype)
+
+        handle = self._model.get_input_embeddings().register_forward_hook(rounded) if size else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
 def _distance(text: Text, known: Sequence[tuple[tuple[int, ...], Tensor, Tensor]]) -> Distance:

@@ -8,7 +8,8 @@ for pages, and are given the same requests in turn, while the others wait; who c
 - many requests at once (64 prompts of 512 tokens, 128 new tokens each), in memory small enough that stock preempts;
 - one request of 2,048 tokens, and its decoding;
 - four prompts of 512 tokens at once, for which every server has room, until each has its first token. How many of them
-  the first step reads is luck, and steps of many tokens can be slower: `rounds` of the record shows both kinds.
+  the first step reads is luck, and steps of many tokens can be slower: `rounds` of the record shows both kinds, and
+  `--step-tokens` fixes the schedule for all servers.
 
 Prompts are distinct text and no prefix is cached, so that nobody gains from another's request. Times are medians over the
 rounds. `--stock-cache-dtypes fp8` adds a stock server whose pages hold one byte a number; the record has each server's ratio
@@ -75,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=count, default=4, help="prompts whose first tokens are timed [default %(default)s]"
     )
     parser.add_argument("--repeats", type=count, default=3, help="rounds [default %(default)s]")
+    parser.add_argument(
+        "--step-tokens", type=count, metavar="TOKENS",
+        help="a step reads at most so many: with as many as --prompt has, all servers read prompts one behind another "
+        "[default: vLLM's]",
+    )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="let vLLM compile the models, as it does by default")
     parser.add_argument(
         "--text", default=str(home() / "text" / "messages-1790-1946.jsonl"), metavar="FILE",
@@ -94,6 +100,7 @@ def _commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         *("--model", os.path.expanduser(arguments.model), "--dtype", arguments.dtype),
         *("--kv-cache-memory-bytes", str(arguments.memory << 20), "--max-model-len", str(longest)),
         *("--max-num-seqs", str(arguments.requests), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+        *([] if arguments.step_tokens is None else ["--max-num-batched-tokens", str(arguments.step_tokens)]),
         *([] if arguments.compile else ["--enforce-eager"]),
     ]
     found = {BASELINE: [*STOCK, *shared]}

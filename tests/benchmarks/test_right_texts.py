@@ -8,6 +8,7 @@ from benchmarks.right_texts import (
     AT_RANDOM,
     FEWEST,
     MARGIN,
+    NOISE,
     ROUNDING,
     Distance,
     Expected,
@@ -73,6 +74,19 @@ def test_only_the_longest_texts_are_left():
     assert longest([(1, 2), (1,), (1, 2, 3), (1, 3), (1, 2), ()]) == [(1, 2, 3), (1, 3)]
     assert longest([]) == []
     assert longest([()]) == []
+
+
+def test_all_readings_but_the_first_are_rounded_otherwise(reference, expected):
+    plain = reference._reading(PROMPTS[1], [len(PROMPTS[1])], TOKENS)
+    first, *others = expected[1].readings
+    assert torch.equal(first.read.logits_V, plain.read.logits_V)  # nor does the model keep a hook that adds noise
+    for reading in others:
+        assert not torch.equal(reading.read.logits_V, plain.read.logits_V)
+    # The same pieces twice: noise alone tells them apart, and it is no larger than the difference that it stands for.
+    one, other = (
+        reference._reading(PROMPTS[0], [len(PROMPTS[0])], 1, noise=NOISE).read.logits_V.log_softmax(0) for _ in range(2)
+    )
+    assert 0 < (one - other).abs().max() < 1e-4
 
 
 def test_a_prompt_that_was_read_is_read_once(reference, expected):
