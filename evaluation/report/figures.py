@@ -1,6 +1,6 @@
 """Published figures: lines of measurements, a panel for each text.
 
-A figure has `alt`, `x` and `y` (`field`, `label`, and `scale: log` where it is), `panels` (`title`, and the `where` of its
+A figure has `alt`, `x` and `y` (`field`, `label`, `scale: log` where it is, `start` where the axis begins), `panels` (`title`, and the `where` of its
 rows) and `series` (`label`, and `run` or `runs` and `where`, of which every row is a point; a list `points` of these joins
 several; where some have `ours: true`, the others are thin and grey). `dark: true` draws it for dark pages, too; `width` is
 that of a panel in inches. What is drawn has a digest, which all its pictures carry: the SVGs, whose text is the same
@@ -27,7 +27,7 @@ _STYLES = {
     | dict.fromkeys(_INKED, _INK)
     | {"figure.facecolor": _PAPER, "axes.facecolor": _PAPER, "legend.facecolor": _PAPER},
 }
-_NEEDED, _AXIS = {"alt", "x", "y", "panels", "series"}, {"field", "label", "scale"}
+_NEEDED, _AXIS = {"alt", "x", "y", "panels", "series"}, {"field", "label", "scale", "start"}
 _KEYS = _NEEDED | {"dark", "width"}
 _PANEL, _SERIES = {"title", "where"}, {"label", "points", "run", "runs", "where", "ours"}
 _WIDTH = 4.2  # inches
@@ -117,6 +117,9 @@ def _figure(drawn: Mapping[str, Any], *, grey: str) -> Any:
         axis.set_title(panel["title"])
         axis.set(xlabel=drawn["x"]["label"], ylabel=drawn["y"]["label"])
         axis.set(xscale=drawn["x"].get("scale", "linear"), yscale=drawn["y"].get("scale", "linear"))
+        for name in "xy":
+            if "start" in drawn[name]:
+                axis.set(**{f"{name}lim": (drawn[name]["start"], None)})
         axis.yaxis.set_major_formatter("{x:g}")
         low, high = axis.get_ylim()
         # Over more than two decades the labels between powers of ten would lie on one another.

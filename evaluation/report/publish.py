@@ -103,12 +103,8 @@ def _content(root: Path, published: Published, identifier: str, document: Path, 
         lines = [f"![{alt}]({picture})"]
         if drawn.get("dark"):
             dark = tables.relative(root / FIGURES / f"{identifier}{figures.DARK}.svg", document.parent)
-            lines = [
-                "<picture>",
-                f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">',
-                f'<img alt="{alt}" src="{picture}">',
-                "</picture>",
-            ]
+            source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            lines = [f'<picture>{source}<img alt="{alt}" src="{picture}"></picture>']
     return "\n".join([*lines, "", tables.sources(published, document)])
 
 

@@ -306,6 +306,19 @@ def test_a_figure_that_was_edited_is_found(root):
     assert only_problem(root) == "curve.svg: was changed after it was drawn"
 
 
+def test_an_axis_begins_where_it_is_told(root):
+    def begin(values):
+        values["figures"]["curve"]["x"]["start"] = 0
+
+    publish(root)
+    before = (root / "docs/figures/curve.svg").read_text()
+    change_published(root, begin)
+    publish(root)
+    after = (root / "docs/figures/curve.svg").read_text()
+    assert ">0.00<" in after
+    assert ">0.00<" not in before
+
+
 def test_a_figure_for_dark_pages_has_a_picture_more(root):
     def darken(values):
         values["figures"]["curve"] |= {"dark": True, "width": 6}
