@@ -1,10 +1,11 @@
 """Published figures: lines of measurements, a panel for each text.
 
 A figure has `alt`, `x` and `y` (`field`, `label`, `scale: log` where it is, `start` where the axis begins), `panels`
-(`title`, and the `where` of its rows) and `series` (`label`, and `run` or `runs` and `where`, of which every row is a point; a list
-`points` of these joins several; where some have `ours: true`, the others are thin and grey). `dark: true` draws it for dark
-pages, too; `width` is that of a panel in inches. What is drawn has a digest, which all its pictures carry: the SVGs, whose
-text is the same wherever they are made with the same matplotlib, and the PNG, whose bytes are not.
+(`title`, and the `where` of its rows) and `series` (`label`, and `run` or `runs` and `where`, of which every row is a
+point; a list `points` of these joins several; where some have `ours: true`, the others are thin and grey). `dark:
+true` draws it for dark pages, too; `width` is that of a panel in inches. What is drawn has a digest, which all its
+pictures carry: the SVGs, whose text is the same wherever they are made with the same matplotlib, and the PNG, whose
+bytes are not.
 """
 
 import hashlib
