@@ -50,14 +50,22 @@ def interleaved_ms(
     return {name: (statistics.fmean if mean else statistics.median)(values) for name, values in times.items()}
 
 
-def check_close(name: str, actual: Tensor, expected: Tensor, exact: Callable[[], Tensor] | None = None) -> None:
+def check_close(
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    exact: Callable[[], Tensor] | None = None,
+    *,
+    stored_in_half: bool = False,
+) -> None:
     """What is timed must first be right: logits agree to 1e-3 in fp32, to 2 % of the largest in half precision.
 
-    A lossy compressor multiplies what half precision rounds, so that two right results may differ by more. Then `exact`
+    Where a cache of an fp32 model is `stored_in_half`, its 16 bits a number count as half precision. A lossy compressor
+    multiplies what half precision rounds, so that two right results may differ by more. Then `exact`
     gives the logits in fp32, and `actual` may be up to 1.5 times as far from those as `expected` is, and a tenth of the
     largest at most.
     """
-    is_half = expected.dtype != torch.float32
+    is_half = stored_in_half or expected.dtype != torch.float32
     largest = float(expected.abs().max())
     tolerance = 0.02 * largest if is_half else 1e-3
     if is_half and exact is not None and float((actual - expected).abs().max()) > tolerance:

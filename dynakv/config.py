@@ -138,6 +138,12 @@ class DynaKVConfig:
             self.joint_layers,
             f"0 where `rank_policy` is {self.rank_policy}: only a plan of bits codes layers together",
         )
+        require(
+            not self.joint_layers or self.prefill == "exact",
+            "prefill",
+            self.prefill,
+            f"exact with `joint_layers: {self.joint_layers}`: training codes rows of the uncompressed model's states",
+        )
         planned = {"decoder": "exact", "cache_dtype": "model", "group_size": None}
         for key, value in planned.items():
             given = getattr(self, key)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from methods import calibration_of, dynakv_model, tiny_model
+from transformers import DynamicCache
 
 import dynakv
 from benchmarks import compare_checkouts, decode_shapes
@@ -108,9 +109,29 @@ def test_weights_by_columns_are_the_same_weights(rows, caches):
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler")
-def test_all_decoding_compiled(rows, caches):
-    found = rows("generate_e2e", *caches, "--tokens", 2, "--caches", "dynakv", "--compile")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_decoding_compiled(rows, caches, dtype):
+    found = rows("generate_e2e", *caches, "--tokens", 2, "--caches", "dynakv", "--dtype", dtype, "--compile")
     assert list(found) == [*CACHES[:2], "dynakv"]
+
+
+@torch.no_grad()
+def test_a_compiled_step_that_is_wrong_is_not_timed(monkeypatch):
+    """In half precision, too, where it is judged by how far the uncompiled step is from fp32."""
+    from benchmarks import generate_e2e
+
+    model = tiny_model().bfloat16()
+    found = {"full": (model, lambda: DynamicCache(config=model.config))}
+    exact = {"full": generate_e2e._checked((tiny_model(), lambda: DynamicCache(config=model.config)))}
+
+    def spoil(model):
+        model.lm_head.weight.data[:10] *= 1.2
+
+    monkeypatch.setattr(generate_e2e, "compile_decoding", lambda model: None)
+    generate_e2e.compile_all(found, exact)
+    monkeypatch.setattr(generate_e2e, "compile_decoding", spoil)
+    with pytest.raises(AssertionError, match="^full: "):
+        generate_e2e.compile_all(found, exact)
 
 
 def test_a_model_that_is_only_a_configuration(rows, tmp_path):
@@ -265,6 +286,13 @@ def test_what_is_wrong_is_not_timed():
     check_close("a cache", right, right)
     with pytest.raises(AssertionError, match="^a cache: "):
         check_close("a cache", right + 2e-3, right)
+
+
+def test_what_an_fp32_model_stores_in_half_precision_is_judged_as_that():
+    right = torch.linspace(-10, 10, 50)
+    check_close("a plan", right + 0.19, right, stored_in_half=True)
+    with pytest.raises(AssertionError, match="^a plan: "):
+        check_close("a plan", right + 0.21, right, stored_in_half=True)
 
 
 def test_in_half_precision_what_is_timed_may_be_as_far_from_fp32_as_its_reference():

@@ -3,7 +3,11 @@
 import importlib.util
 
 import pytest
+from methods import dynakv_model, tiny_model
 from served_engines import Files
+
+import dynakv
+from lowrank_kv_cli.__main__ import dispatch
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
@@ -11,3 +15,15 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Files:
     return Files(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def gated(files, text_file, tmp_path_factory):
+    """A checkpoint with gates, measured by the command that the server names."""
+    directory = tmp_path_factory.mktemp("gated") / "checkpoint"
+    model = tiny_model(head_dim=32, vocab_size=257)
+    dynakv_model(model, 0.4, granularity=4)
+    dynakv.save_compressor(model, directory)
+    words = ["--model", files.directory / "model", "--name", text_file, "--tokens", 2048, "--length", 128]
+    dispatch([str(word) for word in ("measure", "--checkpoint", directory, *words)])
+    return directory

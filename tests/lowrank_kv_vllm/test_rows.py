@@ -3,27 +3,12 @@
 import json
 
 import pytest
-from methods import dynakv_model, tiny_model
 from served_engines import NEW, greedy, prompt_of, served, serving, texts, with_compressor
 from training_runs import train_here
 
-import dynakv
 from dynakv import DynaKVCache
-from lowrank_kv_cli.__main__ import dispatch
 
 PROMPTS = [prompt_of(length, length) for length in (5, 40, 80)]  # which one step can read
-
-
-@pytest.fixture(scope="module")
-def gated(files, text_file, tmp_path_factory):
-    """A checkpoint with gates, measured by the command that the server names."""
-    directory = tmp_path_factory.mktemp("gated") / "checkpoint"
-    model = tiny_model(head_dim=32, vocab_size=257)
-    dynakv_model(model, 0.4, granularity=4)
-    dynakv.save_compressor(model, directory)
-    words = ["--model", files.directory / "model", "--name", text_file, "--tokens", 2048, "--length", 128]
-    dispatch([str(word) for word in ("measure", "--checkpoint", directory, *words)])
-    return directory
 
 
 @pytest.mark.parametrize("stored", [{}, {"cache_dtype": "int8"}, {"cache_dtype": "int4", "group_size": 16}])

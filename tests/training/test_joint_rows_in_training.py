@@ -204,6 +204,8 @@ def test_zero3_is_refused(training_values, tmp_path):
             "`eviction.keep_ratio` must be 1 with `joint_layers: 2`",
         ),
         ({"joint_layers": 2, "prefill": "reconstructed"}, "`prefill` must be exact with `joint_layers: 2`"),
+        # A cache of one layer's rows could, but a training pass would measure other prompts than are served.
+        ({"joint_layers": 1, "prefill": "reconstructed"}, "`prefill` must be exact with `joint_layers: 1`"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message):
