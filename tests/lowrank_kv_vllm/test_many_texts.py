@@ -1,10 +1,17 @@
 """Texts of 64 tokens behind 32 prompts are those of `generate()` with the same caches, whatever way they are served in."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from served_engines import metric, prompt_of, served, serving, texts, with_compressor
+from transformers import Cache, PreTrainedModel
 
+from benchmarks.right_texts import ROUNDING, forced, gaps
 from dynakv import DynaKVCache
+from evaluation.tasks.reader import Reader
 
 NEW = 64
 PROMPTS = [prompt_of(2 + 7 * i % 97, 100 + i) for i in range(32)]
@@ -19,33 +26,73 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=["learned ranks", "a plan of bits"])
-def caches(request, files, gated):
-    """(settings of a server, the texts that `generate()` writes with such caches)."""
-    if request.param == "learned ranks":
-        settings = {"checkpoint": str(gated), **SETTINGS}
-        model = with_compressor(gated, prefill=SETTINGS["prefill"])
-        return settings, [generated(model, DynaKVCache.from_model(model), prompt) for prompt in PROMPTS]
+@dataclasses.dataclass
+class Reference:
+    """What `generate()` writes.
+
+    Attributes:
+        settings: of a server that keeps tokens as these caches do.
+        texts: token ids behind each prompt.
+    """
+
+    model: PreTrainedModel
+    make_cache: Callable[[], Cache]
+    settings: dict[str, Any]
+    texts: list[list[int]] = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.texts = [self.generated(prompt) for prompt in PROMPTS]
+
+    def generated(self, prompt: list[int]) -> list[int]:
+        options = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW}
+        found = self.model.generate(torch.tensor([prompt]), past_key_values=self.make_cache(), **options)
+        return found[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def lacks(self, prompt: list[int], text: list[int]) -> float:
+        """Logits that a token of a text lacks of the likeliest one behind the same tokens, at most."""
+        read = Reader(self.model, self.make_cache(), step=1)
+        read.read_prompt(prompt)
+        return float(gaps(forced(read, text), text).max())
+
+
+@pytest.fixture(scope="module")
+def ranks(gated):
+    model = with_compressor(gated, prefill=SETTINGS["prefill"])
+    return Reference(model, lambda: DynaKVCache.from_model(model), {"checkpoint": str(gated), **SETTINGS})
+
+
+@pytest.fixture(scope="module")
+def plan(files):
     settings = {**files.settings, **SETTINGS}
-    return settings, [generated(files.model, files.cache(**settings), prompt) for prompt in PROMPTS]
-
-
-def generated(model, cache, prompt: list[int]) -> list[int]:
-    found = model.generate(
-        torch.tensor([prompt]), past_key_values=cache, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW
-    )
-    return found[0, len(prompt) :].tolist()
+    return Reference(files.model, lambda: files.cache(**settings), settings)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_texts_are_those_of_generate(files, caches, way):
-    settings, expected = caches
+def test_with_learned_ranks_all_texts_are_those_of_generate(files, ranks, way):
+    for found in answers(files, ranks.settings, way):
+        assert found == ranks.texts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_plan_of_bits_texts_are_those_of_generate_but_for_ties(files, plan, way):
+    """Sums in another order round a coefficient to another code now and then, which decides between two tokens that are
+    equally likely."""
+    for found in answers(files, plan.settings, way):
+        parted = [i for i, (said, expected) in enumerate(zip(found, plan.texts, strict=True)) if said != expected]
+        assert len(parted) <= 2
+        for i in parted:
+            assert plan.lacks(PROMPTS[i], found[i]) <= ROUNDING
+
+
+def answers(files, settings: dict[str, Any], way: str) -> list[list[list[int]]]:
+    """The texts behind all prompts, each time that they are asked for."""
     with serving(files, settings, **WAYS[way]) as engine:
-        found = served(engine, PROMPTS, NEW)
-        assert texts(found) == expected
+        found = [texts(served(engine, PROMPTS, NEW))]
         if way == "preempted":
             assert metric(engine, "vllm:num_preemptions") > 0
         if way.endswith("from prefixes"):
             again = served(engine, PROMPTS, NEW)
-            assert sum(output.num_cached_tokens > 0 for output in again) >= 16
-            assert texts(again) == expected
+            assert sum(output.num_cached_tokens > 0 for output in again) >= len(PROMPTS) // 2
+            found.append(texts(again))
+    return found
