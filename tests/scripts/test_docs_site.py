@@ -161,7 +161,7 @@ def test_the_readme_is_short():
     assert found["lines"] <= 120
     assert found["words"] <= 1000
     assert found["python"] <= 40
-    assert found["figures"] == 2
+    assert found["figures"] == 4
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
