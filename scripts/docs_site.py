@@ -53,7 +53,8 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Write links from where a page lies in the repository to where things lie in the site."""
+    """Write links from where a page lies in the repository to where things lie in the site. What a page folds is Markdown
+    here when it says so, and on GitHub anyway."""
     uri = page.file.src_uri
     source = next((source for source, place in PAGES.items() if place == uri), f"docs/{uri}")
 
@@ -68,7 +69,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"{match['before']}{target}{match['anchor'] or ''}{match['after']}"
 
     parts = _FENCED.split(markdown)
-    return "".join(part if place % 2 else _LINK.sub(rewritten, part) for place, part in enumerate(parts))
+    parts[::2] = [_LINK.sub(rewritten, part).replace("<details>", '<details markdown="1">') for part in parts[::2]]
+    return "".join(parts)
 
 
 def _targets(text: str, source: str) -> set[str]:

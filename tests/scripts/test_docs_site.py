@@ -65,6 +65,16 @@ def test_the_api_page_has_the_docstrings(site):
         assert f">{name}" in text
 
 
+def test_what_is_folded_is_shown_as_what_is_not(site):
+    folded = re.findall(r"<details.*?</details>", (site / "index.html").read_text(encoding="utf-8"), re.S)
+    assert len(folded) == 2
+    pictures, table = folded
+    assert pictures.count("<picture>") == 2
+    assert pictures.count('<sub>Runs: <a href="') == 2
+    assert "<table>" in table
+    assert "|" not in re.sub(r"<code>.*?</code>", "", table)
+
+
 def test_long_paths_in_tables_may_be_divided_and_nothing_else(site):
     text = (site / "reliability/index.html").read_text(encoding="utf-8")
     assert "<code>tests/<wbr>contracts/<wbr>test_cut_short.py</code>" in text
