@@ -60,7 +60,11 @@ def files_entered(method: str) -> dict[str, list[str]]:
 
     def record(frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and ROOT in path.parents and path.parts[len(ROOT.parts)] not in (".venv", "benchmarks"):
+        if (
+            event == "call"
+            and ROOT in path.parents
+            and not path.parts[len(ROOT.parts)].startswith((".venv", "benchmarks"))
+        ):
             functions = entered.setdefault(str(path.relative_to(ROOT)), [])
             if (name := frame.f_code.co_name) not in functions and not name.startswith("<"):
                 functions.append(name)

@@ -80,9 +80,11 @@ class Server:
 
 def serve(path: str) -> dict:
     """Answer requests until standard input ends, which ends the process. In a fork it returns the request."""
+    found_in = sys.path.copy()
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    sys.path[:] = found_in  # which an old setuptools adds to when it is imported
     gc.freeze()  # forks share the pages of what is not looked at
     wakes, woken = socket.socketpair()
     for each in (wakes, woken):

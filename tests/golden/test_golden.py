@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cells import DEMO, TINY, record
+from old_transformers import skip_what_it_gets_wrong
 from recording import Recording, differences, machine, read
 
 HERE = Path(__file__).parent
@@ -29,6 +30,8 @@ def check(recorded: Recording, group: str, record_property) -> None:
 
 @pytest.mark.parametrize("group", TINY)
 def test_tiny_models_compute_what_they_did(group, record_property):
+    if group == "family-gemma2":
+        skip_what_it_gets_wrong("what a later one says of Gemma 2")
     check(BASELINE, group, record_property)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from methods import calibration_of, dynakv_model, tiny_model
+from old_transformers import skip_what_it_gets_wrong
 
 import dynakv
 from lowrank_kv.eviction import Eviction, top_scores
@@ -284,6 +285,7 @@ def test_what_comes_with_the_end_of_a_prompt_is_no_part_of_it(make, ids):
 @torch.no_grad()
 @METHODS
 def test_a_later_prompt_in_chunks_thins_itself_alone(make, ids):
+    skip_what_it_gets_wrong("the positions of chunks behind a cache")
     turn = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(6))
     model = tiny_model()
     cache = make(model, 1.0, 0.5)()

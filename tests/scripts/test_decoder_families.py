@@ -29,6 +29,8 @@ IS_LISTED = f"transformers `{transformers.__version__}`" in TEXT
     ],
 )
 def test_families_that_are_served(family):
+    if family not in families():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     found = try_family(family)
     assert found.result == SERVED, found
 
