@@ -111,7 +111,12 @@ class WholeCalls(Cache):
         """The call has run through all layers, or nothing is left of it."""
         self._has_moved = None
 
-    # A decoded token moves the very state that a layer asks for.
+    # A decoded token moves the very state that a layer asks for. Up to transformers 5.20 a layer asks the cache only whether
+    # there is one, and takes it itself.
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        self._note_move()
+        return super().has_previous_state(*args, **kwargs)
+
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
         self._note_move()
         return super().get_conv_state(*args, **kwargs)
