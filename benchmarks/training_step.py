@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import dynakv
+from benchmarks import random_models
 from benchmarks.harness import count, interleaved_ms, use_device, write_results
 from dynakv.objective import RateRecorder, objective
 from lowrank_kv.calibration.activation_moments import calibrate
@@ -29,6 +30,9 @@ from training.throughput import model_flops
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="hub id or directory")
+    parser.add_argument(
+        "--made-up", action="store_true", help="random weights of the model's shape, of which only config.json is read"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the backbone [default %(default)s]")
     parser.add_argument("--batch", type=count, default=1, help="sequences [default %(default)s]")
     parser.add_argument("--length", type=count, default=512, help="tokens of a sequence [default %(default)s]")
@@ -42,7 +46,8 @@ def main(argv: list[str]) -> None:
 
     name = os.path.expanduser(arguments.model)
     use_device(arguments.device)
-    plain = load_model(name, dtype=arguments.dtype, device=arguments.device).requires_grad_(False)
+    load = random_models.load_model if arguments.made_up else load_model
+    plain = load(name, dtype=arguments.dtype, device=arguments.device).requires_grad_(False)
     check_length(plain, arguments.length, "--length")
     shape = (arguments.batch, arguments.length)
     ids = torch.randint(10, plain.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(plain.device)
