@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from dynakv.inversion import inverse_near
 from lowrank_kv.hf.geometry import check_not_offloaded
 from lowrank_kv.utils.errors import UserError
 
@@ -87,12 +88,20 @@ class Projection(nn.Module):
         # Compared by content: sharded training puts other numbers into the same storage without a trace. Reading C² numbers
         # is nothing beside inverting them.
         if self._inverted is None or not torch.equal(self._inverted[0], matrix_CC):
-            try:
-                inverse_CC = torch.linalg.inv(matrix_CC.float()).to(matrix_CC.dtype)
-            except torch.linalg.LinAlgError as error:
-                raise self._ill_conditioned("is singular") from error
-            self._inverted = matrix_CC.detach().clone(), inverse_CC
+            self._inverted = matrix_CC.detach().clone(), self._inverse_of(matrix_CC)
         return self._inverted[1]
+
+    def _inverse_of(self, matrix_CC: Tensor) -> Tensor:
+        wide_CC = matrix_CC.float()
+        # A processor factorizes faster than it multiplies five times, a GPU many times slower.
+        if wide_CC.is_cuda and self._inverted is not None and self._inverted[1].device == wide_CC.device:
+            near_CC = inverse_near(wide_CC, self._inverted[1].float())
+            if near_CC is not None:
+                return near_CC.to(matrix_CC.dtype)
+        try:
+            return torch.linalg.inv(wide_CC).to(matrix_CC.dtype)
+        except torch.linalg.LinAlgError as error:
+            raise self._ill_conditioned("is singular") from error
 
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
