@@ -69,7 +69,9 @@ def optimizer_step(
         with engine.one_pass(last=last):
             with engine.computing():
                 teacher, logits, recorder = _passes(engine, batch, guard, number)
-            cross_entropy = share * _summed_cross_entropy(logits, batch.targets)
+            # Only told where it is no part of the task: its gradients, zeros, are as large as the logits in fp32.
+            told = logits if weights.cross_entropy else logits.detach()
+            cross_entropy = share * _summed_cross_entropy(told, batch.targets)
             kl = torch.zeros_like(cross_entropy)
             if teacher is not None:
                 kl = share * summed_kl(logits, teacher, batch.targets)
