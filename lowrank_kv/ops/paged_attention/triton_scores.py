@@ -1,8 +1,8 @@
 """Scores of paged keys: rebuilt and rotated within the kernel, or on their coefficients where nothing rotates them.
 
 A program rebuilds one tile of keys, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`), and keeps the
-angles of their positions, which all heads share. Scores are written by position, with all heads of a token side by side: the tiles of the values, which have other tokens, find them
-there.
+angles of their positions, which all heads share. Scores are written by position, with all heads of a token side by side:
+the tiles of the values, which have other tokens, find them there.
 
 Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, T capacity,
 N tokens of a tile, K granules of the width.
