@@ -35,7 +35,7 @@ DEFAULTS = {
 FULL, FLASH, CAT = "preallocated", "preallocated, flash", "concatenated"
 
 
-def steps(granule: int) -> dict[str, Callable[[Shape], Step]]:
+def steps(granule: int, tokens: int) -> dict[str, Callable[[Shape], Step]]:
     """What is compared; rates are of keys and of values."""
     per_head = functools.partial(one_rank, is_joint=False)
     joint = functools.partial(one_rank, is_joint=True)
@@ -46,8 +46,8 @@ def steps(granule: int) -> dict[str, Callable[[Shape], Step]]:
         "ojakv 0.3": functools.partial(per_head, key_rate=0.25, value_rate=0.35),
         "ojakv-joint 0.5": functools.partial(joint, key_rate=0.37, value_rate=0.63),
         "ojakv-joint 0.3": functools.partial(joint, key_rate=0.23, value_rate=0.37),
-        "dynakv 0.30": functools.partial(ragged, key_rate=0.12, value_rate=0.48, granule=granule),
-        "dynakv 0.12": functools.partial(ragged, key_rate=0.07, value_rate=0.17, granule=granule),
+        "dynakv 0.30": functools.partial(ragged, key_rate=0.12, value_rate=0.48, granule=granule, tokens=tokens),
+        "dynakv 0.12": functools.partial(ragged, key_rate=0.07, value_rate=0.17, granule=granule, tokens=tokens),
     }
 
 
@@ -64,6 +64,12 @@ def main(argv: list[str]) -> None:
         parser.add_argument(
             f"--{name}", type=count, help=f"{what} [default {DEFAULTS['cpu'][name]}, on a GPU {DEFAULTS['cuda'][name]}]"
         )
+    parser.add_argument(
+        "--page_tokens",
+        type=count,
+        default=64,
+        help="tokens of a page, on a GPU [default %(default)s, as a long cache has]",
+    )
     parser.add_argument("--batches", type=_counts, help="sequences, separated by commas [default 1, on a GPU 1,8]")
     parser.add_argument("--dtype", choices=DTYPES, help="[default float32, on a GPU bfloat16]")
     parser.add_argument(
@@ -91,7 +97,7 @@ def main(argv: list[str]) -> None:
     rows = []
     for batch in arguments.batches:
         shape = Shape(batch, arguments.heads, arguments.groups, arguments.head_dim, arguments.context, dtype, device)
-        makers = steps(arguments.granule)
+        makers = steps(arguments.granule, arguments.page_tokens)
         if device.type == "cuda" and dtype.itemsize == 2:
             makers[FLASH] = flash
         rows += measured(shape, makers, arguments, bandwidth, rate)

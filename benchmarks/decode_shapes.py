@@ -175,8 +175,9 @@ def one_rank(shape: Shape, key_rate: float, value_rate: float, *, is_joint: bool
     return Step(attend, reference, sum(coef.nbytes for coef in coefs), flops)
 
 
-def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> Step:
-    """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean."""
+def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int, tokens: int) -> Step:
+    """DynaKV's layout: joint coefficients taken before rotation, every token its own rank, a granule around the mean; on a
+    GPU in pages of so many tokens."""
     query, (table, rotation) = shape.query(), _rotation(shape)
     decoders = Decoders(*[shape.random(shape.width, shape.width, scale=shape.width**-0.5) for _ in range(2)])
     coefs = [shape.random(shape.batch, shape.context, shape.width) for _ in range(2)]
@@ -185,7 +186,7 @@ def ragged(shape: Shape, key_rate: float, value_rate: float, granule: int) -> St
     if shape.has_kernels:
         from lowrank_kv.ops.paged_attention.triton import paged_attention
 
-        tokens, granules = 64, shape.width // granule  # as a paged cache has them
+        granules = shape.width // granule
         # Each rank's last tile may be all but empty.
         pages = sum(int(rank.sum()) // (granule * tokens) for rank in ranks) + shape.batch * granules * (granules + 1)
         pool = PagePool(pages, tokens=tokens, granule=granule, dtype=shape.dtype, device=shape.device)

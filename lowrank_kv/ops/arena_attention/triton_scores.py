@@ -22,7 +22,7 @@ from lowrank_kv.ops.arena_attention.triton_rows import (
 )
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, tuned, tuning_class
-from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
 
 
 @tuned(
@@ -104,10 +104,14 @@ def _arena_scores(
                 decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_decoder_YF, other=0.0)
                 second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
             row_M = group * ROWS + m
-            score_NM = scores_of_halves(
-                first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr,
-                token_N * angle_stride_t, row_M, is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
-            )  # fmt: skip
+            if cos_ptr is not None:
+                # Read anew for every KV head: kept, they would take as many registers as the key itself.
+                cos_NF, sin_NF = angles(cos_ptr, sin_ptr, token_N * angle_stride_t, is_row_N, f, ROTARY_HALF)
+                first_NF, second_NF = rotated(first_NF, second_NF, cos_NF, sin_NF)
+            first_FM, second_FM = query_halves(
+                query_ptr + b * GROUPS * ROWS * 2 * HALF, row_M, is_row_M, f, HALF, ROTARY_HALF, COMPUTE
+            )
+            score_NM = scores_of_halves(first_NF, second_NF, first_FM, second_FM)
             store_scores(
                 score_ptr, None, score_NM, token_N, is_row_N, row_M, is_row_M, b, room, 0, 0, scaling, softcap, 1,
                 GROUPS * ROWS,

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.paged_attention.triton_scores import paged_scores
-from lowrank_kv.ops.paged_attention.triton_values import weighted_latents
+from lowrank_kv.ops.paged_attention.triton_values import value_splits, weighted_latents
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
-from lowrank_kv.ops.triton.launch import splits_of
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax
 from lowrank_kv.stores.paged import PagedStore
 from lowrank_kv.utils.config import require
@@ -52,12 +51,12 @@ def paged_attention(
         UserError: the stores differ in capacity, or D is odd.
     """
     require(values.capacity == keys.capacity, "values", values.capacity, f"of the keys' capacity, {keys.capacity} rows")
-    batch, _, queries, head_dim = query_BHQD.shape
+    queries, head_dim = query_BHQD.shape[2:]
     require(
         head_dim % 2 == 0, "query_BHQD", tuple(query_BHQD.shape), "of an even head dim: keys are rotated in two halves"
     )
     groups, granules = keys.width // head_dim, values.granules
-    low = splits or splits_of(values.slots, batch * granules, query_BHQD.device)
+    low = splits or value_splits(values, query_BHQD.device)
     softmax = SplitSoftmax(query_BHQD, groups, scoring, low=low, maxima=granules)
     score_BTP = paged_scores(
         softmax.query_BGMD,

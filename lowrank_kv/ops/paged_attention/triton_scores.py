@@ -1,8 +1,8 @@
 """Scores of paged keys: rebuilt and rotated within the kernel, or on their coefficients where nothing rotates them.
 
-A program rebuilds one tile of keys, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`). Scores are
-written by position, with all heads of a token side by side: the tiles of the values, which have other tokens, find them
-there.
+A program rebuilds one tile of keys, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`), and keeps the
+angles of their positions, which all heads share. Scores are written by position, with all heads of a token side by side:
+the tiles of the values, which have other tokens, find them there.
 
 Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, T capacity,
 N tokens of a tile, K granules of the width.
@@ -16,16 +16,17 @@ from torch import Tensor
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes, load_page_numbers, page_number
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, tuned
-from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
 from lowrank_kv.stores.paged import PagedStore
 
 
 @tuned(
-    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"GROUPS_EACH": 1}, num_warps=8, num_stages=4),
-    triton.Config({"GROUPS_EACH": 1}, num_warps=4, num_stages=3),  # for tiles of 64 tokens: of 128 it spills
-    triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    triton.Config({"GROUPS_EACH": 8}, num_warps=8, num_stages=3),
+    triton.Config({"GROUPS_EACH": 8}, num_warps=8, num_stages=4),
     triton.Config({"GROUPS_EACH": 4}, num_warps=8, num_stages=3),
+    triton.Config({"GROUPS_EACH": 2}, num_warps=8, num_stages=3),
+    # For tiles of 64 tokens and halves of 64 dims: beyond it spills.
+    triton.Config({"GROUPS_EACH": 8}, num_warps=4, num_stages=3),
     key=["room_class", "TOKENS", "PAGE_WIDTH", "GROUPS", "HALF", "BLOCK_M", "BITS"],
 )
 @triton.jit(do_not_specialize=["mask_stride_b", "mask_stride_q"])
@@ -73,20 +74,29 @@ def _rebuilt_scores(
         n, y, m, f = tl.arange(0, TOKENS), tl.arange(0, PAGE_WIDTH), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_F)
         is_row_N, is_dim_F, is_row_M = n < rows, f < HALF, m < ROWS
         token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_row_N, other=0)
-        if BITS < 16:
-            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
-        first_F, second_F = pairs(f, HALF, ROTARY_HALF)
         # Of two codes in a byte one granule's first half of coefficients is in the low bits.
         halves: tl.constexpr = 2 if BITS == 4 else 1
         chunks = tl.load(tile_granules_ptr + tile) * halves
         page_K = load_page_numbers(tile_page_ptr, tile, GRANULES, BLOCK_K)
-        for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
+        # Keys of rank 0 take one chunk of zeros.
+        is_coef_N = is_row_N & (chunks > 0)
+        chunks = tl.maximum(chunks, 1)
+        if BITS < 16:
+            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_coef_N, other=0.0).to(tl.float32)
+            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_coef_N, other=0.0).to(tl.float32)
+        first_F, second_F = pairs(f, HALF, ROTARY_HALF)
+        table_row_N = b * table_stride_b + token_N * table_stride_t
+        # Beside halves of more than 64 dims they would spill, and are read anew for every KV head.
+        is_kept: tl.constexpr = BLOCK_F <= 64
+        if is_kept:
+            cos_NF, sin_NF = angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF)
+        # Flattened, the loops ask for one head's chunks while the head before is multiplied.
+        for group in tl.range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS), flatten=is_kept):
             first_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
             second_NF = tl.zeros((TOKENS, BLOCK_F), tl.float32)
             for chunk in range(chunks):
                 page = page_number(page_K, chunk // halves, BLOCK_K)
-                coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_row_N, TOKENS, PAGE_WIDTH, BITS)
+                coef_NY = load_codes(page_ptr, page, chunk % halves, n, is_coef_N, TOKENS, PAGE_WIDTH, BITS)
                 if BITS < 16:
                     coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
                 coef_NY = coef_NY.to(COMPUTE)
@@ -95,11 +105,14 @@ def _rebuilt_scores(
                 first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
                 decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_dim_F[None, :], other=0.0)
                 second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
+            if not is_kept:
+                cos_NF, sin_NF = angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF)
+            first_NF, second_NF = rotated(first_NF, second_NF, cos_NF, sin_NF)
             row_M = group * ROWS + m
-            score_NM = scores_of_halves(
-                first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr,
-                b * table_stride_b + token_N * table_stride_t, row_M, is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
-            )  # fmt: skip
+            first_FM, second_FM = query_halves(
+                query_ptr + b * GROUPS * ROWS * 2 * HALF, row_M, is_row_M, f, HALF, ROTARY_HALF, COMPUTE
+            )
+            score_NM = scores_of_halves(first_NF, second_NF, first_FM, second_FM)
             store_scores(
                 score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b,
                 mask_stride_q, scaling, softcap, QUERIES, GROUPS * ROWS,

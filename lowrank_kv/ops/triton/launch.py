@@ -64,12 +64,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def splits_of(blocks: int, beside: int, device: torch.device) -> int:
-    """Parts to cut a sequence of at most `blocks` blocks into, when `beside` programs run for each part.
+def splits_of(blocks: int, beside: int, device: torch.device, *, programs: int = PROGRAMS_PER_MULTIPROCESSOR) -> int:
+    """Parts to cut a sequence of at most `blocks` blocks into, when `beside` programs run for each part; `programs` for
+    each multiprocessor.
 
     Told by capacities alone, never by lengths, which only the device knows.
     """
-    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // beside)
+    wanted = -(-programs * multiprocessors(device) // beside)
     return max(1, min(blocks, wanted, MAX_SPLITS))
 
 

@@ -41,9 +41,10 @@ def _merge(
     for start in range(0, splits, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
         max_S = tl.load(max_ptr + (row * parts + first + s) * BLOCKS + own, mask=s < splits, other=float("-inf"))
+        # Sums of nothing need not have been written.
         partial_SW = tl.load(
             partial_ptr + (row * splits + s)[:, None] * width + c[None, :],
-            mask=(s < splits)[:, None] & (c < width)[None, :],
+            mask=(max_S > float("-inf"))[:, None] & (c < width)[None, :],
             other=0.0,
         )
         out_W += tl.sum(partial_SW * tl.exp2(max_S - largest)[:, None], 0)
@@ -56,7 +57,7 @@ def merge(
     """Σ_s partial_s · 2^(max_s − max) / Σ_x sum_x · 2^(max_x − max), (B, P, W) in `dtype`.
 
     Args:
-        partial_BPSW: fp32 sums of weighted rows, each relative to its own part's maximum.
+        partial_BPSW: fp32 sums of weighted rows, each relative to its own part's maximum; not read where that is -inf.
         max_BPXV, sum_BPX: fp32 maxima (times log2 e) and sums of weights of all parts of the softmax; of the V maxima of
             a part the first is over all its tokens.
         first: which of the X parts is the first of these S.

@@ -26,29 +26,40 @@ def pairs(f, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr):
 
 
 @triton.jit
-def scores_of_halves(
-    first_NF, second_NF, query_ptr, cos_ptr, sin_ptr, table_row_N, row_M, is_row_N, is_row_M, f, HALF: tl.constexpr,
-    ROTARY_HALF: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Products of queries with keys that are rotated first, (N, M) fp32.
+def angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF: tl.constexpr):
+    """Each token's cos and sin, (N, F) fp32, which begin at `table_row_N`.
 
-    `query_ptr` points to rows (M, D), of which `row_M` are read; each token's cos and sin begin at `table_row_N`. Without
-    `cos_ptr` keys are not rotated.
+    All KV heads have the same. Kept from one to the next, they take as many registers as the key itself.
     """
-    if cos_ptr is not None:
-        # Read anew for every KV head: kept, they would take as many registers as the key itself.
-        table_NF = table_row_N[:, None] + f[None, :]
-        is_rotated_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
-        cos_NF = tl.load(cos_ptr + table_NF, mask=is_rotated_NF, other=1.0).to(tl.float32)
-        sin_NF = tl.load(sin_ptr + table_NF, mask=is_rotated_NF, other=0.0).to(tl.float32)
-        first_NF, second_NF = first_NF * cos_NF - second_NF * sin_NF, second_NF * cos_NF + first_NF * sin_NF
+    table_NF = table_row_N[:, None] + f[None, :]
+    is_rotated_NF = is_row_N[:, None] & (f < ROTARY_HALF)[None, :]
+    cos_NF = tl.load(cos_ptr + table_NF, mask=is_rotated_NF, other=1.0).to(tl.float32)
+    sin_NF = tl.load(sin_ptr + table_NF, mask=is_rotated_NF, other=0.0).to(tl.float32)
+    return cos_NF, sin_NF
+
+
+@triton.jit
+def rotated(first_NF, second_NF, cos_NF, sin_NF):
+    """The halves of keys, rotated."""
+    return first_NF * cos_NF - second_NF * sin_NF, second_NF * cos_NF + first_NF * sin_NF
+
+
+@triton.jit
+def query_halves(query_ptr, row_M, is_row_M, f, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, COMPUTE: tl.constexpr):
+    """The halves of queries, (F, M) each: `row_M` of the rows (M, D) that `query_ptr` points to."""
     first_F, second_F = pairs(f, HALF, ROTARY_HALF)
     is_query_FM = (f < HALF)[:, None] & is_row_M[None, :]
     query_ptrs = query_ptr + row_M[None, :] * (2 * HALF)
-    query_FM = tl.load(query_ptrs + first_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
-    score_NM = tl.dot(first_NF.to(COMPUTE), query_FM, input_precision="ieee")
-    query_FM = tl.load(query_ptrs + second_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
-    return tl.dot(second_NF.to(COMPUTE), query_FM, score_NM, input_precision="ieee")
+    first_FM = tl.load(query_ptrs + first_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+    second_FM = tl.load(query_ptrs + second_F[:, None], mask=is_query_FM, other=0.0).to(COMPUTE)
+    return first_FM, second_FM
+
+
+@triton.jit
+def scores_of_halves(first_NF, second_NF, first_FM, second_FM):
+    """Products of rotated keys with queries, (N, M) fp32."""
+    score_NM = tl.dot(first_NF.to(first_FM.dtype), first_FM, input_precision="ieee")
+    return tl.dot(second_NF.to(second_FM.dtype), second_FM, score_NM, input_precision="ieee")
 
 
 @triton.jit

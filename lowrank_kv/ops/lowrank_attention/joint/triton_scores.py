@@ -1,7 +1,7 @@
 """Scores of joint keys of one rank, rebuilt and rotated within the kernel.
 
 A program rebuilds a run of tokens, one KV head after another (:mod:`lowrank_kv.ops.triton.rebuild_keys`), and writes
-their scores, all heads of a token side by side.
+their scores, all heads of a token side by side. With several heads it keeps their positions' angles, which all share.
 
 Shapes: B batch, G KV heads, M rows of queries that share one, P = G·M, Q queries, D head dim, F = D/2, C = G·D, N tokens
 (room for them), R rank, Y bytes or numbers of a row.
@@ -16,7 +16,7 @@ from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, sequence_stride, tuned, tuning_class
 from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
-from lowrank_kv.ops.triton.rebuild_keys import pairs, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
 
 
 @triton.jit(do_not_specialize=["tuning_class", "room", "mask_stride_b", "mask_stride_q"])
@@ -91,7 +91,12 @@ def _scores_kernel(
         width = (rank + 1) // 2 if BITS == 4 else rank
         halves: tl.constexpr = 2 if BITS == 4 else 1
         row_ptrs = row_ptrs_N[:, None] + y[None, :]
-        for group in range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS)):
+        # Beside halves of more than 64 dims angles would spill, and are read anew for every KV head.
+        is_kept: tl.constexpr = GROUPS_EACH > 1 and BLOCK_F <= 64
+        if is_kept and cos_ptr is not None:
+            cos_NF, sin_NF = angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF)
+        # Flattened, the loops ask for one head's chunks while the head before is multiplied.
+        for group in tl.range(first_group, tl.minimum(first_group + GROUPS_EACH, GROUPS), flatten=is_kept):
             first_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
             second_NF = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
             for chunk in range(0, width, BLOCK_Y):
@@ -120,10 +125,14 @@ def _scores_kernel(
                     basis_YF = tl.load(basis_ptrs + second_F[None, :], mask=is_basis_YF, other=0.0)
                     second_NF = tl.dot(coef_NY, basis_YF.to(COMPUTE), second_NF, input_precision="ieee")
             row_M = group * ROWS + m
-            score_NM = scores_of_halves(
-                first_NF, second_NF, query_ptr + b * GROUPS * ROWS * 2 * HALF, cos_ptr, sin_ptr, table_row_N, row_M,
-                is_row_N, is_row_M, f, HALF, ROTARY_HALF, COMPUTE,
-            )  # fmt: skip
+            if cos_ptr is not None:
+                if not is_kept:
+                    cos_NF, sin_NF = angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF)
+                first_NF, second_NF = rotated(first_NF, second_NF, cos_NF, sin_NF)
+            first_FM, second_FM = query_halves(
+                query_ptr + b * GROUPS * ROWS * 2 * HALF, row_M, is_row_M, f, HALF, ROTARY_HALF, COMPUTE
+            )
+            score_NM = scores_of_halves(first_NF, second_NF, first_FM, second_FM)
             store_scores(
                 score_ptr, mask_ptr, score_NM, n, is_row_N, row_M, is_row_M, b, room, mask_stride_b, mask_stride_q,
                 scaling, softcap, QUERIES, GROUPS * ROWS,
@@ -134,10 +143,11 @@ def _scores_kernel(
 _TUNED_BY = ["GROUPS", "HALF", "BLOCK_M", "BITS", "tuning_class"]
 _joint_scores = tuned(
     triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
     triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 2}, num_warps=8, num_stages=3),
-    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 32, "GROUPS_EACH": 1}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 8}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 128, "BLOCK_Y": 64, "GROUPS_EACH": 4}, num_warps=8, num_stages=4),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 8}, num_warps=8, num_stages=3),
+    triton.Config({"BLOCK_N": 64, "BLOCK_Y": 64, "GROUPS_EACH": 8}, num_warps=4, num_stages=3),
     key=_TUNED_BY,
 )(_scores_kernel)
 # Places, codes and levels of planned coefficients fill registers: fewer are read at once.

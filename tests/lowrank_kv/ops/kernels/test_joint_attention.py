@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import triton
 from attended_rows import beside, check_equal, latent_rows, moved, tokenwise_rows
 from errors import check_near
 
+from lowrank_kv.ops.lowrank_attention.joint import triton_scores
 from lowrank_kv.ops.lowrank_attention.joint.reference import joint_attention as reference
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention
 from lowrank_kv.ops.rotation import RotaryTable
@@ -39,6 +41,14 @@ def test_equals_the_reference(device, generator, case):
 @pytest.mark.parametrize("name", ["with full tokens", "int4", "a plan of bits"])
 def test_other_types(device, generator, dtype, name):
     check(device, generator, dtype, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "without rotation", "half of a head rotated, at positions", "one KV head"])
+def test_several_heads_a_program(device, generator, monkeypatch, name):
+    """The interpreter takes the first choice alone, a head a program."""
+    chosen = {"BLOCK_N": 64, "BLOCK_Y": 16, "GROUPS_EACH": 2}
+    monkeypatch.setattr(triton_scores._joint_scores, "configs", [triton.Config(chosen, num_warps=8, num_stages=3)])
+    check(device, generator, torch.float16, CASES[name] | {"groups": CASES[name].get("groups", 3)})
 
 
 def angles(tables, positions, rotary, generator):

@@ -112,6 +112,14 @@ def test_bf16(device, generator, name):
         {"head_dim": 64, "lengths": (1,), "ranks": 32},
         {"head_dim": 64, "lengths": (63,), "granule": 16, "tokens": 16},
         {"head_dim": 64, "lengths": (130, 130), "keys": {"ranks": 0}},
+        {
+            "head_dim": 64,
+            "groups": 1,
+            "heads": 2,
+            "lengths": (600, 41),
+            "tokens": 16,
+            "splits": 1,
+        },  # tiles of two look-ups
     ],
     ids=lambda case: " ".join(f"{key} {value}" for key, value in case.items()),
 )
