@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
             f"--{name}", type=count, help=f"{what} [default {DEFAULTS['cpu'][name]}, on a GPU {DEFAULTS['cuda'][name]}]"
         )
     parser.add_argument(
-        "--page_tokens",
+        "--page-tokens",
         type=count,
         default=64,
         help="tokens of a page, on a GPU [default %(default)s, as a long cache has]",
