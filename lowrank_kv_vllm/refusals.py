@@ -59,14 +59,14 @@ def _check_gpu(settings: ServingConfig) -> None:
         raise UserError(f"{found}; use vLLM's build for CPUs")
     if not settings.untested_gpu:
         raise UserError(
-            f"{found}; kernels for NVIDIA GPUs were only checked in an interpreter: set `untested_gpu: true` (`lowrank-kv "
-            f"serve --untested-gpu`) to serve by them, or use vLLM's build for CPUs"
+            f"{found}; no NVIDIA GPU has run this plugin yet: set `untested_gpu: true` (`lowrank-kv serve --untested-gpu`) "
+            f"to serve on one, or use vLLM's build for CPUs"
         )
     if not current_platform.has_device_capability(80):
         raise UserError(f"{found}, on which the kernels do not run; use an NVIDIA GPU since Ampere")
     logger.warning(
-        "`untested_gpu`: no GPU has ever run the kernels that read and write compressed pages, nor this plugin. Compare the "
-        "texts with those of `generate()` (docs/serving.md) before you use them."
+        "`untested_gpu`: no GPU has ever run this plugin, and its kernels only in tests. Compare the texts with those of "
+        "`generate()` (docs/serving.md) before you use them."
     )
 
 

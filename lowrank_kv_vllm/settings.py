@@ -54,7 +54,7 @@ class ServingConfig:
     )
     untested_gpu: bool = option(
         False,
-        help="serve on an NVIDIA GPU, by kernels that no GPU has run yet; compare texts with those of `generate()`",
+        help="serve on an NVIDIA GPU, which this plugin has never done; compare texts with those of `generate()`",
     )
 
     def __post_init__(self):
