@@ -43,7 +43,7 @@ test-newest: .venv-newest/.installed ## run the tests with the newest versions t
 	CUDA_VISIBLE_DEVICES= .venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 test-gpu: $(INSTALLED) ## run the tests that a GPU makes a difference to on one
-	$(BIN)/python -m pytest tests/lowrank_kv/ops/kernels tests/dynakv/test_inversion.py
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/lowrank_kv/ops/kernels tests/dynakv/test_inversion.py
 
 # gcc's runtimes are loaded before Python; ubsan ends the process at its first finding, as the others do. Leaks are torch's.
 # Threads are those of openmp_by_threads.c, which says why, in the kernels and nowhere else. -s: captured, what is found is lost.

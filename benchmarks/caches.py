@@ -24,6 +24,7 @@ from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model
+from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.text_data import blocks, load_documents
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
@@ -107,21 +108,24 @@ def candidates(arguments: argparse.Namespace, length: int) -> Candidates:
     shares = _shares(arguments)
     calibration = _calibration(plain, arguments, shares)
     chosen = _chosen(plain, arguments, calibration, shares)
-    for name in (DYNAKV, PAGED):
-        if name in chosen:
-            learned = _learned(plain, arguments, calibration, shares, paged=name == PAGED)
-            make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
-            found[name] = (learned, functools.partial(make, learned, length))
-            _check_learned(name, *found[name])
-    if calibration is not None:
-        online = twin(plain)
-        for name, preset, settings in arguments.presets:
-            if name not in chosen:
-                continue
-            config = OjaKVConfig.preset(preset, **{"rate": arguments.rate, **settings})
-            plan = make_plan(calibration.for_model(online), config)
-            found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
-            _check_online(plain, online, calibration, preset)
+    with progress_bar(total=len(chosen), unit="cache", desc="checking caches") as bar:
+        for name in (DYNAKV, PAGED):
+            if name in chosen:
+                learned = _learned(plain, arguments, calibration, shares, paged=name == PAGED)
+                make = functools.partial(_paged_cache, rate=arguments.page_rate) if name == PAGED else _ragged_cache
+                found[name] = (learned, functools.partial(make, learned, length))
+                _check_learned(name, *found[name])
+                bar.update()
+        if calibration is not None:
+            online = twin(plain)
+            for name, preset, settings in arguments.presets:
+                if name not in chosen:
+                    continue
+                config = OjaKVConfig.preset(preset, **{"rate": arguments.rate, **settings})
+                plan = make_plan(calibration.for_model(online), config)
+                found[name] = (online, lambda plan=plan: OjaKVCache(online, plan))
+                _check_online(plain, online, calibration, preset)
+                bar.update()
     forget_tuning(plain.device)  # it was for a few tokens
     return found
 

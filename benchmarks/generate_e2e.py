@@ -31,6 +31,7 @@ from benchmarks.roofline import copy_bandwidth, read_bytes, weight_bytes
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.compile_decoding import compile_decoding
 from lowrank_kv.utils import cli
+from lowrank_kv.utils.progress import progress_bar
 
 WARMUP = 2  # tokens
 
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> None:
         compile_all(found, _in_fp32(arguments))
     ids = context_ids(arguments, found[DYNAMIC][0], arguments.context - arguments.tokens - WARMUP)
     ids = ids.expand(arguments.batch, -1)
-    caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in found.items()}
+    each = progress_bar(found.items(), unit="cache", desc="reading prompts")
+    caches = {name: prefill(model, ids, make_cache()) for name, (model, make_cache) in each}
     rates = {name: cache.rate if isinstance(cache, LowRankCache) else 1.0 for name, cache in caches.items()}
     steps = {name: stepper(model, caches[name], arguments.batch) for name, (model, _) in found.items()}
     ms = interleaved_ms(steps, repeats=arguments.tokens, warmup=WARMUP, mean=True)
