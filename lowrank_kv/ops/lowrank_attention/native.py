@@ -3,8 +3,6 @@
 Shapes: as in :mod:`lowrank_kv.ops.lowrank_attention.eager`.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
         key_decoder_PRW, rotary, positions, paired = None, None, None, False
     else:
         low_query, key_decoder_PRW, rotary = query, keys.decoder_PRW, rotation.table.packed
-        paired = _are_paired(shape_HQD, groups, tokens)
+        paired = _are_paired(shape_HQD[2], tokens)
     decoders = native.PackedDecoders(
         key_decoder_PRW,
         values.decoder_PRW,
@@ -69,14 +67,12 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
     return output_1QHD.squeeze(0).transpose(0, 1)
 
 
-def _are_paired(shape_HQD: Sequence[int], groups: int, tokens: LowRankTokens) -> bool:
+def _are_paired(head_dim: int, tokens: LowRankTokens) -> bool:
     """Whether both keys and values are planned coefficients that compiled code multiplies two at a time."""
     keys, values, rotation, _, _ = tokens
     if not (_is_planned(keys.coef) and _is_planned(values.coef)) or keys.basis_PWR.shape[0] > 1:
         return False
-    heads, queries, head_dim = shape_HQD
-    rotated_dims = 2 * rotation.table.cos_BTF.shape[-1]
-    return native.multiplies_pairs(keys.coef.dtype, head_dim, rotated_dims, heads * queries // groups)
+    return native.multiplies_pairs(keys.coef.dtype, head_dim, 2 * rotation.table.cos_BTF.shape[-1])
 
 
 def _is_planned(coef: Coefficients) -> bool:

@@ -106,10 +106,8 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
 
 int64_t lanes(void) { return LANES; }
 
-/* Whether keys of so many dims, turned in so many pairs, of which `queries` queries share each, may be rebuilt from pairs. */
-int multiplies_pairs(int64_t depth, int64_t pairs, int64_t queries) {
-    return HAS_PAIRS && 2 * pairs == depth && fits_registers(depth, queries);
-}
+/* Whether keys of so many dims, turned in so many pairs, may be rebuilt from pairs. */
+int multiplies_pairs(int64_t depth, int64_t pairs) { return HAS_PAIRS && 2 * pairs == depth && depth % (2 * STEP) == 0; }
 
 /* -- all tokens ---------------------------------------------------------------------------------------------------- */
 

@@ -180,15 +180,14 @@ def attend(
 
 
 @functools.cache
-def multiplies_pairs(dtype: torch.dtype, head_dim: int, rotated_dims: int, queries: int) -> bool:
+def multiplies_pairs(dtype: torch.dtype, head_dim: int, rotated_dims: int) -> bool:
     """Whether compiled code multiplies planned coefficients as bf16, two at a time.
 
     Args:
         dtype: of the coefficients; in fp32 they are not rounded.
         rotated_dims: of a head.
-        queries: rows of queries that share a KV head.
     """
-    return dtype == torch.bfloat16 and bool(library().multiplies_pairs(head_dim, rotated_dims // 2, queries))
+    return dtype == torch.bfloat16 and bool(library().multiplies_pairs(head_dim, rotated_dims // 2))
 
 
 def _kept(memo: dict[str, Any] | None, name: str, prepare: Callable[[Tensor], Tensor], decoder_PRW: Tensor) -> _Decoder:

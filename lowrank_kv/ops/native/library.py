@@ -72,7 +72,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.append.argtypes = [address, address, number]
     kernels.append_full_rank.argtypes = [address]
     kernels.encode.restype = number
-    kernels.multiplies_pairs.argtypes = [number, number, number]
+    kernels.multiplies_pairs.argtypes = [number, number]
     kernels.angles.argtypes = [address, number, address, number, ctypes.c_float, number, number, address, address]
     kernels.angles.restype = None
     kernels.project_states.argtypes = [address]

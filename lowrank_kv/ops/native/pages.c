@@ -214,7 +214,7 @@ struct sequence {
 static int attend_one(const struct pages *pages, const struct querying *all, int64_t s, int64_t threads) {
     const int64_t start = all->first[s], queries = all->first[s + 1] - start, past = all->length[s] - (all->sees_itself ? queries : 0);
     int64_t sinks = past < pages->num_sinks ? past : pages->num_sinks, rows = past - sinks, count = pages_of(pages, rows), new = queries;
-    const int64_t dim = pages->head_dim, sharing = all->heads / pages->num_kv_heads, bytes = dim * itemsize(pages);
+    const int64_t dim = pages->head_dim, bytes = dim * itemsize(pages);
     const int32_t *table = all->table + s * all->table_stride;
     struct sequence own = {malloc((2 * count + 1) * sizeof(struct bucket)), malloc((count + 1) * sizeof(int64_t)),
                            malloc(queries * all->heads * dim * sizeof(float)), malloc(queries * queries)};
@@ -227,7 +227,7 @@ static int attend_one(const struct pages *pages, const struct querying *all, int
         }
         for (int which = 0; which < 2; which++)
             fill_buckets(pages, pages->sides + which, table, rows, own.buckets + which * count, own.lengths);
-        const int paired = all->decoder_pairs && multiplies_pairs(dim, all->pairs, sharing * queries);
+        const int paired = all->decoder_pairs && multiplies_pairs(dim, all->pairs);
         const struct task common = {
             .query = own.query, .depth = dim, .output = all->output + start * all->heads * dim, .num_kv_heads = pages->num_kv_heads,
             .heads = all->heads * queries, .lanes = padded(all->heads * queries), .head_dim = dim, .queries = queries,

@@ -68,10 +68,14 @@ static void score_pairs(const struct task *task, const struct alike *tokens, con
     }
     read_rows(tokens->plan, tokens->row, tokens->count, tokens->row_bytes, rank, (uint16_t *)scratch->coef);
     for (int64_t kv_head = 0; kv_head < task->num_kv_heads; kv_head++) {
-        const struct rebuilt keys = {scratch->coef, task->decoder + kv_head * task->depth, task->cos, task->sin,
-                                     scratch->place, stride, task->decoder_stride, (rank + 1) / 2, task->depth, pairs, 1};
-        rebuilt_scores(&keys, tokens->count, sharing, task->query + kv_head * sharing * task->depth, scratch->key,
-                       scratch->score + kv_head * sharing, lanes, &scratch->ahead);
+        const float *decoder = task->decoder + kv_head * task->depth, *query = task->query + kv_head * sharing * task->depth;
+        float *found = scratch->score + kv_head * sharing;
+        const struct rebuilt keys = {scratch->coef, decoder, task->cos, task->sin, scratch->place, stride, task->decoder_stride,
+                                     (rank + 1) / 2, task->depth, pairs, 1};
+        if (fits_registers(task->depth, sharing))
+            rebuilt_scores(&keys, tokens->count, sharing, query, scratch->key, found, lanes, &scratch->ahead);
+        else
+            stored_scores(&keys, tokens->count, sharing, query, scratch->key, found, lanes);
     }
     if (nodes)
         add_slow_scores(task, tokens->slot, tokens->count, scratch->coef, stride, rank, nodes, scratch->score);

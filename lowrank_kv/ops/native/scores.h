@@ -194,3 +194,14 @@ static void rebuilt_scores(const struct rebuilt *keys, int64_t count, int64_t qu
 #undef ADDED
     }
 }
+
+/* The same of more queries than share keys in registers: these are written to `key`, (count, depth), first. All their pairs
+ * are rebuilt, from coefficients and a decoder in pairs. */
+static void stored_scores(const struct rebuilt *keys, int64_t count, int64_t queries, const float *query, float *key,
+                          float *score, int64_t lanes) {
+    const int64_t depth = keys->depth;
+    product_of(1, count, depth, keys->rank, keys->coef, keys->coef_stride, 1, keys->decoder, keys->decoder_stride, key, depth, 0);
+    for (int64_t t = 0; t < count; t++)
+        rotate(keys->pairs, keys->cos + keys->place[t], keys->sin + keys->place[t], key + t * depth);
+    score_rows(queries, count, depth, query, depth, key, depth, score, lanes);
+}

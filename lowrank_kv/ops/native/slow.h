@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "common.h"
+#include "scores.h"
 #include "task.h"
 
 enum { NODES = 3, CHUNK = 256 }; /* CHUNK: places */
@@ -43,7 +44,9 @@ static inline int64_t found_stride(const struct task *task) {
 static inline int64_t rebuilt_pairs(const struct task *task) {
     const int64_t rebuilt = task->slow > LANES ? padded(task->slow) : LANES;
     const int64_t saved = 2 * (task->pairs - rebuilt) * task->num_kv_heads;
-    const int interpolates = HAS_PAIRS && task->paired && !task->place && 2 * saved >= 3 * columns_of_nodes(task);
+    const int rebuilds_some = fits_registers(task->depth, task->heads / task->num_kv_heads);
+    const int interpolates =
+        HAS_PAIRS && task->paired && rebuilds_some && !task->place && 2 * saved >= 3 * columns_of_nodes(task);
     return interpolates ? rebuilt : task->pairs;
 }
 

@@ -36,5 +36,5 @@ struct task {
 /* One softmax over the tokens of all tasks. Returns 0, or 1 when there is no memory. */
 int attend(const struct task *tasks, int count);
 
-/* Whether keys of so many dims, turned in so many pairs, of which `queries` queries share each, may be rebuilt from pairs. */
-int multiplies_pairs(int64_t depth, int64_t pairs, int64_t queries);
+/* Whether keys of so many dims, turned in so many pairs, may be rebuilt from pairs. */
+int multiplies_pairs(int64_t depth, int64_t pairs);

@@ -39,7 +39,7 @@ MODELS = {
 
 
 def interpolates() -> bool:
-    return native.multiplies_pairs(torch.bfloat16, 64, 64, 1)
+    return native.multiplies_pairs(torch.bfloat16, 64, 64)
 
 
 def frequencies(head_dim: int, base: float) -> torch.Tensor:
@@ -90,10 +90,14 @@ def tokens_of(model: str, count: int, form, table: RotaryTable, *, start: int = 
     return LowRankTokens(operands(), operands(), rotation_of(table), slice(start, start + count), mask_QT)
 
 
+def query_of(model: str, queries: int) -> torch.Tensor:
+    head_dim, groups, sharing, _ = MODELS[model]
+    return torch.randn(groups * sharing, queries, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
 def errors(model: str, tokens: LowRankTokens, queries: int = 1, **scoring) -> tuple[torch.Tensor, float, float]:
     """The attention, and how far it and that without interpolation are from the reference in fp64, relative to its norm."""
-    head_dim, groups, sharing, _ = MODELS[model]
-    query = torch.randn(groups * sharing, queries, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    query = query_of(model, queries)
     scoring = Scoring(0.3, **scoring)  # weights differ between tokens
     table = tokens.rotation.table
     plain = tokens._replace(rotation=rotation_of(RotaryTable(table.cos_BTF, table.sin_BTF)))
@@ -139,11 +143,25 @@ def test_far_positions_on_several_threads(rounds, threads):
 
 
 @needs_compiler
-def test_several_queries_that_see_some_tokens():
-    table = table_of("wide heads", 608)
-    tokens = tokens_of("wide heads", 600, CLASSES, table, queries=2)
-    _, error, _ = errors("wide heads", tokens, queries=2, softcap=5.0)
+@pytest.mark.parametrize(("model", "queries"), [("wide heads", 2), ("wide heads", 4), ("wide heads", 5), ("demo", 16)])
+def test_several_queries_that_see_some_tokens(model, queries):
+    """The last two have more queries for each KV head than share keys in registers."""
+    tokens = tokens_of(model, 600, CLASSES, table_of(model, 608), queries=queries)
+    _, error, _ = errors(model, tokens, queries=queries, softcap=5.0)
     assert error < 0.02
+
+
+@needs_compiler
+def test_many_queries_find_what_each_finds_alone():
+    """As near as sums in another order are: numbers are rounded to bf16 for one query and for many. None is interpolated."""
+    table = table_of("demo", 1508)
+    tokens = tokens_of("demo", 1500, CLASSES, RotaryTable(table.cos_BTF, table.sin_BTF))
+    together, error, without = errors("demo", tokens._replace(rotation=rotation_of(table)), queries=16)
+    assert error == without
+    query_HQD = query_of("demo", 16)
+    for i in range(16):
+        alone = native_attention.lowrank_attention(query_HQD[:, i : i + 1].contiguous(), tokens, Scoring(0.3))
+        assert (together[:, i : i + 1].float() - alone.float()).norm() < 1e-3 * alone.float().norm()
 
 
 @needs_compiler
@@ -180,9 +198,9 @@ def _one_plan() -> TokenPlans:
 
 
 @needs_compiler
-@pytest.mark.parametrize("classes", [1, 4])
-def test_pages_are_interpolated_too(classes):
-    """Pages of 32 coefficients, read as keys and values of wider heads."""
+@pytest.mark.parametrize(("classes", "new"), [(1, 1), (4, 1), (4, 6)])
+def test_pages_are_interpolated_too(classes, new):
+    """Pages of 32 coefficients, read as keys and values of wider heads; keys that more than 16 queries share are rebuilt."""
     head_dim, groups, _, _ = MODELS["demo"]
     groups, heads, lengths = 3, 9, [500, 200]
     tokens = Written(layout_of(classes, num_sinks=0, itemsize=2), lengths, torch.bfloat16)
@@ -196,15 +214,15 @@ def test_pages_are_interpolated_too(classes):
         for side in (tokens.layout.keys, tokens.layout.values)
     ]
     table = table_of("demo", MOST)
-    query_THD = torch.randn(2, heads, head_dim, generator=generator).bfloat16()
-    new = torch.zeros(2, groups, head_dim, dtype=torch.bfloat16)
+    query_THD = torch.randn(2 * new, heads, head_dim, generator=generator).bfloat16()
+    none = torch.zeros(2 * new, groups, head_dim, dtype=torch.bfloat16)
     found = []
     for slow_from in (table.slow_from, None):
-        output_THD = torch.empty(2, heads, head_dim)
+        output_THD = torch.empty(2 * new, heads, head_dim)
         pages.attend(
             query_THD,
-            NewTokens(new, new, torch.empty(0), torch.empty(0)),
-            Sequences(torch.tensor([0, 1, 2]).int(), torch.tensor(lengths).int(), tokens.page_BP),
+            NewTokens(none, none, torch.empty(0), torch.empty(0)),
+            Sequences(torch.tensor([0, new, 2 * new]).int(), torch.tensor(lengths).int(), tokens.page_BP),
             torch.arange(2),
             PageDecoders(*decoders, head_dim=head_dim),
             (table.cos_BTF[0], table.sin_BTF[0]),
@@ -215,17 +233,19 @@ def test_pages_are_interpolated_too(classes):
             slow_from=slow_from,
         )
         found.append(output_THD)
-    assert torch.equal(*found) != interpolates()
+    assert torch.equal(*found) != (interpolates() and new == 1)
     for b, length in enumerate(lengths):
         key_NGD, value_NGD = (
             (tokens.rows(which, b, length).double() @ decoders[which].double()).unflatten(1, (groups, head_dim))
             for which in range(2)
         )
         key_GND = rotation_of(table).rotate(key_NGD.transpose(0, 1), slice(0, length)).repeat_interleave(3, dim=0)
-        weight_HN = (torch.einsum("hd,hnd->hn", query_THD[b].double(), key_GND) * 0.1).softmax(-1)
-        expected_HD = torch.einsum("hn,hnd->hd", weight_HN, value_NGD.transpose(0, 1).repeat_interleave(3, dim=0))
+        own = slice(b * new, (b + 1) * new)
+        weight_THN = (torch.einsum("thd,hnd->thn", query_THD[own].double(), key_GND) * 0.1).softmax(-1)
+        value_GND = value_NGD.transpose(0, 1).repeat_interleave(3, dim=0)
+        expected_THD = torch.einsum("thn,hnd->thd", weight_THN, value_GND)
         for output_THD in found:
-            assert (output_THD[b] - expected_HD).norm() < 0.02 * expected_HD.norm()
+            assert (output_THD[own] - expected_THD).norm() < 0.02 * expected_THD.norm()
 
 
 def test_slow_pairs_are_those_behind_the_last_fast_one():
