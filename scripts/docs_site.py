@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r'(?P<before>\]\(|srcset="|src=")(?P<target>[^)"#:\s]+)(?P<anchor>#[^)"\s]*)?(?P<after>[)"])')
+_HTML_LINK = re.compile(r'<a href="([^":]+)">([^<]*)</a>')
 _FENCED = re.compile(r"(^```.*?^```$)", re.S | re.M)
 _LOG = "log/"
 
@@ -54,7 +55,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Write links from where a page lies in the repository to where things lie in the site. What a page folds is Markdown
-    here when it says so, and on GitHub anyway."""
+    here when it says so, and on GitHub behind a blank line."""
     uri = page.file.src_uri
     source = next((source for source, place in PAGES.items() if place == uri), f"docs/{uri}")
 
@@ -68,14 +69,19 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             target = posixpath.relpath(place, page.url)
         return f"{match['before']}{target}{match['anchor'] or ''}{match['after']}"
 
-    parts = _FENCED.split(markdown)
+    parts = _FENCED.split(_in_markdown(markdown))
     parts[::2] = [_LINK.sub(rewritten, part).replace("<details>", '<details markdown="1">') for part in parts[::2]]
     return "".join(parts)
 
 
+def _in_markdown(text: str) -> str:
+    """The text with links as MkDocs checks them: GitHub takes those of a folded line in HTML alone."""
+    return _HTML_LINK.sub(r"[\2](\1)", text)
+
+
 def _targets(text: str, source: str) -> set[str]:
     """Paths in the repository that a page links to."""
-    prose = "".join(_FENCED.split(text)[::2])
+    prose = "".join(_FENCED.split(_in_markdown(text))[::2])
     return {_resolved(source, match["target"]) for match in _LINK.finditer(prose)}
 
 

@@ -1,7 +1,7 @@
 """Markers in documents, and decimal numbers that stand outside of them.
 
 ``<!-- report:ID -->…<!-- /report -->`` holds what is published as ID: a number where it stands in a line, a table or a
-figure where both markers have lines of their own. Markers in code are text.
+figure where the opening marker has a line of its own; behind a figure the closing one need not. Markers in code are text.
 
 Outside of markers and of code no decimal number may stand in a document, for nothing proves it. Versions may ("Python 3.11",
 "2.13.0", "Llama-3.1"), and lines that end with ``<!-- not measured here: REASON -->``.
@@ -51,7 +51,8 @@ def filled(text: str, content: Callable[[str, bool], str | None]) -> str:
         block = is_block(text, marker)
         made = content(marker.group("id"), block)
         if made is not None:
-            parts += [text[end : marker.start("content")], f"\n{made}\n" if block else made]
+            last = "\n" if text[marker.end("content") - 1] == "\n" else ""  # the closing marker stays where it is
+            parts += [text[end : marker.start("content")], f"\n{made}{last}" if block else made]
             end = marker.end("content")
     return "".join([*parts, text[end:]])
 

@@ -96,16 +96,16 @@ def _content(root: Path, published: Published, identifier: str, document: Path, 
     published.touched.clear()
     if identifier in published.tables:
         lines = tables.table(published, identifier, used.add)
-    else:
-        drawn = figures.drawing(published, identifier)
-        picture = tables.relative(root / FIGURES / f"{identifier}.svg", document.parent)
-        alt = published.figures[identifier]["alt"]
-        lines = [f"![{alt}]({picture})"]
-        if drawn.get("dark"):
-            dark = tables.relative(root / FIGURES / f"{identifier}{figures.DARK}.svg", document.parent)
-            source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-            lines = [f'<picture>{source}<img alt="{alt}" src="{picture}"></picture>']
-    return "\n".join([*lines, "", tables.sources(published, document)])
+        return "\n".join([*lines, "", tables.sources(published, document)])
+    drawn = figures.drawing(published, identifier)
+    picture = tables.relative(root / FIGURES / f"{identifier}.svg", document.parent)
+    alt = published.figures[identifier]["alt"]
+    shown = f"![{alt}]({picture})"
+    if drawn.get("dark"):
+        dark = tables.relative(root / FIGURES / f"{identifier}{figures.DARK}.svg", document.parent)
+        source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        shown = f'<picture>{source}<img alt="{alt}" src="{picture}"></picture>'
+    return f"{shown}<br>{tables.sources(published, document)}"
 
 
 def _damaged_records(root: Path) -> Iterator[str]:
