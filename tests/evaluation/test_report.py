@@ -142,6 +142,17 @@ def test_tables_and_numbers_stand_in_the_documents(root):
     assert f"(../results/quality/{run.name})" in more
 
 
+def test_a_closing_marker_may_stand_behind_a_figure(root):
+    more = root / "docs" / "more.md"
+    replace(more, "</sub>\n<!-- /report -->", "</sub><!-- /report -->")
+    assert problems(root) == []
+    before = more.read_text()
+    replace(more, "figures/curve.svg", "figures/other.svg")
+    assert len(problems(root)) == 1
+    publish(root)
+    assert more.read_text() == before
+
+
 def test_publishing_again_changes_nothing(root):
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     assert publish(root) == []
