@@ -9,6 +9,7 @@ streams, imports the project anew, and ends as an interpreter does; the program 
 """
 
 import array
+import atexit
 import contextlib
 import functools
 import gc
@@ -46,7 +47,11 @@ RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def program() -> str:
     """The path of a program that starts ready processes; its server ends with this process."""
     # Elsewhere the libraries that torch loads forbid forks.
-    return Server().program if sys.platform == "linux" else sys.executable
+    if sys.platform != "linux":
+        return sys.executable
+    server = Server()
+    atexit.register(server.close)
+    return server.program
 
 
 class Server:
