@@ -22,7 +22,8 @@ from lowrank_kv.ops.arena_attention.triton_rows import (
 )
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.triton.launch import block, computing_type, tuned, tuning_class
-from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import add_rebuilt, angles, pairs, query_halves, rotated, scores_of_halves
+from lowrank_kv.ops.triton.scores_by_position import store_scores
 
 
 @tuned(
@@ -99,10 +100,8 @@ def _arena_scores(
                 coef_NY = (unit_NY * scale_N[:, None]).to(COMPUTE)
                 is_decoder_YF = (r_Y < rank)[:, None] & is_dim_F[None, :]
                 decoder_ptrs = decoder_ptr + r_Y[:, None] * decoder_stride_r + group * 2 * HALF
-                decoder_YF = tl.load(decoder_ptrs + first_F[None, :], mask=is_decoder_YF, other=0.0)
-                first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
-                decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_decoder_YF, other=0.0)
-                second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
+                first_NF = add_rebuilt(first_NF, coef_NY, decoder_ptrs + first_F[None, :], is_decoder_YF)
+                second_NF = add_rebuilt(second_NF, coef_NY, decoder_ptrs + second_F[None, :], is_decoder_YF)
             row_M = group * ROWS + m
             if cos_ptr is not None:
                 # Read anew for every KV head: kept, they would take as many registers as the key itself.

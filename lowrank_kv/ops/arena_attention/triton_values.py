@@ -21,6 +21,7 @@ from lowrank_kv.ops.arena_attention.triton_rows import (
     tiles_of_page,
 )
 from lowrank_kv.ops.triton.launch import block, computing_type, online_softmax_step, tuned, tuning_class
+from lowrank_kv.ops.triton.scores_by_position import load_scores
 
 _MAX_BLOCK_HEADS = 64
 
@@ -81,11 +82,7 @@ def _arena_values(
         own_page_ptr, n, token_N, is_row_N = tile_of_sequence(
             page_ptr, page_stride, table_ptr + b * table_stride_b, tile, past, PAGE_TOKENS, SINKS, BLOCK_N
         )
-        score_HN = tl.load(
-            score_ptr + (b * room + token_N)[None, :] * H + h[:, None],
-            mask=is_row_N[None, :] & is_head_H[:, None],
-            other=float("-inf"),
-        )
+        score_HN = load_scores(score_ptr, token_N, is_row_N, h, is_head_H, b, room, H)
         weight_HN, rescale_H, max_H, sum_H = online_softmax_step(score_HN, max_H, sum_H)
         row_ptrs_N, level_N = page_rows(
             own_page_ptr, size_ptr, n, is_row_N, packed, marks, first_row, row_bytes, rank, BITS, GROUP_SIZE, DIFFER,

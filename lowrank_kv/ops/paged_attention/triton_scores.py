@@ -15,8 +15,10 @@ from torch import Tensor
 
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes, load_page_numbers, page_number
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.triton.integer_rows import load_scales
 from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, tuned
-from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import add_rebuilt, angles, pairs, query_halves, rotated, scores_of_halves
+from lowrank_kv.ops.triton.scores_by_position import store_scores
 from lowrank_kv.stores.paged import PagedStore
 
 
@@ -82,8 +84,7 @@ def _rebuilt_scores(
         is_coef_N = is_row_N & (chunks > 0)
         chunks = tl.maximum(chunks, 1)
         if BITS < 16:
-            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_coef_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_coef_N, other=0.0).to(tl.float32)
+            step_N, least_N = load_scales(scale_ptr + (tile * TOKENS + n) * 2, is_coef_N)
         first_F, second_F = pairs(f, HALF, ROTARY_HALF)
         table_row_N = b * table_stride_b + token_N * table_stride_t
         # Beside halves of more than 64 dims they would spill, and are read anew for every KV head.
@@ -101,10 +102,8 @@ def _rebuilt_scores(
                     coef_NY = coef_NY.to(tl.float32) * step_N[:, None] + least_N[:, None]
                 coef_NY = coef_NY.to(COMPUTE)
                 decoder_ptrs = decoder_ptr + (chunk * PAGE_WIDTH + y)[:, None] * (2 * HALF * GROUPS) + group * 2 * HALF
-                decoder_YF = tl.load(decoder_ptrs + first_F[None, :], mask=is_dim_F[None, :], other=0.0)
-                first_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), first_NF, input_precision="ieee")
-                decoder_YF = tl.load(decoder_ptrs + second_F[None, :], mask=is_dim_F[None, :], other=0.0)
-                second_NF = tl.dot(coef_NY, decoder_YF.to(COMPUTE), second_NF, input_precision="ieee")
+                first_NF = add_rebuilt(first_NF, coef_NY, decoder_ptrs + first_F[None, :], is_dim_F[None, :])
+                second_NF = add_rebuilt(second_NF, coef_NY, decoder_ptrs + second_F[None, :], is_dim_F[None, :])
             if not is_kept:
                 cos_NF, sin_NF = angles(cos_ptr, sin_ptr, table_row_N, is_row_N, f, ROTARY_HALF)
             first_NF, second_NF = rotated(first_NF, second_NF, cos_NF, sin_NF)
@@ -166,8 +165,7 @@ def _latent_scores(
             score_NP = tl.dot(coef_NY, query_YP, score_NP, input_precision="ieee")
             query_sum_P += tl.sum(query_YP.to(tl.float32), 0)
         if BITS < 16:
-            step_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptr + (tile * TOKENS + n) * 2 + 1, mask=is_row_N, other=0.0).to(tl.float32)
+            step_N, least_N = load_scales(scale_ptr + (tile * TOKENS + n) * 2, is_row_N)
             score_NP = score_NP * step_N[:, None] + least_N[:, None] * query_sum_P[None, :]
         store_scores(
             score_ptr, mask_ptr, score_NP, token_N, is_row_N, row_P, is_row_P, b, capacity, mask_stride_b,

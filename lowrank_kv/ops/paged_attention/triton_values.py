@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.paged_attention.triton_pages import load_codes
+from lowrank_kv.ops.triton.integer_rows import weigh_rows, weigh_scales
 from lowrank_kv.ops.triton.launch import block, computing_type, online_softmax_step, splits_of, tuned
+from lowrank_kv.ops.triton.scores_by_position import load_scores
 from lowrank_kv.stores.paged import PagedStore
 
 _MAX_BLOCK_ROWS = 64
@@ -92,32 +94,17 @@ def _weighted_latents(
             n = (piece % pieces) * size + tl.arange(0, size)
             is_row_N = n < tl.sum(tl.where(is_it_I, rows_I, 0), 0)
             token_N = tl.load(position_ptr + tile * TOKENS + n, mask=is_row_N, other=0)
-            score_PN = tl.load(
-                score_ptr + (b * capacity + token_N)[None, :] * P + p[:, None],
-                mask=is_row_N[None, :] & is_row_P[:, None],
-                other=float("-inf"),
-            )
+            score_PN = load_scores(score_ptr, token_N, is_row_N, p, is_row_P, b, capacity, P)
             weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
 
             is_coef_N = is_row_N & (page != _NO_PAGE)
             if BITS < 16:
                 scale_ptrs = scale_ptr + (tile * TOKENS + n) * 2
-                step_N = tl.load(scale_ptrs, mask=is_coef_N, other=0.0).to(tl.float32)
-                least_N = tl.load(scale_ptrs + 1, mask=is_coef_N, other=0.0).to(tl.float32)
-                least_P = least_P * rescale_P + tl.sum(weight_PN * least_N[None, :], 1)
-                weight_PN *= step_N[None, :]
+                weight_PN, least_P = weigh_scales(weight_PN, rescale_P, least_P, scale_ptrs, is_coef_N)
             weight_PN = weight_PN.to(COMPUTE)
-            if BITS == 4:
-                byte_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, 8)
-                total_PY = tl.dot(
-                    weight_PN, (byte_NY & 15).to(COMPUTE), total_PY * rescale_P[:, None], input_precision="ieee"
-                )
-                high_PY = tl.dot(
-                    weight_PN, (byte_NY >> 4).to(COMPUTE), high_PY * rescale_P[:, None], input_precision="ieee"
-                )
-            else:
-                coef_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, BITS).to(COMPUTE)
-                total_PY = tl.dot(weight_PN, coef_NY, total_PY * rescale_P[:, None], input_precision="ieee")
+            # Whole bytes, also where two codes share one.
+            row_NY = load_codes(page_ptr, page, 0, n, is_coef_N, TOKENS, PAGE_WIDTH, 8 if BITS == 4 else BITS)
+            total_PY, high_PY = weigh_rows(weight_PN, rescale_P, total_PY, high_PY, row_NY, BITS)
 
     halves: tl.constexpr = 2 if BITS == 4 else 1
     width: tl.constexpr = GRANULES * halves * PAGE_WIDTH

@@ -1,1 +1,1 @@
-"""What several Triton kernels share: rebuilding keys, splitting a softmax and merging its splits, launching."""
+"""What several Triton kernels share: rebuilding keys, weighing rows, splitting a softmax and merging splits, launching."""

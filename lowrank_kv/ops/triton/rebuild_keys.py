@@ -1,16 +1,14 @@
-"""Shared by the kernels that rebuild keys: rotating the keys by the angles of their positions, and writing scores.
+"""Shared by the kernels that rebuild keys, rotate them by the angles of their positions and multiply them with queries.
 
 A key is rebuilt in two halves, so that the dims of a rotated pair meet in one register: with the pair (a, b) of a key and
 the angle of its position, (a cos − b sin, b cos + a sin). No rebuilt key leaves the program.
 
-Shapes: B batch, M rows of queries that share a KV head, P rows of queries in all, Q queries, N tokens of a tile, D head dim,
-F = D/2 (room for them), E rotary dims.
+Shapes: M rows of queries that share a KV head, N tokens of a tile, D head dim, F = D/2 (room for them), E rotary dims,
+Y coefficients that are read together.
 """
 
 import triton
 import triton.language as tl
-
-from lowrank_kv.ops.triton.launch import LOG2E, capped
 
 
 @triton.jit
@@ -23,6 +21,13 @@ def pairs(f, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr):
         first_F = tl.where(f < ROTARY_HALF, f, f + ROTARY_HALF)
         second_F = tl.where(f < ROTARY_HALF, f + ROTARY_HALF, f + HALF)
     return first_F, second_F
+
+
+@triton.jit
+def add_rebuilt(half_NF, coef_NY, decoder_ptrs_YF, is_decoder_YF):
+    """Halves of keys, fp32, with what coefficients add to them; multiplied in the coefficients' dtype."""
+    decoder_YF = tl.load(decoder_ptrs_YF, mask=is_decoder_YF, other=0.0)
+    return tl.dot(coef_NY, decoder_YF.to(coef_NY.dtype), half_NF, input_precision="ieee")
 
 
 @triton.jit
@@ -60,19 +65,3 @@ def scores_of_halves(first_NF, second_NF, first_FM, second_FM):
     """Products of rotated keys with queries, (N, M) fp32."""
     score_NM = tl.dot(first_NF.to(first_FM.dtype), first_FM, input_precision="ieee")
     return tl.dot(second_NF.to(second_FM.dtype), second_FM, score_NM, input_precision="ieee")
-
-
-@triton.jit
-def store_scores(
-    score_ptr, mask_ptr, score_NM, token_N, is_row_N, row_M, is_row_M, b, capacity, mask_stride_b, mask_stride_q,
-    scaling, softcap, QUERIES: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Scale, cap and mask scores, and write them at their tokens' positions in (B, capacity, P)."""
-    score_NM *= scaling
-    if softcap is not None:
-        score_NM = capped(score_NM, softcap)
-    is_out_NM = is_row_N[:, None] & is_row_M[None, :]
-    if mask_ptr is not None:
-        mask_ptrs = mask_ptr + b * mask_stride_b + (row_M % QUERIES)[None, :] * mask_stride_q + token_N[:, None]
-        score_NM = tl.where(tl.load(mask_ptrs, mask=is_out_NM, other=0) != 0, score_NM, float("-inf"))
-    tl.store(score_ptr + (b * capacity + token_N)[:, None] * P + row_M[None, :], score_NM * LOG2E, mask=is_out_NM)

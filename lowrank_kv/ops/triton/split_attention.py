@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_kv.ops.triton.integer_rows import load_scales, weigh_rows, weigh_scales
 from lowrank_kv.ops.triton.launch import (
     LOG2E,
     block,
@@ -120,8 +121,7 @@ def _attend_split(
             score_MN = tl.dot(query_MR, key_RN.to(COMPUTE), input_precision="ieee")
         if KEY_BITS < 16:
             scale_ptrs = key_scale_ptr + b * key_scale_stride_b + group * key_scale_stride_g + n * key_scale_stride_n
-            step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
+            step_N, least_N = load_scales(scale_ptrs, is_row_N)
             score_MN = score_MN * step_N[None, :] + query_sum_M[:, None] * least_N[None, :]
         score_MN *= scaling
         if softcap is not None:
@@ -137,25 +137,13 @@ def _attend_split(
             scale_ptrs = (
                 value_scale_ptr + b * value_scale_stride_b + group * value_scale_stride_g + n * value_scale_stride_n
             )
-            step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
-            least_M = least_M * rescale_M + tl.sum(weight_MN * least_N[None, :], 1)
-            weight_MN *= step_N[None, :]
+            weight_MN, least_M = weigh_scales(weight_MN, rescale_M, least_M, scale_ptrs, is_row_N)
         value_NW = tl.load(
             value_ptr + n[:, None] * value_stride_n + w[None, :],
             mask=is_row_N[:, None] & (w < value_bytes)[None, :],
             other=0,
         )
-        weight_MN = weight_MN.to(COMPUTE)
-        if VALUE_BITS == 4:
-            total_MW = tl.dot(
-                weight_MN, (value_NW & 15).to(COMPUTE), total_MW * rescale_M[:, None], input_precision="ieee"
-            )
-            high_MW = tl.dot(
-                weight_MN, (value_NW >> 4).to(COMPUTE), high_MW * rescale_M[:, None], input_precision="ieee"
-            )
-        else:
-            total_MW = tl.dot(weight_MN, value_NW.to(COMPUTE), total_MW * rescale_M[:, None], input_precision="ieee")
+        total_MW, high_MW = weigh_rows(weight_MN.to(COMPUTE), rescale_M, total_MW, high_MW, value_NW, VALUE_BITS)
 
     p = (b * GROUPS + group) * ROWS + m
     partial_ptrs = partial_ptr + (p * splits + split)[:, None] * value_width + w[None, :]

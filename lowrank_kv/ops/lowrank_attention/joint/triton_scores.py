@@ -14,9 +14,11 @@ from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.triton.integer_rows import load_scales
 from lowrank_kv.ops.triton.launch import block, computing_type, first_strides, sequence_stride, tuned, tuning_class
 from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
-from lowrank_kv.ops.triton.rebuild_keys import angles, pairs, query_halves, rotated, scores_of_halves, store_scores
+from lowrank_kv.ops.triton.rebuild_keys import add_rebuilt, angles, pairs, query_halves, rotated, scores_of_halves
+from lowrank_kv.ops.triton.scores_by_position import store_scores
 
 
 @triton.jit(do_not_specialize=["tuning_class", "room", "mask_stride_b", "mask_stride_q"])
@@ -83,9 +85,7 @@ def _scores_kernel(
         if BITS == 0:
             step_N = planned_scales(row_ptrs_N, is_row_N)
         elif BITS < 16:
-            scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
-            step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
+            step_N, least_N = load_scales(scale_ptr + b * scale_stride_b + n * scale_stride_n, is_row_N)
         first_F, second_F = pairs(f, HALF, ROTARY_HALF)
         # With 4 bits a byte holds the coefficients y and y + half of its row.
         width = (rank + 1) // 2 if BITS == 4 else rank
@@ -120,10 +120,8 @@ def _scores_kernel(
                     r_Y = half * width + chunk + y
                     is_basis_YF = ((chunk + y < width) & (r_Y < rank))[:, None] & is_dim_F[None, :]
                     basis_ptrs = basis_ptr + b * basis_stride_b + r_Y[:, None] * basis_stride_r + group * 2 * HALF
-                    basis_YF = tl.load(basis_ptrs + first_F[None, :], mask=is_basis_YF, other=0.0)
-                    first_NF = tl.dot(coef_NY, basis_YF.to(COMPUTE), first_NF, input_precision="ieee")
-                    basis_YF = tl.load(basis_ptrs + second_F[None, :], mask=is_basis_YF, other=0.0)
-                    second_NF = tl.dot(coef_NY, basis_YF.to(COMPUTE), second_NF, input_precision="ieee")
+                    first_NF = add_rebuilt(first_NF, coef_NY, basis_ptrs + first_F[None, :], is_basis_YF)
+                    second_NF = add_rebuilt(second_NF, coef_NY, basis_ptrs + second_F[None, :], is_basis_YF)
             row_M = group * ROWS + m
             if cos_ptr is not None:
                 if not is_kept:

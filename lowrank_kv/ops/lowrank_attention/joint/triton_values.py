@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
+from lowrank_kv.ops.triton.integer_rows import weigh_rows, weigh_scales
 from lowrank_kv.ops.triton.launch import (
     block,
     computing_type,
@@ -21,6 +22,7 @@ from lowrank_kv.ops.triton.launch import (
     tuning_class,
 )
 from lowrank_kv.ops.triton.planned_rows import planned_rows, planned_scales, planned_units
+from lowrank_kv.ops.triton.scores_by_position import load_scores
 
 _MAX_BLOCK_ROWS = 64
 
@@ -81,11 +83,7 @@ def _weighted_rows(
     for block_start in range(start, end, BLOCK_N):
         n = block_start + tl.arange(0, BLOCK_N)
         is_row_N = n < end
-        score_PN = tl.load(
-            score_ptr + (b * room + n)[None, :] * P + p[:, None],
-            mask=is_row_N[None, :] & is_row_P[:, None],
-            other=float("-inf"),
-        )
+        score_PN = load_scores(score_ptr, n, is_row_N, p, is_row_P, b, room, P)
         weight_PN, rescale_P, max_P, sum_P = online_softmax_step(score_PN, max_P, sum_P)
         row_ptrs_N, class_N = planned_rows(
             row_ptr + b * row_stride_b, row_stride_n, class_ptr, mark_ptr, size_ptr, n, is_row_N, BLOCK_N
@@ -94,10 +92,7 @@ def _weighted_rows(
             weight_PN *= planned_scales(row_ptrs_N, is_row_N)[None, :]
         elif BITS < 16:
             scale_ptrs = scale_ptr + b * scale_stride_b + n * scale_stride_n
-            step_N = tl.load(scale_ptrs, mask=is_row_N, other=0.0).to(tl.float32)
-            least_N = tl.load(scale_ptrs + 1, mask=is_row_N, other=0.0).to(tl.float32)
-            least_P = least_P * rescale_P + tl.sum(weight_PN * least_N[None, :], 1)
-            weight_PN *= step_N[None, :]
+            weight_PN, least_P = weigh_scales(weight_PN, rescale_P, least_P, scale_ptrs, is_row_N)
         weight_PN = weight_PN.to(COMPUTE)
         if BITS == 0:
             code_NW = planned_units(
@@ -106,15 +101,7 @@ def _weighted_rows(
         else:
             row_ptrs = row_ptrs_N[:, None] + w[None, :]
             code_NW = tl.load(row_ptrs, mask=is_row_N[:, None] & is_code_W[None, :], other=0)
-        if BITS == 4:
-            total_PW = tl.dot(
-                weight_PN, (code_NW & 15).to(COMPUTE), total_PW * rescale_P[:, None], input_precision="ieee"
-            )
-            high_PW = tl.dot(
-                weight_PN, (code_NW >> 4).to(COMPUTE), high_PW * rescale_P[:, None], input_precision="ieee"
-            )
-        else:
-            total_PW = tl.dot(weight_PN, code_NW.to(COMPUTE), total_PW * rescale_P[:, None], input_precision="ieee")
+        total_PW, high_PW = weigh_rows(weight_PN, rescale_P, total_PW, high_PW, code_NW, BITS)
 
     row = b * P + p
     partial_ptrs = partial_ptr + (row * splits + split)[:, None] * rank + w[None, :]
