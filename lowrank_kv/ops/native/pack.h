@@ -23,60 +23,71 @@ struct importance {
 
 enum { COUNTED_BITS = 5 }; /* so many thresholds are counted in a register; more are searched */
 
-/* The number of thresholds below each value. */
-static void count_below(const float *threshold, int64_t thresholds, const float *value, int64_t count, int32_t *found) {
-    for (int64_t i = 0; i < count; i++) found[i] = 0;
-    for (int64_t k = 0; k < thresholds; k++) {
-        const float bound = threshold[k];
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++) found[i] += !(value[i] <= bound);
-    }
+/* The number of thresholds below each of LANES values. */
+static inline int_vector count_below(const float *threshold, int64_t thresholds, vector value) {
+    int_vector found = {0};
+    for (int64_t k = 0; k < thresholds; k++) found -= ~(value <= threshold[k]); /* what holds is −1 */
+    return found;
 }
 
-static int32_t search_below(const float *threshold, int64_t thresholds, float value) {
-    int64_t low = 0, high = thresholds;
-    while (low < high) {
-        const int64_t middle = (low + high) / 2;
-        if (!(value <= threshold[middle]))
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+/* The same of one value and one less than a power of two thresholds, which each step halves without a branch. */
+static inline int32_t search_below(const float *threshold, int64_t thresholds, float value) {
+    int64_t found = 0;
+    for (int64_t half = (thresholds + 1) / 2; half; half /= 2) found += half & -(int64_t)!(value <= threshold[found + half - 1]);
+    return found;
+}
+
+static double energy_of(const float *coef, int64_t count) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t r = 0; r < count; r++) sum += (double)coef[r] * coef[r];
+    return sum;
 }
 
 /* The code of the scale nearest to the root mean square of a row. */
 static uint8_t scale_code(const float *coef, int64_t rank) {
-    double sum = 0;
-    for (int64_t r = 0; r < rank; r++) sum += (double)coef[r] * coef[r];
+    const double sum = energy_of(coef, rank);
     const float least = 1.52587890625e-5f, size = sqrtf(sum / rank); /* 2^-16 */
     const float step = nearbyintf(log2f(size > least ? size : least) * 8);
     return (step < -128 ? -128 : step > 127 ? 127 : step) + 128;
 }
 
-/* Writes one row; `unit` and `code` hold as many numbers as it has coefficients. */
-static void pack_row(const struct coder *coder, const float *coef, float *unit, int32_t *code, uint8_t *row) {
+/* Numbers of one row of at most `rank` coefficients, read and written in whole registers from any of them on. */
+static inline int64_t row_room(int64_t rank) { return padded(rank) + LANES; }
+
+/* Floats that `pack_row` needs: for a row's numbers, and for their codes. */
+static inline int64_t packing_room(int64_t rank) { return 2 * row_room(rank); }
+
+/* Writes one row. */
+static void pack_row(const struct coder *coder, const float *coef, float *room, uint8_t *row) {
     const uint8_t scale = scale_code(coef, coder->rank);
     const float divisor = scale_of(scale);
+    float *unit = room;
+    int32_t *code = (int32_t *)(room + row_room(coder->rank));
     for (int64_t r = 0; r < coder->rank; r++) unit[r] = coef[r] / divisor;
+    for (int64_t r = coder->rank; r < row_room(coder->rank); r++) unit[r] = 0; /* their codes are not kept */
     uint64_t bits = scale;
     int held = 8;
     int64_t r = 0;
     for (int64_t run = 0; run < coder->runs; run++) {
         const int32_t width = coder->width[run];
         const int64_t end = coder->end[run], thresholds = ((int64_t)1 << width) - 1;
-        if (!coder->threshold[run])
+        const float *threshold = coder->threshold[run];
+        if (!threshold)
             for (int64_t i = r; i < end; i++) code[i] = to_bfloat16(unit[i]);
-        else if (width <= COUNTED_BITS)
-            count_below(coder->threshold[run], thresholds, unit + r, end - r, code + r);
+        else if (width > COUNTED_BITS)
+            for (int64_t i = r; i < end; i++) code[i] = search_below(threshold, thresholds, unit[i]);
         else
-            for (int64_t i = r; i < end; i++) code[i] = search_below(coder->threshold[run], thresholds, unit[i]);
+            for (int64_t i = r; i < end; i += LANES) { /* codes of the next run are written over */
+                const int_vector found = count_below(threshold, thresholds, *(const vector *)(unit + i));
+                memcpy(code + i, &found, sizeof found);
+            }
         for (; r < end; r++) {
             bits |= (uint64_t)(uint32_t)code[r] << held;
-            for (held += width; held >= 8; held -= 8, bits >>= 8) *row++ = bits;
+            for (held += width; held >= 32; held -= 32, bits >>= 32, row += 4) memcpy(row, &(uint32_t){bits}, 4);
         }
     }
-    if (held) *row = bits;
+    for (; held > 0; held -= 8, bits >>= 8) *row++ = bits;
 }
 
 /* Writes one row of floats, or of scales and then integers: see lowrank_kv/stores/ranked_rows.py. */
@@ -119,17 +130,18 @@ static void pack_ranked(int64_t kind, int64_t group_size, const float *coef, int
 
 /* The class of a row of all coefficients. */
 static int class_of_row(const struct importance *gate, const float *coef) {
-    double energy = 0, score = 0;
-    for (int64_t r = 0; r < gate->leading; r++) energy += (double)coef[r] * coef[r];
-    energy /= gate->leading;
+    double energy = energy_of(coef, gate->leading) / gate->leading, score = 0;
     const double least = 2.3283064365386963e-10; /* 2^-32 */
     if (!(energy > least)) energy = least;
     const float scale = sqrt(energy);
+#pragma omp simd reduction(+ : score)
     for (int64_t r = 0; r < gate->width; r++) {
         const float unit = coef[r] / scale, square = unit * unit < 9 ? unit * unit : 9;
         score += (double)unit * gate->linear[r] + (double)square * gate->square[r];
     }
     const double size = log(energy);
     score += gate->rest[0] * size + gate->rest[1] * size * size + gate->rest[2];
-    return search_below(gate->bound, gate->classes - 1, score);
+    int found = 0;
+    while (found < gate->classes - 1 && !((float)score <= gate->bound[found])) found++;
+    return found;
 }

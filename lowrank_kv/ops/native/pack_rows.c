@@ -21,15 +21,14 @@ void classify_rows(const struct importance *gate, const float *coef, int64_t str
  * is no memory. */
 int pack_rows(const struct coder *const *coders, const float *coef, int64_t stride, int64_t tokens, const int64_t *class,
               const int64_t *start, int64_t threads, uint8_t *out) {
-    float *units = malloc(threads * stride * sizeof(float));
-    int32_t *codes = malloc(threads * stride * sizeof(int32_t));
-    const int failed = !units || !codes;
+    const int64_t room = packing_room(stride);
+    float *rooms = malloc(threads * room * sizeof(float));
+    const int failed = !rooms;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1)
     for (int64_t thread = 0; thread < (failed ? 0 : threads); thread++)
         for (int64_t t = tokens * thread / threads; t < tokens * (thread + 1) / threads; t++)
-            pack_row(coders[class ? class[t] : 0], coef + t * stride, units + thread * stride, codes + thread * stride, out + start[t]);
-    free(codes);
-    free(units);
+            pack_row(coders[class ? class[t] : 0], coef + t * stride, rooms + thread * room, out + start[t]);
+    free(rooms);
     return failed;
 }
 

@@ -111,11 +111,11 @@ static int64_t place_all(const struct pages *pages, const struct side *side, con
 }
 
 static void write_one(const struct pages *pages, const struct side *side, const struct states *states, const float *coef, int64_t t,
-                      const struct target *target, float *unit, int32_t *code) {
+                      const struct target *target, float *room) {
     if (!target->at) return;
     if (!target->is_sink) {
         if (side->kind == PLANNED)
-            pack_row(side->coder[target->level], coef, unit, code, target->at);
+            pack_row(side->coder[target->level], coef, room, target->at);
         else
             pack_ranked(side->kind, side->group_size, coef, target->level, target->at);
         return;
@@ -126,11 +126,10 @@ static void write_one(const struct pages *pages, const struct side *side, const 
 }
 
 int64_t write_pages(const struct pages *pages, const struct writing *task) {
-    const int64_t tokens = task->tokens, threads = task->threads, width = pages->num_kv_heads * pages->head_dim;
+    const int64_t tokens = task->tokens, threads = task->threads, room = packing_room(pages->num_kv_heads * pages->head_dim);
     struct target *targets = malloc((2 * tokens + 1) * sizeof(struct target));
-    float *units = malloc(threads * width * sizeof(float));
-    int32_t *codes = malloc(threads * width * sizeof(int32_t));
-    int64_t cut = targets && units && codes ? 0 : -1;
+    float *rooms = malloc(threads * room * sizeof(float));
+    int64_t cut = targets && rooms ? 0 : -1;
     if (!cut) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 1)
         for (int64_t i = 0; i < 2 * tokens; i++) {
@@ -145,11 +144,10 @@ int64_t write_pages(const struct pages *pages, const struct writing *task) {
             for (int64_t i = 2 * tokens * thread / threads; i < 2 * tokens * (thread + 1) / threads; i++) {
                 const int64_t which = i % 2, t = i / 2; /* keys take longer than values: each thread has as many of both */
                 write_one(pages, pages->sides + which, task->states + which, task->coef[which] + t * task->coef_stride[which], t,
-                          targets + which * tokens + t, units + thread * width, codes + thread * width);
+                          targets + which * tokens + t, rooms + thread * room);
             }
     }
-    free(codes);
-    free(units);
+    free(rooms);
     free(targets);
     return cut;
 }
