@@ -37,6 +37,7 @@ static inline int32_t search_below(const float *threshold, int64_t thresholds, f
     return found;
 }
 
+/* Σ of squares. */
 static double energy_of(const float *coef, int64_t count) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
