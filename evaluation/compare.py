@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer
+from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
@@ -26,7 +26,7 @@ from lowrank_kv.utils.provenance import model_input, path_input, token_input, we
 from .anatomy.measure import anatomy
 from .cells import Cell, measured_by
 from .measure import Reading, measured
-from .measurement import MethodsConfig, calibrated, cells_in, setting_of
+from .measurement import MethodsConfig, calibrated, cells_in, measured_model, setting_of
 from .methods import methods_of, there
 from .output import MakeRecord
 from .scores import WindowScore, extent, summary, with_interval
@@ -80,7 +80,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     """
     config = dataclasses.replace(config, methods=there(config.methods))
     name = config.model_name
-    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
+    model, tokenizer = measured_model(name, config)
     check_length(model, config.length, "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)

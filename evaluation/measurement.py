@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dynakv.checkpoint import read_config
 from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
@@ -22,6 +22,7 @@ from .cells import Cells
 from .methods import MethodConfig, check_bytes_of
 from .peers.peer import READ
 from .scores import WindowScore
+from .wide_products import multiplies_slowly, multiply_in_fp32
 
 
 class MeasuredText(NamedTuple):
@@ -86,6 +87,19 @@ class MethodsConfig(MeasurementConfig):
     def reads(self) -> bool:
         """Whether the calibration must say what is read of a compressed cache."""
         return any(READ in method.needs for method in self.methods)
+
+
+def measured_model(name: str, config: MeasurementConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The uncompressed model, which is not to be changed, and its tokenizer.
+
+    Args:
+        name: hub id or directory.
+        config: says the dtype and the device.
+    """
+    model = load_model(name, dtype=config.dtype, device=config.device)
+    if multiplies_slowly(model):
+        multiply_in_fp32(model)
+    return model, load_tokenizer(name)
 
 
 def calibrated(

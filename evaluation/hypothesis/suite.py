@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer
+from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.paths import name_of
 
 from ..cells import Cell
 from ..compare import new_comparison, row_of
 from ..measure import Reading, measured
-from ..measurement import calibrated, cells_in, setting_of
+from ..measurement import calibrated, cells_in, measured_model, setting_of
 from ..output import MakeRecord
 from ..texts import Windows, documents_told, measured_texts, read_texts
 from .config import HypothesisConfig
@@ -36,7 +36,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         config: what to measure.
         output: holds the cells of this and earlier runs; only missing ones are measured.
     """
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device), load_tokenizer(config.model)
+    model, tokenizer = measured_model(config.model, config)
     check_length(model, max(config.length, config.sensitivity_length), "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)

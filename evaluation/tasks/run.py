@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
 from lowrank_kv.utils.paths import name_of
@@ -21,7 +20,7 @@ from ojakv import Calibration
 
 from ..cells import Cell, Cells, measured_by
 from ..measure import rounds
-from ..measurement import MeasuredText, MethodsConfig, calibrated, cells_in, setting_of
+from ..measurement import MeasuredText, MethodsConfig, calibrated, cells_in, measured_model, setting_of
 from ..methods import FULL, Method, MethodConfig, methods_of, there
 from ..output import MakeRecord
 from ..scores import held_share
@@ -133,7 +132,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     """
     config = dataclasses.replace(config, methods=there(config.methods))
     name = config.model_name
-    model, tokenizer = load_model(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
+    model, tokenizer = measured_model(name, config)
     tasks = tasks_of(config.tasks, model, tokenizer, output)
     calibration, inputs = calibrated(
         model,
