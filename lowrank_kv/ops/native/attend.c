@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "classes.h"
 #include "common.h"
 #include "pairs.h"
 #include "scores.h"
@@ -29,51 +30,67 @@ static inline int rebuilds_in_registers(const struct task *task) {
 
 /* -- pass 1: scores ---------------------------------------------------------------------------------------------- */
 
+/* Scores of a block's tokens by one part of their coefficients, which are of this rank. */
+static void score_part(const struct task *task, int64_t part, struct rows rows, int64_t rank, int64_t count,
+                       struct scratch *scratch) {
+    const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
+    const int64_t lanes = task->lanes, depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;
+    /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
+    const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
+    const int64_t *place = scratch->place;
+    float *score = scratch->score + part * part_heads;
+    const float *query = task->query + part * part_heads * depth;
+    if (!task->decoder) {
+        score_rows(part_heads, count, rank, query, depth, rows.start, rows.stride, score, lanes);
+        return;
+    }
+    const float *decoder = task->decoder + part * task->keys->rank * stride;
+    for (int64_t kv_head = 0; kv_head < part_kv_heads; kv_head++) {
+        const float *own = query + kv_head * sharing * depth;
+        float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
+        if (rebuilds_in_registers(task)) {
+            const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
+                                         rows.stride, stride, rank, depth, task->pairs, 0};
+            rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
+            continue;
+        }
+        if (kv_head % together == 0)
+            product(count, columns, rank, rows.start, rows.stride, 1, decoder + kv_head * depth, stride, key, columns, 0);
+        for (int64_t t = 0; task->cos && t < count; t++)
+            rotate(task->pairs, task->cos + place[t], task->sin + place[t], key + t * columns);
+        score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
+    }
+}
+
 /* Scores of one block's tokens; `largest` rises to the largest of each head's. */
 static void score_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
                         struct scratch *scratch) {
     const struct store *store = task->keys;
-    const int64_t lanes = task->lanes;
-    int64_t *slot = scratch->slot, *place = scratch->place;
     for (int64_t t = 0; t < count; t++) {
-        slot[t] = slot_of(store, bucket, first + t);
-        if (task->cos) place[t] = rotation_of(task, slot[t], task->pairs);
+        scratch->slot[t] = slot_of(store, bucket, first + t);
+        if (task->cos) scratch->place[t] = rotation_of(task, scratch->slot[t], task->pairs);
     }
-    const int64_t part_heads = task->heads / task->parts, part_kv_heads = task->num_kv_heads / task->parts;
-    const int64_t depth = task->depth, stride = task->decoder_stride, sharing = part_heads / part_kv_heads;
-    /* Heads rebuilt at once: one, whose keys stay in the first cache until they are scored, if it fills vectors. */
-    const int64_t together = depth % LANES ? part_kv_heads : 1, columns = depth % LANES ? stride : depth;
-    const int in_registers = rebuilds_in_registers(task);
-    for (int64_t part = 0; part < task->parts; part++) {
-        float *score = scratch->score + part * part_heads;
-        const float *query = task->query + part * part_heads * depth;
-        const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
-        const int64_t rank = largest_rank(store, bucket, first, count);
-        if (!task->decoder) {
-            score_rows(part_heads, count, rank, query, depth, rows.start, rows.stride, score, lanes);
-            continue;
-        }
-        const float *decoder = task->decoder + part * store->rank * stride;
-        for (int64_t kv_head = 0; kv_head < part_kv_heads; kv_head++) {
-            const float *own = query + kv_head * sharing * depth;
-            float *key = scratch->key + kv_head % together * depth, *found = score + kv_head * sharing;
-            if (in_registers) {
-                const struct rebuilt keys = {rows.start, decoder + kv_head * depth, task->cos, task->sin, place,
-                                             rows.stride, stride, rank, depth, task->pairs, 0};
-                rebuilt_scores(&keys, count, sharing, own, scratch->key, found, lanes, &scratch->ahead);
-                continue;
-            }
-            if (kv_head % together == 0)
-                product(count, columns, rank, rows.start, rows.stride, 1, decoder + kv_head * depth, stride, key, columns, 0);
-            for (int64_t t = 0; task->cos && t < count; t++)
-                rotate(task->pairs, task->cos + place[t], task->sin + place[t], key + t * columns);
-            score_rows(sharing, count, depth, own, depth, key, columns, found, lanes);
-        }
-    }
-    for (int64_t t = 0; t < count; t++) keep_scores(task, slot[t], scratch->score + t * lanes, scratch);
+    const int64_t rank = largest_rank(store, bucket, first, count);
+    for (int64_t part = 0; part < task->parts; part++)
+        score_part(task, part, rows_of(store, bucket, part, first, count, scratch->coef), rank, count, scratch);
+    for (int64_t t = 0; t < count; t++) keep_scores(task, scratch->slot[t], scratch->score + t * task->lanes, scratch);
+}
+
+/* The same of tokens of one plan. */
+static void score_alike(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
+    for (int64_t t = 0; task->cos && t < tokens->count; t++)
+        scratch->place[t] = rotation_of(task, tokens->slot[t], task->pairs);
+    score_part(task, 0, rows_of_class(tokens, scratch->coef), tokens->rank, tokens->count, scratch);
+    keep_scaled(task, tokens, scratch);
 }
 
 /* -- pass 2: values ---------------------------------------------------------------------------------------------- */
+
+/* The weights of a block's token t, times `scale`; they are added to `sum` without it. */
+static inline void weigh_one(const struct task *task, int64_t t, int64_t slot, float scale, struct scratch *scratch) {
+    for (int64_t m = 0; m < task->lanes; m += LANES)
+        *(vector *)(scratch->score + t * task->lanes + m) = weight_of(task, slot, m, scratch) * scale;
+}
 
 /* Adds one block's weights to `sum` and its weighted coefficients to `latent`. */
 static void value_block(const struct task *task, const struct bucket *bucket, int64_t first, int64_t count,
@@ -82,11 +99,7 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
     const int64_t lanes = task->lanes, part_heads = task->heads / task->parts;
     const int64_t stride = padded(store->rank);
     prefetch_next(scratch);
-    for (int64_t t = 0; t < count; t++) {
-        const int64_t slot = slot_of(store, bucket, first + t);
-        for (int64_t m = 0; m < lanes; m += LANES)
-            *(vector *)(scratch->score + t * lanes + m) = weight_of(task, slot, m, scratch);
-    }
+    for (int64_t t = 0; t < count; t++) weigh_one(task, t, slot_of(store, bucket, first + t), 1, scratch);
     for (int64_t part = 0; part < task->parts; part++) {
         const struct rows rows = rows_of(store, bucket, part, first, count, scratch->coef);
         const float *weight = scratch->score + part * part_heads;
@@ -101,6 +114,33 @@ static void value_block(const struct task *task, const struct bucket *bucket, in
             for (int64_t r = full_vectors; r < rank; r++) rest[r - full_vectors] = rows.start[t * rows.stride + r];
         }
         product(part_heads, LANES, count, weight, 1, lanes, scratch->coef, LANES, latent + full_vectors, stride, 1);
+    }
+}
+
+/* The same of tokens of one plan. */
+static void value_alike(const struct task *task, const struct alike *tokens, struct scratch *scratch) {
+    prefetch_next(scratch);
+    for (int64_t t = 0; t < tokens->count; t++) weigh_one(task, t, tokens->slot[t], scale_of(tokens->row[t][0]), scratch);
+    const struct rows rows = rows_of_class(tokens, scratch->coef);
+    product(task->heads, rows.stride, tokens->count, scratch->score, 1, task->lanes, rows.start, rows.stride, scratch->latent,
+            padded(task->values->rank), 1);
+}
+
+/* Whether a store's rows are read plan by plan. */
+static inline int is_by_class(const struct store *store, int64_t parts) { return store->kind == PLANNED && parts == 1; }
+
+/* Serves a stretch's tokens of a store class by class, at most BLOCK at once. */
+static inline void by_class(const struct store *store, const struct share *shares, const struct task *task,
+                            void (*serve)(const struct task *, const struct alike *, struct scratch *), struct scratch *scratch) {
+    arrange(store, shares, &scratch->arranged);
+    for (int k = 0; k < CLASSES; k++) {
+        const struct alike all = tokens_of_class(store, &scratch->arranged, k);
+        const int64_t blocks = (all.count + BLOCK - 1) / BLOCK; /* of about equal size */
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = all.count * block / blocks, end = all.count * (block + 1) / blocks;
+            const struct alike tokens = next_tokens(&all, first, end - first);
+            serve(task, &tokens, scratch);
+        }
     }
 }
 
@@ -165,11 +205,14 @@ static void serve(const struct task *tasks, int count, const struct task *task, 
             continue;
         }
 #endif
-        for (int64_t p = 0; p < keys->num_buckets; p++)
+        const int keys_by_class = is_by_class(keys, task->parts), values_by_class = is_by_class(values, task->parts);
+        if (keys_by_class) by_class(keys, scratch->keys, task, score_alike, scratch);
+        for (int64_t p = 0; !keys_by_class && p < keys->num_buckets; p++)
             for (int64_t t = scratch->keys[p].first, left; (left = scratch->keys[p].end - t) > 0; t += BLOCK)
                 score_block(task, keys->buckets + p, t, left < BLOCK ? left : BLOCK, scratch);
         rescale(tasks, count, scratch);
-        for (int64_t p = 0; p < values->num_buckets; p++)
+        if (values_by_class) by_class(values, scratch->values, task, value_alike, scratch);
+        for (int64_t p = 0; !values_by_class && p < values->num_buckets; p++)
             for (int64_t t = scratch->values[p].first, left; (left = scratch->values[p].end - t) > 0; t += BLOCK)
                 value_block(task, values->buckets + p, t, left < BLOCK ? left : BLOCK, scratch);
     }

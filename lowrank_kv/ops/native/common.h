@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

@@ -1,60 +1,16 @@
-/* Planned coefficients of one part, multiplied as bfloat16, two at a time.
- *
- * The tokens of a stretch, or of a chunk of it where some pairs are interpolated, are served class by class, so that those of
- * one rank fill whole tiles.
+/* Planned coefficients of one part, multiplied as bfloat16, two at a time: class by class in a stretch, or in a chunk of it where
+ * some pairs are interpolated.
  */
 #pragma once
 #include <stdint.h>
 
+#include "classes.h"
 #include "plan.h"
 #include "scores.h"
 #include "scratch.h"
 #include "slow.h"
 
 #if HAS_PAIRS
-static void arrange(const struct store *store, const struct share *shares, struct arranged *found) {
-    const struct classes *classes = store->classes;
-    int64_t count[CLASSES] = {0};
-    for (int64_t p = 0; p < store->num_buckets; p++) {
-        const struct bucket *bucket = store->buckets + p;
-        if (shares[p].first == shares[p].end) continue;
-        const uint8_t *row = row_at(store, bucket, shares[p].first);
-        for (int64_t t = shares[p].first; t < shares[p].end; t++) {
-            const int k = classes ? class_of(bucket, t) : 0;
-            const int64_t i = count[k]++;
-            found->row[k][i] = row;
-            found->slot[k][i] = slot_of(store, bucket, t);
-            row += classes ? classes->row_bytes[k] : bucket->row_bytes;
-        }
-    }
-    memcpy(found->count, count, sizeof count);
-}
-
-/* Tokens of one class. */
-struct alike {
-    int64_t count, left, rank, row_bytes; /* left: how many more follow them */
-    const struct plan *plan;
-    const uint8_t *const *row;
-    const int32_t *slot;
-};
-
-static struct alike tokens_of_class(const struct store *store, const struct arranged *arranged, int k) {
-    const struct classes *classes = store->classes;
-    struct alike found = {.count = arranged->count[k], .rank = store->buckets->rank, .row_bytes = store->buckets->row_bytes,
-                          .plan = store->plan, .row = arranged->row[k], .slot = arranged->slot[k]};
-    if (classes) found.rank = classes->rank[k], found.row_bytes = classes->row_bytes[k], found.plan = classes->plan[k];
-    return found;
-}
-
-/* The next ones, at most so many. */
-static struct alike next_tokens(const struct alike *of, int64_t first, int64_t most) {
-    struct alike found = *of;
-    found.row += first, found.slot += first;
-    found.count = of->count - first < most ? of->count - first : most;
-    found.left = of->count - first - found.count;
-    return found;
-}
-
 /* Scores of at most BLOCK tokens; slow pairs are interpolated between `nodes`, if not NULL. */
 static void score_pairs(const struct task *task, const struct alike *tokens, const struct nodes *nodes, struct scratch *scratch) {
     const int64_t sharing = task->heads / task->num_kv_heads, rank = tokens->rank, lanes = task->lanes;
@@ -79,11 +35,7 @@ static void score_pairs(const struct task *task, const struct alike *tokens, con
     }
     if (nodes)
         add_slow_scores(task, tokens->slot, tokens->count, scratch->coef, stride, rank, nodes, scratch->score);
-    for (int64_t t = 0; t < tokens->count; t++) {
-        const float scale = scale_of(tokens->row[t][0]);
-        for (int64_t m = 0; m < lanes; m += LANES) *(vector *)(scratch->score + t * lanes + m) *= scale;
-        keep_scores(task, tokens->slot[t], scratch->score + t * lanes, scratch);
-    }
+    keep_scaled(task, tokens, scratch);
 }
 
 /* Adds the weights of at most 2 · BLOCK tokens to `sum`, and their weighted coefficients to `latent`. */

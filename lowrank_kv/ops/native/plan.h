@@ -71,10 +71,57 @@ static inline __attribute__((always_inline)) __m512 levels_of_block(
 }
 #endif
 
-/* A row's first `rank` coefficients. */
-static void read_row(const struct plan *plan, const uint8_t *row, int64_t row_bytes, int64_t rank, float *out) {
+#if defined(__AVX2__) && !defined(__AVX512VBMI__)
+enum { IN_HALF = AT_ONCE / 2 };
+
+/* The levels at these places of the 32 from `table` on, whose number a place has in its lowest bits. */
+static inline __attribute__((always_inline)) __m256 levels_in_registers(const float *table, __m256i place) {
+    __m256 of_eight[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) of_eight[i] = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8 * i), place);
+    const __m256 is_odd = _mm256_castsi256_ps(_mm256_slli_epi32(place, 28)); /* its sign: the bit of 8 */
+    const __m256 low = _mm256_blendv_ps(of_eight[0], of_eight[1], is_odd);
+    const __m256 high = _mm256_blendv_ps(of_eight[2], of_eight[3], is_odd);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(place, 27)));
+}
+
+/* What is read of a plan for half of a block, of which one coefficient is there at least, in rows of 16 bytes or more. */
+struct half_reader {
+    int64_t at; /* 16 bytes of a row from here on contain the 9 in which the codes are */
+    __m256i window, shift, mask, level;
+    const float *table;
+    int is_in_registers; /* whether `table` has the 32 levels that they may have */
+};
+
+static inline __attribute__((always_inline)) struct half_reader half_reader_of(
+    const struct plan *plan, int64_t row_bytes, int64_t half) {
+    const int64_t block = half / 2, i = plan->uncoded + half * IN_HALF, last = row_bytes - 16;
+    const __m256i window = _mm256_loadu_si256((const __m256i *)(plan->window + half * IN_HALF * 4));
+    const int64_t wanted = plan->first[block] + plan->window[half * IN_HALF * 4];
+    struct half_reader reader = {.at = wanted < last ? wanted : last};
+    reader.window = _mm256_add_epi8(window, _mm256_set1_epi8((char)(plan->first[block] - reader.at)));
+    reader.shift = _mm256_loadu_si256((const __m256i *)(plan->shift + i));
+    reader.mask = _mm256_loadu_si256((const __m256i *)(plan->mask + i));
+    reader.level = _mm256_loadu_si256((const __m256i *)(plan->level + i));
+    reader.is_in_registers = plan->lookup[block] != ONE_BY_ONE;
+    reader.table = plan->table + (plan->lookup[block] == IN_NEXT_TWO_REGISTERS ? 32 : 0);
+    return reader;
+}
+
+/* The levels of these coefficients in a row. */
+static inline __attribute__((always_inline)) __m256 levels_of_half(
+    const struct half_reader *reader, const int is_in_registers, const uint8_t *row) {
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(row + reader->at)));
+    const __m256i words = _mm256_shuffle_epi8(bytes, reader->window);
+    const __m256i code = _mm256_and_si256(_mm256_srlv_epi32(words, reader->shift), reader->mask);
+    const __m256i place = _mm256_add_epi32(code, reader->level);
+    return is_in_registers ? levels_in_registers(reader->table, place) : _mm256_i32gather_ps(reader->table, place, 4);
+}
+#endif
+
+/* A row's first `rank` coefficients over its scale, times `scale`. */
+static void read_row(const struct plan *plan, const uint8_t *row, int64_t row_bytes, int64_t rank, float scale, float *out) {
     const uint8_t *end = row + row_bytes;
-    const float scale = scale_of(row[0]);
     int64_t i = 0;
 #if defined(__AVX512VBMI__)
     for (; i < rank && i < plan->uncoded; i++) out[i] = read_one(plan, row, end, i) * scale;
@@ -85,8 +132,45 @@ static void read_row(const struct plan *plan, const uint8_t *row, int64_t row_by
         _mm512_mask_storeu_ps(out + i, left < AT_ONCE ? (1 << left) - 1 : 0xffff, found);
     }
 #else
+#if defined(__AVX2__)
+    for (; i < rank && i < plan->uncoded; i++) out[i] = read_one(plan, row, end, i) * scale;
+    const __m256 factor = _mm256_set1_ps(scale);
+    for (int64_t half = 0; row_bytes >= 16 && i + IN_HALF <= rank; half++, i += IN_HALF) {
+        const struct half_reader reader = half_reader_of(plan, row_bytes, half);
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(levels_of_half(&reader, reader.is_in_registers, row), factor));
+    }
+#endif
     for (; i < rank; i++) out[i] = read_one(plan, row, end, i) * scale;
 #endif
+}
+
+/* The coefficients of rows of one plan, divided by their scales, (count, padded(rank)), zero beyond the rank. */
+static void read_alike(const struct plan *plan, const uint8_t *const *rows, int64_t count, int64_t row_bytes, int64_t rank,
+                       float *out) {
+    const int64_t width = padded(rank);
+#if defined(__AVX2__) && !defined(__AVX512VBMI__)
+    if (row_bytes >= 16) { /* what is read of the plan is read once for all rows */
+        int64_t i = plan->uncoded;
+        for (int64_t half = 0; i < rank && i + IN_HALF <= width; half++, i += IN_HALF) {
+            const struct half_reader reader = half_reader_of(plan, row_bytes, half);
+            float *own = out + i;
+            for (int64_t t = 0; t < count && reader.is_in_registers; t++, own += width)
+                _mm256_storeu_ps(own, levels_of_half(&reader, 1, rows[t]));
+            for (int64_t t = 0; t < count && !reader.is_in_registers; t++, own += width)
+                _mm256_storeu_ps(own, levels_of_half(&reader, 0, rows[t]));
+        }
+        for (int64_t t = 0; t < count; t++) {
+            for (int64_t r = 0; r < plan->uncoded && r < rank; r++) out[t * width + r] = read_one(plan, rows[t], rows[t] + row_bytes, r);
+            for (int64_t r = i; r < rank; r++) out[t * width + r] = read_one(plan, rows[t], rows[t] + row_bytes, r);
+            for (int64_t r = rank; r < width; r++) out[t * width + r] = 0;
+        }
+        return;
+    }
+#endif
+    for (int64_t t = 0; t < count; t++) {
+        read_row(plan, rows[t], row_bytes, rank, 1, out + t * width);
+        for (int64_t r = rank; r < width; r++) out[t * width + r] = 0;
+    }
 }
 
 #if HAS_PAIRS

@@ -38,7 +38,7 @@ struct scratch {
     struct share *next_keys, *next_values; /* this thread's of the next task, in each bucket */
     struct ahead next[2];        /* of these */
     int64_t slot[BLOCK], place[BLOCK]; /* the latter as an offset in `cos` and `sin` */
-    struct arranged arranged;    /* of the stretch, where pairs are multiplied */
+    struct arranged arranged;    /* of the stretch, where they are served class by class */
     float *memory_of_nodes;      /* see slow.h */
 };
 

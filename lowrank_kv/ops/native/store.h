@@ -135,7 +135,7 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
         const uint8_t *row = row_at(store, bucket, first);
         for (int64_t t = 0; t < count; t++, out += width) {
             const int k = class_of(bucket, first + t);
-            read_row(classes->plan[k], row, classes->row_bytes[k], classes->rank[k], out);
+            read_row(classes->plan[k], row, classes->row_bytes[k], classes->rank[k], scale_of(row[0]), out);
             for (int64_t r = classes->rank[k]; r < width; r++) out[r] = 0;
             row += classes->row_bytes[k];
         }
@@ -161,7 +161,7 @@ static void read_block(const struct store *store, const struct bucket *bucket, i
             for (int64_t r = 0; r < rank; r++) out[r] = from_bfloat16(((const uint16_t *)row)[r]);
             break;
         case PLANNED:
-            read_row(store->plan, row, bucket->row_bytes, rank, out);
+            read_row(store->plan, row, bucket->row_bytes, rank, scale_of(row[0]), out);
             break;
         default: dequantize(store, row, (const uint16_t *)scales + (first + t) * 2 * num_groups, rank, out);
         }
