@@ -16,7 +16,7 @@ from lowrank_kv.calibration.activation_moments import KEY_VALUE
 from lowrank_kv.hf.cache.layer import join_heads
 from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.hf.observing import observing
-from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rope import Rope, unrotated
 
 States = dict[int, tuple[Tensor, Tensor]]
 
@@ -31,8 +31,7 @@ def states_of_pass(model: PreTrainedModel) -> Iterator[States]:
     found: States = {}
 
     def keep(index: int, query: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None) -> None:
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        found[index] = join_heads(unrotated).detach(), join_heads(value_BGTD).detach()
+        found[index] = join_heads(unrotated(key_BGTD, rope)).detach(), join_heads(value_BGTD).detach()
 
     with observing(model, keep):
         yield found

@@ -18,7 +18,7 @@ from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, VALUE
 from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.geometry import KVGeometry, layer_groups
-from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rope import Rope, rotated, unrotated
 from lowrank_kv.utils.errors import UserError
 
 Place = tuple[int, str]  # of a compressor: layer index, and what of it is compressed
@@ -71,15 +71,14 @@ class LayerCompressor(nn.Module):
             rebuilt keys and values, same shapes and dtypes; soft and hard retain rates of (keys, values), each (2,), which
             :class:`dynakv.objective.RateRecorder` records.
         """
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_BTC, *key_rates = self.key(join_heads(unrotated), position_BT)
+        key_BTC, *key_rates = self.key(join_heads(unrotated(key_BGTD, rope)), position_BT)
         value_BTC, *value_rates = self.value(join_heads(value_BGTD), position_BT)
         soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
         return self._as_heads(RebuiltStates(key_BTC, value_BTC, soft_2, hard_2), rope)
 
     def _as_heads(self, rebuilt: RebuiltStates, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         key_BGTD, value_BGTD = (split_heads(each, self.head_dim) for each in (rebuilt.key_BTC, rebuilt.value_BTC))
-        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD, rebuilt.soft_2, rebuilt.hard_2
+        return rotated(key_BGTD, rope), value_BGTD, rebuilt.soft_2, rebuilt.hard_2
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""

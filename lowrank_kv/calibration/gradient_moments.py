@@ -18,7 +18,7 @@ from lowrank_kv.hf.cache.layer import join_heads, split_heads
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
-from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rope import Rope, rotated, unrotated
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 from lowrank_kv.utils.progress import progress_bar
@@ -120,10 +120,10 @@ class _Probe(nn.Module):
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         head_dim = key_BGTD.shape[-1]
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        self.states = tuple(_with_gradient(join_heads(states)) for states in (unrotated, value_BGTD))
+        given = unrotated(key_BGTD, rope), value_BGTD
+        self.states = tuple(_with_gradient(join_heads(states)) for states in given)
         key_BGTD, value_BGTD = (split_heads(states, head_dim) for states in self.states)
-        return key_BGTD if rope is None else rope.rotate(key_BGTD), value_BGTD
+        return rotated(key_BGTD, rope), value_BGTD
 
 
 def _with_gradient(states_BTC: Tensor) -> Tensor:

@@ -76,6 +76,16 @@ class Rope:
         return self.function(key_BGTD[:, :0], key_BGTD, cos, sin)[1]
 
 
+def rotated(key_BGTD: Tensor, rope: Rope | None) -> Tensor:
+    """Keys as the model attends to them; the same where its family does not rotate them."""
+    return key_BGTD if rope is None else rope.rotate(key_BGTD)
+
+
+def unrotated(key_BGTD: Tensor, rope: Rope | None) -> Tensor:
+    """Rotated keys before their rotation; the same where there is none."""
+    return key_BGTD if rope is None else rope.unrotate(key_BGTD)
+
+
 # cos of a forward pass → (cos/s, −sin/s). All layers of the pass share them, and they are freed with that cos.
 _INVERSES = WeakIdKeyDictionary()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowrank_kv.codec import Encoded, LayerCodec, prefix_mask
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext, CompressedLayer, join_heads, split_heads
-from lowrank_kv.hf.rope import Rope
+from lowrank_kv.hf.rope import Rope, rotated, unrotated
 from lowrank_kv.ops import native
 from lowrank_kv.ops.decoders import Decoders
 
@@ -82,8 +82,7 @@ class CodecLayer(CompressedLayer):
         new = self._encode_compiled(key_BGTD, value_BGTD, rope)
         if new is not None:
             return tuple(zip(new.coef_SBTC.to(self.dtype), new.rank_SBT, strict=True))
-        unrotated = key_BGTD if rope is None else rope.unrotate(key_BGTD)
-        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated))
+        key_coef, key_rank = self.codec.key.encode(join_heads(unrotated(key_BGTD, rope)))
         value_coef, value_rank = self.codec.value.encode(join_heads(value_BGTD))
         return (key_coef.to(self.dtype), key_rank), (value_coef.to(self.dtype), value_rank)
 
@@ -105,7 +104,7 @@ class CodecLayer(CompressedLayer):
     def _keys(self, coef_BTC: Tensor, rope: Rope | None) -> Tensor:
         """Rotated keys from coefficients, (B, G, T, D)."""
         key_BGTD = split_heads(coef_BTC @ self._decoders.key_CC, self.head_dim)
-        return key_BGTD if rope is None else rope.rotate(key_BGTD)
+        return rotated(key_BGTD, rope)
 
     def _rebuild(self) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of all tokens, (B, G, T, D) each; for a prompt's own attention the states kept for it."""

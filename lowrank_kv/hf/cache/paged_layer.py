@@ -14,6 +14,7 @@ from lowrank_kv.codec import Codec, Encoded, LayerCodec
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import CallContext, join_heads
+from lowrank_kv.hf.rope import unrotated
 from lowrank_kv.ops.gated_append.triton import gated_append
 from lowrank_kv.ops.gated_append.weights import append_weights
 from lowrank_kv.ops.gradients import without_gradients
@@ -95,10 +96,9 @@ class PagedLayer(CodecLayer):
         if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
             super().append(key_BGQD, value_BGQD, context)
             return
-        unrotated = key_BGQD if context.rope is None else context.rope.unrotate(key_BGQD)
         if self.is_first:
             self.shared_page_pool.reserve_step(self.batch_size)
-        sides = zip((self.key, self.value), (unrotated, value_BGQD), self.appends, strict=True)
+        sides = zip((self.key, self.value), (unrotated(key_BGQD, context.rope), value_BGQD), self.appends, strict=True)
         with launching_on(self.device):
             for store, states, arguments in sides:
                 gated_append(join_heads(states)[:, 0], store=store, **arguments)
