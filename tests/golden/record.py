@@ -1,13 +1,14 @@
 """Record to the bit what the package computes, and compare recordings.
 
-    python tests/golden/record.py --output tests/golden/baseline.json        # tiny models
+    python tests/golden/record.py --output tests/golden/baseline-avx512.json # tiny models
     python tests/golden/record.py --demo --output tests/golden/demo.json     # the demo model
-    python tests/golden/record.py --add tests/golden/baseline.json           # labels that are not there yet, no others
+    python tests/golden/record.py --add tests/golden/baseline-avx512.json    # labels that are not there yet, no others
     python tests/golden/record.py --compare A.json B.json                    # labels that differ; status 1 if any does
 
 What is recorded is this checkout, wherever the package is installed from. A file is the same, byte for byte, whenever one
-commit is recorded on one machine. `test_golden.py` compares with the two files here, which are recorded again only where
-results are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit.
+commit is recorded on one machine. `test_golden.py` compares with the files here, which are recorded again only where results
+are meant to change; a new row of `tests/methods.py` or `tests/families.py` is added with its commit, to each on a processor
+of its kind.
 """
 
 import argparse
