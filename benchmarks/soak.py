@@ -135,6 +135,8 @@ def _soaked(
     server: Server, expected: list[Expected], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[int, set[Text]]]:
     """What was counted, and the texts that were answered to each prompt."""
+    # vLLM compiles some of its own code in its first request: seconds, and many on a busy machine, of no client's time.
+    server.complete(expected[0].prompt, max_tokens=1, ignore_eos=True, logprobs=1)
     began = time.monotonic()
     until = began + 60 * arguments.minutes
     clients = Clients(server, expected, arguments)

@@ -4,6 +4,7 @@ import dataclasses
 
 from dynakv.config import GRADIENT, LEARNED_BY_DEFAULT, PCA, STARTS, DynaKVConfig
 from dynakv.dataset_config import DatasetConfig
+from lowrank_kv.hf.loading import AUTO, DTYPE_HELP
 from lowrank_kv.utils.config import configuration, option, require, section, within
 from lowrank_kv.utils.drawing import check_seed
 
@@ -205,11 +206,12 @@ class TrainConfig:
     output: str = option("runs/dynakv", help="directory of the run: checkpoints, TensorBoard files, final checkpoint")
     dtype: str = option(
         "float32",
-        help="the model computes in; whatever is trained is held and updated in float32",
+        help=f"{DTYPE_HELP}; whatever is trained is held and updated in float32",
         choices=(
             "float32",
             "bfloat16",
-        ),  # gradients through a backbone in fp16 vanish: no engine here scales its losses
+            AUTO,
+        ),  # gradients through a backbone in fp16 vanish: no engine scales its losses
     )
     initial_checkpoint: str | None = option(
         None, help="compressor checkpoint of an earlier run to train on, in place of calibrating"

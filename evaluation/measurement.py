@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dynakv.checkpoint import read_config
 from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_model, load_tokenizer
+from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
 from lowrank_kv.utils.text_data import CalibrationText
@@ -22,7 +22,7 @@ from .cells import Cells
 from .methods import MethodConfig, check_bytes_of
 from .peers.peer import READ
 from .scores import WindowScore
-from .wide_products import multiplies_slowly, multiply_in_fp32
+from .wide_products import load_measured
 
 
 class MeasuredText(NamedTuple):
@@ -96,10 +96,7 @@ def measured_model(name: str, config: MeasurementConfig) -> tuple[PreTrainedMode
         name: hub id or directory.
         config: says the dtype and the device.
     """
-    model = load_model(name, dtype=config.dtype, device=config.device)
-    if multiplies_slowly(model):
-        multiply_in_fp32(model)
-    return model, load_tokenizer(name)
+    return load_measured(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
 
 
 def calibrated(

@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lowrank_kv.hf.loading import load_model, multiplies_slowly
 
-def multiplies_slowly(model: PreTrainedModel) -> bool:
-    """Whether torch multiplies this model's matrices in a plain loop here."""
-    is_half = model.dtype == torch.bfloat16
-    return is_half and model.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+def load_measured(name: str, *, dtype: str, device: str | torch.device | None = None) -> PreTrainedModel:
+    """A model that is only read from (:func:`lowrank_kv.hf.loading.load_model`); it multiplies in fp32 where that is faster."""
+    model = load_model(name, dtype=dtype, device=device)
+    if multiplies_slowly(model.dtype, model.device):
+        multiply_in_fp32(model)
+    return model
 
 
 def multiply_in_fp32(model: PreTrainedModel) -> None:

@@ -14,7 +14,17 @@ With `--read_gradients true` it also writes what plans of bits are made from, by
 from pathlib import Path
 
 from lowrank_kv.calibration.calibration import JOINT_LAYERS, MOMENTS, Calibration
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.hf.loading import (
+    AUTO,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    DTYPES,
+    check_length,
+    device_of,
+    dtype_for,
+    load_model,
+    load_tokenizer,
+)
 from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config, require
 from lowrank_kv.utils.paths import name_of
@@ -28,7 +38,7 @@ class CalibrateConfig(CalibrationText):
     model: str = option(help="hub id or directory")
     name: list[str] = option(help=NAME_HELP)
     output: str = option(help="directory for the calibration; an earlier one there is replaced")
-    dtype: str = option("float32", help="of the model", choices=DTYPES)
+    dtype: str = option("float32", help=DTYPE_HELP, choices=(*DTYPES, AUTO))
     device: str | None = option(None, help=DEVICE_HELP)
     gradients: bool = option(
         False, help="also take the loss's gradients, for training gates with `calibration.start: gradient`"
@@ -59,7 +69,8 @@ def main(argv: list[str]) -> None:
     check_directory(Path(config.output).parent)
     check_replaceable(config.output, MOMENTS)
     blocks_NT = config.blocks(load_tokenizer(config.model))
-    model = load_model(config.model, dtype=config.dtype, device=config.device)
+    device = device_of(config.device)
+    model = load_model(config.model, dtype=dtype_for(config.dtype, device), device=device)
     check_length(model, min(config.length, config.tokens), "length")
     calibration = Calibration.from_text(
         model,

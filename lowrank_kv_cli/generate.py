@@ -19,7 +19,17 @@ import lowrank_kv
 from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
+from lowrank_kv.hf.loading import (
+    AUTO,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    DTYPES,
+    check_length,
+    device_of,
+    dtype_for,
+    load_model,
+    load_tokenizer,
+)
 from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
 from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
@@ -74,7 +84,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the method's own]"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="[default %(default)s]")
+    parser.add_argument(
+        "--dtype", choices=(*DTYPES, AUTO), default="float32", help=f"{DTYPE_HELP} [default %(default)s]"
+    )
     parser.add_argument("--device", help=DEVICE_HELP)
     return parser
 
@@ -113,7 +125,8 @@ def load(arguments: argparse.Namespace):
         "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
     }
     settings = {key: value for key, value in given.items() if value is not None}
-    loading = {"dtype": arguments.dtype, "device": arguments.device}
+    device = device_of(arguments.device)
+    loading = {"dtype": dtype_for(arguments.dtype, device), "device": device}
     if arguments.bases is not None:
         if arguments.model is None:
             raise UserError("`--bases` needs `--model`, the hub id or directory of the model they were calibrated on")

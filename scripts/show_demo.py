@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed o
 import dynakv
 from dynakv.checkpoint import read_config
 from evaluation.page.demo import continuation, demo_page
-from lowrank_kv.hf.loading import DTYPES, load_model, load_tokenizer
+from evaluation.wide_products import load_measured
+from lowrank_kv.hf.loading import DTYPES, load_tokenizer
 from lowrank_kv.utils import cli, paths, run_record
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.errors import UserError
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"`--comparison` {arguments.comparison} holds no record; run `lowrank-kv compare` first")
     record = run_record.load(records[-1])
     name = read_config(arguments.checkpoint).base_model
-    model, tokenizer = load_model(name, dtype=arguments.dtype), load_tokenizer(name)
+    model, tokenizer = load_measured(name, dtype=arguments.dtype), load_tokenizer(name)
     rows = load_documents(paths.expand(arguments.text), subset=None, split="train", text_field="text")
     text = next(iter(rows))["text"]
     ids_1T = tokenizer(text, return_tensors="pt")["input_ids"][:, : arguments.prompt_tokens].to(model.device)

@@ -5,6 +5,7 @@ optimizer moments are read and written as full tensors.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import sys
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from dynakv.layer_compressor import JointLayerCompressor, LayerCompressor
 from dynakv.training_config import FULL, TrainConfig
-from lowrank_kv.hf.loading import shard_while_loading
+from lowrank_kv.hf.loading import dtype_for, shard_while_loading
 from lowrank_kv.utils.build_locks import await_builds, torch_folders
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -53,6 +54,7 @@ class Engine:
 
     Attributes:
         accelerator: of the whole run.
+        config: of the run, with the dtype that `auto` is on its device.
         model: the stock model with its compressors, unwrapped.
         wrapped: the same model as forward passes call it.
         optimizer: AdamW; DeepSpeed's flat partitions stand in its groups where ZeRO shards it.
@@ -63,7 +65,6 @@ class Engine:
     """
 
     def __init__(self, config: TrainConfig):
-        self.config = config
         self.deepspeed = _uses_deepspeed()
         # Writing an 8 B model to slow storage takes long, and the other processes wait.
         process_group = {"timeout": datetime.timedelta(hours=2)}
@@ -94,6 +95,7 @@ class Engine:
                 f"accelerate is configured with `mixed_precision: {self.accelerator.mixed_precision}`; set it to `no` and "
                 f"give the precision as `dtype`: the compressor stays in float32 whatever the model computes in"
             )
+        self.config = dataclasses.replace(config, dtype=dtype_for(config.dtype, self.device))
         self.stage = self._configure_deepspeed() if self.deepspeed else 0
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads or _threads(self.world))

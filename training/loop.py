@@ -69,6 +69,7 @@ def _train(config: TrainConfig, resume: bool) -> Path:
         check_continued(config)
         price = given_price(config)
     engine = Engine(config)
+    config = engine.config
     saved = saved_run(states, engine) if resume else None
     tokenizer = load_tokenizer(config.model)
     model = _stock_model(engine)

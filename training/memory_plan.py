@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.training_config import COMPRESSOR, FULL, TrainConfig
 from lowrank_kv.hf.geometry import geometry_of
-from lowrank_kv.hf.loading import load_shape
+from lowrank_kv.hf.loading import AUTO, load_shape
 from lowrank_kv.utils.config import require
 
 from .optimizer import build_optimizer
@@ -83,7 +83,7 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
     model = load_shape(config.model) if model is None else model
     dynakv.add_compressors(model, config.compressor)
     build_optimizer(model, config, 0.0)
-    itemsize = getattr(torch, config.dtype).itemsize
+    itemsize = getattr(torch, "bfloat16" if config.dtype == AUTO else config.dtype).itemsize  # of a GPU
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     tokens = config.optimizer.batch_size * config.dataset.sequence_length

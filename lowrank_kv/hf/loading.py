@@ -1,6 +1,7 @@
 """From a hub id or directory to a model and its tokenizer, with errors a user can act on."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
+DTYPE_HELP = f"of the model; {AUTO} is bfloat16 where this machine multiplies that in hardware, else float32"
 DEVICE_HELP = "where to run, e.g. cuda or cpu; by default a GPU where there is one"
 
 
@@ -30,6 +33,26 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
     if device.type == "meta":
         raise UserError(f"{must_be}, which has shapes and no numbers")
     return device
+
+
+def multiplies_slowly(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch multiplies matrices of `dtype` in a plain loop here: bf16 on x86 without AVX-512, where a prompt takes
+    several times as long as in fp32 (docs/speed.md)."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def dtype_for(name: str, device: torch.device) -> str:
+    """One of :data:`DTYPES`: `name`, or what :data:`AUTO` is on this device. Warns where `name` is a slow one."""
+    if name == AUTO:
+        has_none = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return "float32" if has_none or multiplies_slowly(torch.bfloat16, device) else "bfloat16"
+    if multiplies_slowly(getattr(torch, name), device):
+        warnings.warn(
+            f"`dtype` is {name}, which this processor has no instructions for: torch multiplies it several times slower "
+            f"than float32; give `{AUTO}`, or float32",
+            stacklevel=2,
+        )
+    return name
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from families import BY_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
-from evaluation.wide_products import multiplies_slowly, multiply_in_fp32
+from evaluation.wide_products import load_measured, multiply_in_fp32
 
 EPSILON = 2**-8  # half of the distance between neighbours of bf16, of a number
 
@@ -45,12 +45,14 @@ def test_a_model_says_the_same():
     assert float((of_wide - exact).norm()) <= 1.2 * float((near - exact).norm())
 
 
-def test_only_bf16_on_processors_without_products_of_its_own(monkeypatch):
-    model = model_of("llama")
+def test_only_bf16_on_processors_without_products_of_its_own(monkeypatch, tmp_path):
+    model_of("llama").save_pretrained(tmp_path)
     for capability, expected in (("AVX2", True), ("AVX512", False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
-        assert multiplies_slowly(model) is expected
-        assert not multiplies_slowly(model_of("llama", torch.float32))
+        for dtype, is_wide in (("bfloat16", expected), ("float32", False)):
+            model = load_measured(str(tmp_path), dtype=dtype, device="cpu")
+            assert model.dtype == getattr(torch, dtype)
+            assert all(("forward" in vars(module)) is is_wide for module in linear_layers(model))
 
 
 def test_other_dtypes_are_left_alone():
