@@ -1,7 +1,7 @@
 """Read a text once with a model, for caches that need no training and for training to start from.
 
-    lowrank-kv calibrate --model MODEL --dtype bfloat16 --name TEXT.jsonl --read_gradients true --output bases/mine
-    lowrank-kv calibrate --model MODEL --dtype bfloat16 --read_gradients true --output bases/mine \\
+    lowrank-kv calibrate --model MODEL --dtype auto --name TEXT.jsonl --read_gradients true --output bases/mine
+    lowrank-kv calibrate --model MODEL --dtype auto --read_gradients true --output bases/mine \\
         --name Salesforce/wikitext --subset wikitext-2-raw-v1
 
 MODEL is a hub id or a directory. TEXT.jsonl has a document a line, under the key `text`.

@@ -1,7 +1,7 @@
 """Generate text from a compressed cache and report how many bytes the cache took.
 
-    lowrank-kv generate --model MODEL --dtype bfloat16 --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
-    lowrank-kv generate --checkpoint runs/mine/checkpoint --dtype bfloat16 --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --model MODEL --dtype auto --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --checkpoint runs/mine/checkpoint --dtype auto --prompt @LONG_PROMPT.txt
 
 `lowrank-kv calibrate` writes bases, which need no training. The checkpoint is a compressor directory written by
 `lowrank-kv train`, or a full checkpoint directory. Short prompts are hardly compressed: give one of a thousand tokens.

@@ -1,6 +1,6 @@
 """Train a DynaKV compressor for any stock causal language model.
 
-    lowrank-kv train --model MODEL --dtype bfloat16 --dataset.name TEXT.jsonl --output runs/mine
+    lowrank-kv train --model MODEL --dtype auto --dataset.name TEXT.jsonl --output runs/mine
     lowrank-kv train --config train.yaml --resume
     accelerate launch -m lowrank_kv_cli train --config train.yaml    # several processes: DDP, DeepSpeed ZeRO
     accelerate launch train_dynakv.py --config train.yaml            # the same, in a checkout
