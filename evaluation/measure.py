@@ -5,6 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import collections
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from lowrank_kv.utils.provenance import token_input
 from .cells import Cell, Cells
 from .methods import Method
 from .reading import read_uncompressed
-from .scores import held_share, score_window
+from .scores import WindowScore, held_share, score_predictions, score_window
 from .shared_prompt import can_share, read_prompt_once
+from .side_by_side import read_side_by_side
 
-_TOGETHER = 8  # caches that hold one prompt at a time
+_TOGETHER = 8  # caches that read one window at a time
 
 
 class Reading(NamedTuple):
@@ -112,29 +114,35 @@ def _measure(
 ) -> None:
     """Measure the missing cells of a window; the bar counts each, since a window of many methods takes minutes."""
     full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
-    for wanted, cache in _read_prompts(model, window_T, missing, reading.prefix):
-        bar.set_postfix_str(wanted.method.label, refresh=False)
-        score = score_window(model, window_T, full_SV, cache, prefix=reading.prefix, step=reading.step)
+    for wanted, score in _scores(model, window_T, full_SV, missing, reading, bar):
         cells.add(wanted.of, Cell(score, record["run_id"], record["code"]["commit"]))
         bar.update()
 
 
-def _read_prompts(
-    model: PreTrainedModel, window_T: Tensor, missing: list[_Wanted], prefix: int
-) -> Iterator[tuple[_Wanted, Cache]]:
-    """A cache for each: of methods that read a prompt exactly one that has read it, of the others a fresh one."""
-    shares = bool(prefix) and can_share(model)
-    exact = []
+def _scores(
+    model: PreTrainedModel,
+    window_T: Tensor,
+    full_SV: Tensor,
+    missing: list[_Wanted],
+    reading: Reading,
+    bar: tqdm,
+) -> Iterator[tuple[_Wanted, WindowScore]]:
+    """The score of each: methods that read a prompt exactly read the window together, the others alone."""
+    shares = bool(reading.prefix) and can_share(model)
+    exact = [wanted for wanted in missing if shares and wanted.method.reads_exactly]
     for wanted in missing:
-        if shares and wanted.method.reads_exactly:
-            exact.append(wanted)
-        else:
-            yield wanted, _make_cache(wanted)
-    for i in range(0, len(exact), _TOGETHER):
-        those = exact[i : i + _TOGETHER]
+        if wanted not in exact:
+            bar.set_postfix_str(wanted.method.label)
+            yield wanted, score_window(model, window_T, full_SV, _make_cache(wanted), **reading._asdict())
+    groups = math.ceil(len(exact) / _TOGETHER)  # of about equal size
+    for those in (exact[i::groups] for i in range(groups)):
+        bar.set_postfix_str(those[0].method.label if len(those) == 1 else f"{len(those)} methods")
         caches = [_make_cache(wanted) for wanted in those]
-        read_prompt_once(model, window_T[None, :prefix], caches)
-        yield from zip(those, caches, strict=True)
+        read_prompt_once(model, window_T[None, : reading.prefix], caches)
+        logits_NSV = read_side_by_side(model, window_T, caches, **reading._asdict())
+        for wanted, cache, logits_SV in zip(those, caches, logits_NSV, strict=True):
+            log_SV = logits_SV.float().log_softmax(-1)
+            yield wanted, score_predictions(model, window_T, full_SV, log_SV, cache)
 
 
 def _make_cache(wanted: _Wanted) -> Cache:

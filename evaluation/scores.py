@@ -61,8 +61,20 @@ def score_window(
     Args:
         full_SV: the uncompressed model's log-probabilities of the same predictions.
     """
-    geometry = geometry_of(model)
     log_SV = read_through(model, ids_T, cache, prefix=prefix, step=step)
+    return score_predictions(model, ids_T, full_SV, log_SV, cache)
+
+
+def score_predictions(
+    model: PreTrainedModel, ids_T: Tensor, full_SV: Tensor, log_SV: Tensor, cache: Cache
+) -> WindowScore:
+    """The same of predictions that were made.
+
+    Args:
+        log_SV: their log-probabilities.
+        cache: that they were made through, at the end of the window.
+    """
+    geometry = geometry_of(model)
     target_S = ids_T[-len(log_SV) :]
     return WindowScore(
         loss=float(F.nll_loss(log_SV, target_S)),

@@ -16,7 +16,7 @@ from lowrank_kv.hf.loading import load_model, multiplies_slowly
 
 
 def load_measured(name: str, *, dtype: str, device: str | torch.device | None = None) -> PreTrainedModel:
-    """A model only read from (:func:`lowrank_kv.hf.loading.load_model`); it multiplies in fp32 where that is faster."""
+    """:func:`lowrank_kv.hf.loading.load_model`, for a model only read from; it multiplies in fp32 where bf16 is slow."""
     model = load_model(name, dtype=dtype, device=device)
     if multiplies_slowly(model.dtype, model.device):
         multiply_in_fp32(model)

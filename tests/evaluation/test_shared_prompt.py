@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from every_reader import makers_of
 from families import BY_NAME
 from methods import METHODS, tiny_model
 
 import dynakv
-from evaluation.methods import MethodConfig
-from evaluation.peers import PEERS
-from evaluation.reading import cache_bytes, full_cache
+from evaluation.reading import cache_bytes
 from evaluation.shared_prompt import can_share, read_prompt_once
 from lowrank_kv.hf.attention import has_compressors
 from lowrank_kv.hf.geometry import geometry_of
-from ojakv import PRESETS, OjaKVCache, make_plan
 
 PROMPT, AFTER = 192, 24  # hqq packs a multiple of eight rows
 
@@ -41,17 +39,6 @@ def check(model, text, makers):
         assert torch.equal(answers(model, after, shared), answers(model, after, alone)), name
         layers = geometry_of(model).layers
         assert cache_bytes(shared, layers) == cache_bytes(alone, layers), name
-
-
-def makers_of(model, calibration):
-    """Maker, and whether it is said to read prompts exactly, of each peer and preset."""
-    yield "full", lambda: full_cache(model), True
-    for name, peer in PEERS.items():
-        yield name, peer.maker(model, calibration, None if peer.is_fixed else 0.7), peer.reads_exactly
-    for name in PRESETS:
-        config = MethodConfig(preset=name, rates=[1.0])
-        plan = make_plan(calibration, config.ojakv_config(rate=1.0))
-        yield name, lambda plan=plan: OjaKVCache(model, plan), config.reads_exactly
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
