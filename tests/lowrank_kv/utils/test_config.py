@@ -188,7 +188,7 @@ def test_home_expands(monkeypatch, tmp_path):
     [
         (
             lambda: TrainConfig(model="m", dataset=TEXT, dtype="float8"),
-            "`dtype` must be one of float32, bfloat16; got 'float8' in Tr",
+            "`dtype` must be one of float32, bfloat16, auto; got 'float8' in Tr",
         ),
         (lambda: TrainConfig(model=7, dataset=TEXT), "`model` must be of type str, got 7 in TrainConfig"),
         (
