@@ -44,19 +44,43 @@ def read_prompt_once(model: PreTrainedModel, ids_1Q: Tensor, caches: Sequence[Ca
     return model(input_ids=ids_1Q, past_key_values=LowRankCache(model, layers), logits_to_keep=1).logits
 
 
-class _SharedLayer(CompressedLayer):
-    """One layer of several caches while they read one prompt. It holds nothing itself."""
+class LayerOfSeveral(CompressedLayer):
+    """One layer of several caches, which reads for them. It holds nothing itself."""
 
     rotates = False  # each cache has its own record of rotations
 
     def __init__(self, caches: Sequence[Cache], index: int):
         super().__init__()
         self._members = [cache.layers[index] for cache in caches]
-        self._new: tuple[Tensor, Tensor] | None = None  # states of the running call, until they are attended
-        self._num_read = 0
 
     def start(self) -> None:
         """Nothing: the members start themselves."""
+
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def truncate(self, length: int) -> None:
+        """Nothing: nothing is held."""
+
+    # The cache of these layers lives for one reading, so that nobody asks for what follows.
+
+    def select(self, rows: list[int]) -> None:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+    def copy_state(self, memo: dict) -> None:
+        raise NotImplementedError
+
+
+class _SharedLayer(LayerOfSeveral):
+    """While they read one prompt."""
+
+    def __init__(self, caches: Sequence[Cache], index: int):
+        super().__init__(caches, index)
+        self._new: tuple[Tensor, Tensor] | None = None  # states of the running call, until they are attended
+        self._num_read = 0
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         self._new, self._num_read = (key_BGQD, value_BGQD), key_BGQD.shape[2]
@@ -88,20 +112,3 @@ class _SharedLayer(CompressedLayer):
 
     def get_seq_length(self) -> int:
         return self._num_read
-
-    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def truncate(self, length: int) -> None:
-        """Nothing: nothing is held."""
-
-    # The cache of these layers lives for one call, so that nobody asks for what follows.
-
-    def select(self, rows: list[int]) -> None:
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        raise NotImplementedError
-
-    def copy_state(self, memo: dict) -> None:
-        raise NotImplementedError

@@ -5,7 +5,7 @@ The model's own weights are multiplied once with the tokens of all of them. Only
 Shapes: N caches, G KV heads, D head dim, Q new tokens, T tokens of a text, S of them predicted, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.geometry import geometry_of
+
+from .shared_prompt import LayerOfSeveral
 
 
 @torch.no_grad()
@@ -37,19 +39,13 @@ def read_side_by_side(
     return torch.cat(logits, dim=1)[:, :-1]
 
 
-class _OneLayerOfEach(CompressedLayer):
-    """One layer of several caches, each of which holds one sequence of the batch. It holds nothing itself."""
-
-    rotates = False  # each cache has its own record of rotations
+class _OneLayerOfEach(LayerOfSeveral):
+    """While each reads a sequence of the batch."""
 
     def __init__(self, caches: Sequence[Cache], index: int):
-        super().__init__()
-        self._members = [cache.layers[index] for cache in caches]
+        super().__init__(caches, index)
         self._exact: list[tuple[Tensor, Tensor]] = []  # what each gives a stock attention, in the running call
         self.is_initialized, self.batch_size = True, len(caches)  # they have all read a prompt
-
-    def start(self) -> None:
-        """Nothing: the members have started."""
 
     def append(self, key_NGQD: Tensor, value_NGQD: Tensor, context: CallContext) -> None:
         self._exact = []
@@ -73,23 +69,6 @@ class _OneLayerOfEach(CompressedLayer):
 
     def get_seq_length(self) -> int:
         return self._members[0].get_seq_length()
-
-    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    # The cache of these layers lives for one text, so that nobody asks for what follows.
-
-    def truncate(self, length: int) -> None:
-        raise NotImplementedError
-
-    def select(self, rows: list[int]) -> None:
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        raise NotImplementedError
-
-    def copy_state(self, memo: dict) -> None:
-        raise NotImplementedError
 
 
 def _of(row: int, mask: Tensor | None) -> Tensor | None:
