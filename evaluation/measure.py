@@ -5,7 +5,6 @@ Shapes: N windows, T tokens of a window.
 
 import collections
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -129,13 +128,15 @@ def _scores(
 ) -> Iterator[tuple[_Wanted, WindowScore]]:
     """The score of each: methods that read a prompt exactly read the window together, the others alone."""
     shares = bool(reading.prefix) and can_share(model)
-    exact = [wanted for wanted in missing if shares and wanted.method.reads_exactly]
+    exact = []
     for wanted in missing:
-        if wanted not in exact:
+        if shares and wanted.method.reads_exactly:
+            exact.append(wanted)
+        else:
             bar.set_postfix_str(wanted.method.label)
             yield wanted, score_window(model, window_T, full_SV, _make_cache(wanted), **reading._asdict())
-    groups = math.ceil(len(exact) / _TOGETHER)  # of about equal size
-    for those in (exact[i::groups] for i in range(groups)):
+    for i in range(0, len(exact), _TOGETHER):
+        those = exact[i : i + _TOGETHER]
         bar.set_postfix_str(those[0].method.label if len(those) == 1 else f"{len(those)} methods")
         caches = [_make_cache(wanted) for wanted in those]
         read_prompt_once(model, window_T[None, : reading.prefix], caches)

@@ -16,6 +16,7 @@ from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
 from evaluation.methods import MethodConfig, methods_of, there
 from evaluation.shared_prompt import read_prompt_once
+from evaluation.side_by_side import read_side_by_side
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
@@ -212,16 +213,23 @@ def test_methods_that_read_a_prompt_exactly_read_it_together_and_score_as_alone(
         read.append(len(caches))
         return read_prompt_once(model, ids, caches)
 
+    def one_by_one(model, ids, caches, **reading):
+        return torch.cat([read_side_by_side(model, ids, [cache], **reading) for cache in caches])
+
     monkeypatch.setattr(measure, "_TOGETHER", 3)
     monkeypatch.setattr(measure, "read_prompt_once", recorded)
+    near = last(values, tmp_path / "near")["rows"]
+    # Products of more rows may be added up in another order; with those of one cache at a time nothing differs.
+    monkeypatch.setattr(measure, "read_side_by_side", one_by_one)
+    read.clear()
     together = last(values, tmp_path / "together")["rows"]
-    assert read == [2, 2] * 4  # two texts of two windows; the compressor attends to what it rebuilds of a prompt
+    assert read == [3, 1] * 4  # two texts of two windows; the compressor attends to what it rebuilds of a prompt
     monkeypatch.setattr(measure, "can_share", lambda model: False)
-    # Products of more rows may be added up in another order.
-    for alone, row in zip(last(values, tmp_path / "alone")["rows"], together, strict=True):
-        numbers = {key: value for key, value in row.items() if isinstance(value, float)}
-        assert {key: alone[key] for key in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-5)
-        assert {**alone, **numbers} == row
+    assert last(values, tmp_path / "alone")["rows"] == together
+    for row, expected in zip(near, together, strict=True):
+        numbers = {key: value for key, value in expected.items() if isinstance(value, float)}
+        assert {key: row[key] for key in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-5)
+        assert {**row, **numbers} == expected
     assert len(read) == 8
 
 
