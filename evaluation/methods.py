@@ -21,6 +21,8 @@ from .peers.peer import CALIBRATION, READ
 from .reading import full_cache
 
 FULL = "full"
+# What is measured without a calibration stays as it is when there is another one.
+_WITHOUT_BASES = {"bases": []}
 
 
 @configuration
@@ -217,14 +219,14 @@ def _method(
     make: Callable[[float | None], Callable[[], Cache]],
     bytes_of: str | None = None,
 ) -> Method:
+    of = of if config.needs else of | _WITHOUT_BASES
     return Method(label=label, of=of, bytes_of=bytes_of, reads_exactly=config.reads_exactly, make=make)
 
 
 def uncompressed(model: PreTrainedModel) -> Method:
     """The stock cache, beside which all others are measured."""
-    return Method(
-        label=FULL, of={"method": FULL}, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model)
-    )
+    of = {"method": FULL} | _WITHOUT_BASES
+    return Method(label=FULL, of=of, bytes_of=None, reads_exactly=True, make=lambda _: lambda: full_cache(model))
 
 
 def learned(config: MethodConfig, model: PreTrainedModel) -> Method:

@@ -17,6 +17,7 @@ from lowrank_kv.hf.cache.layer import CallContext, CompressedLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.geometry import geometry_of
 
+from .rebuilt_once import rebuilt_once
 from .shared_prompt import LayerOfSeveral
 
 
@@ -35,7 +36,8 @@ def read_side_by_side(
     """
     outer = LowRankCache(model, {index: _OneLayerOfEach(caches, index) for index in geometry_of(model).layers})
     parts = ids_T[prefix:].expand(len(caches), -1).split(step, dim=1)
-    logits = [model(input_ids=part, past_key_values=outer).logits for part in parts]
+    with rebuilt_once(caches):
+        logits = [model(input_ids=part, past_key_values=outer).logits for part in parts]
     return torch.cat(logits, dim=1)[:, :-1]
 
 

@@ -68,14 +68,18 @@ class Coefficients:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def rows(self, start: int = 0, end: int | None = None) -> Tensor:
-        """Rows `start` to `end`, (…, N, R); a view unless they are quantized."""
+    def rows(self, start: int = 0, end: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows `start` to `end`, (…, N, R); a view unless they are quantized.
+
+        Args:
+            dtype: in which quantized rows are decoded; by default that of the coefficients.
+        """
         count = (self.length if end is None else end) - start
         value_NY = self.stored.buffers[0].narrow(self.stored.dim, start, count)
         if self.quantization is None:
             return value_NY
         scale_NS = self.stored.buffers[1].narrow(self.stored.dim, start, count)
-        return self.quantization.decode(value_NY, scale_NS, self.rank, self.dtype)
+        return self.quantization.decode(value_NY, scale_NS, self.rank, self.dtype if dtype is None else dtype)
 
     def buffers(self) -> tuple[Tensor, Tensor | None]:
         """The stored rows and, where they are quantized, their scales, room to grow included, contiguous: for compiled

@@ -61,15 +61,16 @@ class TokenwiseCoefficients(Coefficients):
         """The class of every row, (N,) int64."""
         return unpacked_classes(self.classes.rows, self.length)
 
-    def rows(self, start: int = 0, end: int | None = None) -> Tensor:
-        """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient."""
+    def rows(self, start: int = 0, end: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows `start` to `end`, (1, N, R), zero where a token has no coefficient; see :meth:`Coefficients.rows`."""
         class_N = self.class_of_rows()
         places = slice(start, self.length if end is None else end)
         start_N = self.quantization.starts(class_N)[places]
-        return self._decoded(start_N, class_N[places])[None]
+        return self._decoded(start_N, class_N[places], dtype)[None]
 
-    def _decoded(self, start_N: Tensor, class_N: Tensor) -> Tensor:
-        return _decoded(self.stored.rows, start_N, class_N, self.quantization, self.dtype)
+    def _decoded(self, start_N: Tensor, class_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = self.dtype if dtype is None else dtype
+        return _decoded(self.stored.rows, start_N, class_N, self.quantization, dtype)
 
     def buffers(self) -> tuple[Tensor, Tensor | None]:
         return self.stored.buffer, None

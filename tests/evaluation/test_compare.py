@@ -1,5 +1,6 @@
 """`lowrank-kv compare` on a tiny model: every kind of method, at every kind of budget, started again, and its mistakes."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 from dynakv.training_config import TrainConfig
-from evaluation import measure
+from evaluation import measure, side_by_side
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
 from evaluation.methods import MethodConfig, methods_of, there
@@ -122,6 +123,20 @@ def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, 
     assert [each["run_id"] for each in changed["summary"]["measured_by"]] == [changed["run_id"]]
 
 
+def test_with_other_bases_only_what_is_made_of_them_is_measured_again(values, tmp_path):
+    values["methods"].append({"peer": "rotated-int4"})
+    output = tmp_path / "out"
+    last(values, output)
+    before = len((output / CELLS).read_text().splitlines())
+    ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(1))
+    model = load_model(values["model"])
+    Calibration.from_text(model, ids, read=True, progress=False).save(tmp_path / "new", model="tiny", text=["random"])
+    last(values | {"bases": str(tmp_path / "new")}, output)
+    added = [json.loads(line)["of"] for line in (output / CELLS).read_text().splitlines()[before:]]
+    assert len(added) == before // 4  # of the full cache, the checkpoint, the preset and the peer
+    assert {each.get("preset") for each in added} == {"static-mixed"}
+
+
 def test_another_model_of_the_same_configuration_is_measured_by_itself(values, tiny_dir, tmp_path):
     other = tmp_path / tiny_dir.name
     shutil.copytree(tiny_dir, other)
@@ -219,8 +234,10 @@ def test_methods_that_read_a_prompt_exactly_read_it_together_and_score_as_alone(
     monkeypatch.setattr(measure, "_TOGETHER", 3)
     monkeypatch.setattr(measure, "read_prompt_once", recorded)
     near = last(values, tmp_path / "near")["rows"]
-    # Products of more rows may be added up in another order; with those of one cache at a time nothing differs.
+    # Products of more rows, and of rebuilt states, may be added up in another order; with those of one cache at a time, as
+    # decoding attends them, nothing differs.
     monkeypatch.setattr(measure, "read_side_by_side", one_by_one)
+    monkeypatch.setattr(side_by_side, "rebuilt_once", lambda caches: contextlib.nullcontext())
     read.clear()
     together = last(values, tmp_path / "together")["rows"]
     assert read == [3, 1] * 4  # two texts of two windows; the compressor attends to what it rebuilds of a prompt

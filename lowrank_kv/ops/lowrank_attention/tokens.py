@@ -47,8 +47,12 @@ class Operands:
 
     def rebuild(self) -> Tensor:
         """Low-rank tokens at full width, (G, N, D)."""
+        return self.rebuilt(self.coef.rows())
+
+    def rebuilt(self, coef_PNR: Tensor) -> Tensor:
+        """Tokens at full width, (G, N, D), from coefficients, in whose dtype they are rebuilt."""
         groups, _, head_dim = self.full.buffer.shape
-        rows_PNW = self.coef.rows() @ self.decoder_PRW
+        rows_PNW = coef_PNR @ self.decoder_PRW.to(coef_PNR.dtype)
         if rows_PNW.shape[0] == groups:
             return rows_PNW
         return rows_PNW[0].unflatten(1, (groups, head_dim)).transpose(0, 1)

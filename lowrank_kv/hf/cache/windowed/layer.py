@@ -30,7 +30,13 @@ from lowrank_kv.utils.errors import UserError
 
 
 class WindowedLayer(SequenceLayer):
-    """One layer of sequences that each keep a window at full rank and the other tokens as coefficients."""
+    """One layer of sequences that each keep a window at full rank and the other tokens as coefficients.
+
+    Attributes:
+        attends: the operation that a few queries attend by.
+    """
+
+    attends = staticmethod(lowrank_attention)
 
     def __init__(self, plan: Plan, index: int):
         super().__init__()
@@ -170,7 +176,7 @@ class WindowedLayer(SequenceLayer):
                 sequence.positions.low_rank_places() if self.rotates else None,
                 mask_QT,
             )
-            outputs.append(lowrank_attention(query[b], tokens, scoring))
+            outputs.append(self.attends(query[b], tokens, scoring))
         return join_sequences(outputs)
 
     def dense(self) -> tuple[Tensor, Tensor]:
