@@ -20,6 +20,7 @@ from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, lowrank_attention
+from lowrank_kv.ops.native.reading import rows_of
 from lowrank_kv.ops.rotation import slice_positions
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.coefficients import Coefficients
@@ -66,7 +67,7 @@ class DecodedRows:
         """Rows from `start` on, (P, N, R) fp32."""
         of = coef, start, coef.length
         if self._of[0] is not coef or self._of[1:] != of[1:]:
-            self._of, self._row_PNR = of, coef.rows(start, dtype=torch.float32).float()
+            self._of, self._row_PNR = of, rows_of(coef, start, dtype=torch.float32).float()
         return self._row_PNR
 
 

@@ -230,6 +230,16 @@ def test_time_to_first_token(rows, caches):
         )
 
 
+def test_time_to_first_token_of_later_turns(rows, caches):
+    found = rows("prefill", *caches, "--repeats", 2, "--turn", 17)
+    assert list(found) == CACHES
+    for row in found.values():
+        assert row["ms_to_first_token_of_turn"] > 0
+        assert row["turn_ratio_to_dynamic_cache"] == pytest.approx(
+            row["ms_to_first_token_of_turn"] / found["dynamic_cache"]["ms_to_first_token_of_turn"]
+        )
+
+
 def test_memory(rows, caches):
     found = rows("memory", *caches, "--sequences", 3)
     assert list(found) == CACHES

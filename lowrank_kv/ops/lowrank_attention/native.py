@@ -10,12 +10,12 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
 from lowrank_kv.ops.native.full_rank_view import full_rank_view
 from lowrank_kv.ops.native.library import CPU, contiguous_fp32
+from lowrank_kv.ops.native.reading import coefficients_view
 from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.token_plans import TokenPlans
-from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
 def unsupported_reason(tokens: LowRankTokens) -> str | None:
@@ -53,7 +53,7 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
         key_memo=keys.prepared,
         value_memo=values.prepared,
     )
-    held = _view(keys.coef), _view(values.coef), low
+    held = coefficients_view(keys.coef), coefficients_view(values.coef), low
     softmax = [native.Tokens(low_query, *held, decoders, rotary, positions, mask_of_low)]
     if full:
         held = full_rank_view(keys.full), full_rank_view(values.full), full
@@ -77,14 +77,3 @@ def _are_paired(head_dim: int, tokens: LowRankTokens) -> bool:
 
 def _is_planned(coef: Coefficients) -> bool:
     return isinstance(coef.quantization, (BitPlan, TokenPlans))
-
-
-def _view(coef: Coefficients) -> native.StoreView:
-    if isinstance(coef, TokenwiseCoefficients):
-        view = coef.native_view
-        if view is None or not view.reads(coef.stored.buffer, coef.classes.buffer, coef.marks.buffer):
-            view = coef.native_view = native.StoreView([native.RankBucketView.from_tokenwise(coef)], coef.rank)
-        return view
-    if coef.stored.native_view is None:
-        coef.stored.native_view = native.StoreView([native.RankBucketView.from_coefficients(coef)], coef.rank)
-    return coef.stored.native_view

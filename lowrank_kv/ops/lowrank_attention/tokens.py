@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lowrank_kv.ops.native.reading import rows_of
 from lowrank_kv.ops.rotation import Positions, Rotation
 from lowrank_kv.stores.coefficients import Coefficients
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -47,7 +48,7 @@ class Operands:
 
     def rebuild(self) -> Tensor:
         """Low-rank tokens at full width, (G, N, D)."""
-        return self.rebuilt(self.coef.rows())
+        return self.rebuilt(rows_of(self.coef))
 
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Tokens at full width, (G, N, D), from coefficients, in whose dtype they are rebuilt."""

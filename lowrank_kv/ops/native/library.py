@@ -80,6 +80,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.classify_rows.restype = None
     kernels.pack_rows.argtypes = [address, address, number, number, address, address, number, address]
     kernels.bytes_of_rows.argtypes, kernels.bytes_of_rows.restype = [address, address, number], number
+    kernels.read_rows_of.argtypes, kernels.read_rows_of.restype = [address, *[number] * 4, address], None
     kernels.append_rows.argtypes = [address, address, number, number, address, number, address]
     kernels.write_pages.argtypes, kernels.write_pages.restype = [address, address], number
     kernels.read_pages.argtypes = [address, number, address, number, number, address]

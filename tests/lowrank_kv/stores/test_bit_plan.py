@@ -10,6 +10,7 @@ from rotations import rotated_tokens
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.native import reading
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
 from lowrank_kv.stores.coefficients import Coefficients
@@ -86,9 +87,27 @@ def test_a_plan_that_cannot_be_is_refused(bits, levels, message):
         BitPlan(bits, levels)
 
 
-@pytest.mark.skipif(
+needs_c = pytest.mark.skipif(
     native.unsupported_reason(torch.float32, torch.device("cpu"), in_pairs=True) is not None, reason="no C"
 )
+
+
+@needs_c
+@settings(max_examples=80, deadline=None)
+@given(bits=LONG_PLANS, count=st.integers(0, 150), parts=st.sampled_from([1, 2]), data=st.data())
+def test_compiled_code_reads_the_rows_that_are_decoded(bits, count, parts, data):
+    coef = Coefficients((parts, len(bits)), dtype=torch.float32, device="cpu", quantization=BitPlan(bits, LEVELS))
+    coef.append(rows_of(count, len(bits))[:parts])
+    start = data.draw(st.integers(0, count))
+    found = reading.rows_of(coef, start)
+    torch.testing.assert_close(found, coef.rows(start))
+    assert found.shape == (parts, count - start, len(bits))
+    in_half = reading.rows_of(coef, start, dtype=torch.bfloat16)
+    torch.testing.assert_close(in_half, coef.rows(start, dtype=torch.bfloat16))
+    assert in_half.dtype == torch.bfloat16
+
+
+@needs_c
 # Always the same examples: of a rare one the rounding of large scores is a little more than 1e-5 (seed 96, 54 rows).
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(bits=st.tuples(PLANS, PLANS), count=st.integers(1, 60), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))

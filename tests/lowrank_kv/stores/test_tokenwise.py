@@ -15,6 +15,7 @@ from lowrank_kv.calibration.token_gates import fit_gate, token_costs
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
+from lowrank_kv.ops.native import reading
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import WIDTHS, BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -66,6 +67,7 @@ def check(coef: TokenwiseCoefficients, row_NC: torch.Tensor) -> None:
     plans = coef.quantization
     assert coef.length == len(row_NC)
     torch.testing.assert_close(coef.rows()[0], rounded(plans, row_NC))
+    torch.testing.assert_close(reading.rows_of(coef), coef.rows())  # compiled code, where there is some
     class_N = plans.classes(row_NC)
     assert coef.class_of_rows().tolist() == class_N.tolist()
     sizes = torch.tensor([0, *(plans.row_bytes()[k] for k in class_N.tolist())]).cumsum(0)
@@ -84,6 +86,7 @@ def test_rows_are_found_again_however_they_came_and_whatever_is_taken_away(class
     check(coef, row_NC)
     start = data.draw(st.integers(0, len(row_NC)))
     torch.testing.assert_close(coef.rows(start)[0], rounded(plans, row_NC)[start:])
+    torch.testing.assert_close(reading.rows_of(coef, start), coef.rows(start))
     length = data.draw(st.integers(0, len(row_NC)))
     twin = coef.clone(length)
     check(twin, row_NC[:length])
@@ -196,11 +199,11 @@ def test_a_view_does_not_keep_buffers_that_were_left():
 @pytest.mark.parametrize("which", ["stored", "classes", "marks"])
 def test_a_view_is_made_again_where_buffers_have_moved(which):
     coef = filled(plans_of([(4, 4), (2,)]), rows_of(40), [40])
-    view = native_attention._view(coef)
-    assert native_attention._view(coef) is view
+    view = reading.coefficients_view(coef)
+    assert reading.coefficients_view(coef) is view
     held = getattr(coef, which)
     held.reserve(held.capacity + 1)
-    assert native_attention._view(coef) is not view
+    assert reading.coefficients_view(coef) is not view
 
 
 @pytest.mark.parametrize("which", ["stored", "classes", "marks"])
