@@ -51,9 +51,10 @@ def rebuilt_once(caches: Sequence[Cache]) -> Iterator[None]:
 
 
 def _lasts(layer: object) -> bool:
-    return isinstance(layer, WindowedLayer) and all(
-        type(store) in _LASTING for sequence in layer.sequences for store in (sequence.key, sequence.value)
-    )
+    """Whether a layer's rows only become more."""
+    if not isinstance(layer, WindowedLayer) or layer.config.eviction.is_on:
+        return False
+    return all(type(store) in _LASTING for each in layer.sequences for store in (each.key, each.value))
 
 
 class DecodedRows:
@@ -84,7 +85,7 @@ class RebuiltOnce:
         self._value: GrowingTensor | None = None
 
     def __call__(self, query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring) -> Tensor:
-        if tokens.parts_differ or scoring != Scoring(scoring.scaling):
+        if tokens.parts_differ or scoring.softcap is not None or scoring.sink_H is not None:
             return lowrank_attention(query_HQD, tokens, scoring)
         self._rebuild_new(tokens)
         heads, queries, head_dim = query_HQD.shape
