@@ -11,9 +11,11 @@ from evaluation.reading import cache_bytes, read_through
 from evaluation.rebuilt_once import DecodedRows, RebuiltOnce
 from evaluation.shared_prompt import read_prompt_once
 from evaluation.side_by_side import read_side_by_side
+from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.ops.lowrank_attention import Operands, lowrank_attention
 from lowrank_kv.ops.scoring import Scoring
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 # Products of more rows may be added up in another order, which is 1e-5 here; another code of one coefficient is 1e-3.
 CLOSE = {"atol": 5e-5, "rtol": 0}
@@ -55,7 +57,10 @@ def test_rows_that_never_change_are_rebuilt_once_and_others_never(calibration, t
         return rebuild(operands, coef_PNR)
 
     makers = {name: make for name, make, _ in makers_of(model, calibration)}
-    for name, is_rebuilt in {"joint-mixed": True, "rotated-int4": True, "ojakv-pf": False, "kivi-int4": False}.items():
+    evicting = OjaKVConfig.preset("static-mixed", rate=1.0, eviction=Eviction(keep_ratio=0.5, window_size=4))
+    makers["evicting"] = lambda plan=make_plan(calibration, evicting): OjaKVCache(model, plan)
+    rebuilds = {"joint-mixed": True, "rotated-int4": True, "ojakv-pf": False, "kivi-int4": False, "evicting": False}
+    for name, is_rebuilt in rebuilds.items():
         cache = makers[name]()
         read_prompt_once(model, text[None, :PROMPT], [cache])
         with monkeypatch.context() as patched:
