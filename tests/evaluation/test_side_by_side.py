@@ -58,7 +58,8 @@ def test_rows_that_never_change_are_rebuilt_once_and_others_never(calibration, t
 
     makers = {name: make for name, make, _ in makers_of(model, calibration)}
     evicting = OjaKVConfig.preset("static-mixed", rate=1.0, eviction=Eviction(keep_ratio=0.5, window_size=4))
-    makers["evicting"] = lambda plan=make_plan(calibration, evicting): OjaKVCache(model, plan)
+    plan = make_plan(calibration, evicting)
+    makers["evicting"] = lambda: OjaKVCache(model, plan)
     rebuilds = {"joint-mixed": True, "rotated-int4": True, "ojakv-pf": False, "kivi-int4": False, "evicting": False}
     for name, is_rebuilt in rebuilds.items():
         cache = makers[name]()
