@@ -63,7 +63,7 @@ def values(tiny_dir, written):
         "dtype": "float32",
         "texts": [{"label": "t", "name": str(written(*[89] * LEAST_DOCUMENTS))}],
         "methods": [{"peer": "rotated-int2"}],
-        "prefix": 16,
+        "prefix": 24,  # so that some tokens are compressed
         "length": 30,
         "windows": 1000,
     }
