@@ -47,7 +47,8 @@ test-gpu: $(INSTALLED) ## run the tests that a GPU makes a difference to on one
 
 # gcc's runtimes are loaded before Python; ubsan ends the process at its first finding, as the others do. Leaks are torch's.
 # Threads are those of openmp_by_threads.c, which says why, in the kernels and nowhere else. -s: captured, what is found is lost.
-SANITIZED := $(addprefix tests/lowrank_kv/ops/test_, pages.py ragged_attention.py lowrank_attention.py packing.py full_rank_view.py served_layer.py slow_pairs.py rows_by_class.py)
+SANITIZED := $(addprefix tests/lowrank_kv/ops/test_, pages.py ragged_attention.py lowrank_attention.py packing.py full_rank_view.py served_layer.py slow_pairs.py rows_by_class.py) \
+	tests/lowrank_kv/stores/test_bit_plan.py tests/lowrank_kv/stores/test_tokenwise.py
 THREADED := $(SANITIZED) tests/lowrank_kv/ops/test_projection.py tests/lowrank_kv/hf/test_rope.py tests/dynakv/test_compiled_appending.py
 sanitize: $(INSTALLED) ## run the compiled kernels under the address, undefined-behaviour and thread sanitizers (minutes)
 	LOWRANK_KV_HOME=$$(mktemp -d) CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -g" \
