@@ -67,7 +67,7 @@ class DecodedRows:
     def of(self, coef: Coefficients, start: int) -> Tensor:
         """Rows from `start` on, (P, N, R) fp32."""
         of = coef, start, coef.length
-        if self._of[0] is not coef or self._of[1:] != of[1:]:
+        if self._of != of:
             self._of, self._row_PNR = of, rows_of(coef, start, dtype=torch.float32).float()
         return self._row_PNR
 

@@ -10,12 +10,9 @@ from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens
 from lowrank_kv.ops.native.full_rank_view import full_rank_view
 from lowrank_kv.ops.native.library import CPU, contiguous_fp32
-from lowrank_kv.ops.native.reading import coefficients_view
+from lowrank_kv.ops.native.reading import coefficients_view, is_planned
 from lowrank_kv.ops.rotation import rotates_in_pairs
 from lowrank_kv.ops.scoring import Scoring
-from lowrank_kv.stores.bit_plan import BitPlan
-from lowrank_kv.stores.coefficients import Coefficients
-from lowrank_kv.stores.token_plans import TokenPlans
 
 
 def unsupported_reason(tokens: LowRankTokens) -> str | None:
@@ -70,10 +67,6 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
 def _are_paired(head_dim: int, tokens: LowRankTokens) -> bool:
     """Whether both keys and values are planned coefficients that compiled code multiplies two at a time."""
     keys, values, rotation, _, _ = tokens
-    if not (_is_planned(keys.coef) and _is_planned(values.coef)) or keys.basis_PWR.shape[0] > 1:
+    if not (is_planned(keys.coef) and is_planned(values.coef)) or keys.basis_PWR.shape[0] > 1:
         return False
     return native.multiplies_pairs(keys.coef.dtype, head_dim, 2 * rotation.table.cos_BTF.shape[-1])
-
-
-def _is_planned(coef: Coefficients) -> bool:
-    return isinstance(coef.quantization, (BitPlan, TokenPlans))

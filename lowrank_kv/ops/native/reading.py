@@ -21,8 +21,7 @@ def rows_of(coef: Coefficients, start: int = 0, *, dtype: torch.dtype | None = N
     Args:
         dtype: of quantized rows; by default that of the coefficients.
     """
-    is_planned = isinstance(coef.quantization, (BitPlan, TokenPlans))
-    if not (is_planned and coef.rank and coef.device == CPU and library() is not None):
+    if not (is_planned(coef) and coef.rank and coef.device == CPU and library() is not None):
         return coef.rows(start, dtype=dtype)
     parts = 1 if isinstance(coef, TokenwiseCoefficients) else coef.buffers()[0].shape[0]
     end, width = coef.length, coef.rank + -coef.rank % lanes()
@@ -31,6 +30,11 @@ def rows_of(coef: Coefficients, start: int = 0, *, dtype: torch.dtype | None = N
         coefficients_view(coef).address, parts, start, end, torch.get_num_threads(), row_PNR.data_ptr()
     )
     return row_PNR[..., : coef.rank].to(coef.dtype if dtype is None else dtype)
+
+
+def is_planned(coef: Coefficients) -> bool:
+    """Whether a plan of bits packs the rows."""
+    return isinstance(coef.quantization, (BitPlan, TokenPlans))
 
 
 def coefficients_view(coef: Coefficients) -> StoreView:

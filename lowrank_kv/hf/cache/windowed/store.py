@@ -96,8 +96,7 @@ class TokenStore:
 
     def rows_of(self, coef_PNR: Tensor, decoder_PWR: Tensor) -> Tensor:
         """Rows (G, N, D) from coefficients and a decoder, in their dtype."""
-        no_rows = GrowingTensor(self.full.buffer[:, :0].to(decoder_PWR.dtype), dim=1)
-        return Operands(Coefficients.from_rows(coef_PNR), decoder_PWR, no_rows).rebuild()
+        return Operands(self.coef, decoder_PWR, self.full).rebuilt(coef_PNR)
 
     def forget_operands(self) -> None:
         """To be called before their tensors are replaced, which they would keep alive."""
