@@ -32,7 +32,7 @@ def random_ids(model: PreTrainedModel, length: int) -> Tensor:
 
 def calibration(model: PreTrainedModel, *, read: bool = False) -> Calibration:
     """Moments of random tokens; `read`: and what plans of bits need."""
-    return Calibration.from_text(model, random_ids(model, CALIBRATION_TOKENS), read=read, progress=False)
+    return Calibration.from_text(model, random_ids(model, CALIBRATION_TOKENS), read_gradients=read, progress=False)
 
 
 def granularity_of(model: PreTrainedModel) -> int:
@@ -54,4 +54,4 @@ def add_compressors(
         for side, rate in zip((layer.key, layer.value), rates, strict=True):
             rank = max(1, round(rate * side.width / granularity)) * granularity
             side.gate.initialize_at(side.energies(), rank, side.config.threshold)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)

@@ -3,7 +3,7 @@
 Importing this package lets ``AutoModelForCausalLM.from_pretrained`` load full DynaKV checkpoints.
 """
 
-from dynakv.attach import add_compressors, configure, detach, open_gates, see_exactly, use_ragged_cache
+from dynakv.attach import add_compressors, configure, detach, open_gates, set_exact_tokens, use_dynakv_cache
 from dynakv.cache import DynaKVCache, compressors, is_attached, settings_of, token_compressors
 from dynakv.checkpoint import attach, initialize_from_checkpoint, save_compressor, save_full
 from dynakv.config import DECODERS, DynaKVConfig
@@ -30,8 +30,8 @@ __all__ = [
     "open_gates",
     "save_compressor",
     "save_full",
-    "see_exactly",
+    "set_exact_tokens",
     "settings_of",
     "token_compressors",
-    "use_ragged_cache",
+    "use_dynakv_cache",
 ]

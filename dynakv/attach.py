@@ -54,14 +54,14 @@ def open_gates(model: PreTrainedModel) -> None:
         compressor.gate.open()
 
 
-def use_ragged_cache(model: PreTrainedModel) -> PreTrainedModel:
+def use_dynakv_cache(model: PreTrainedModel) -> PreTrainedModel:
     """Let `generate()`, and plain calls with ``use_cache``, fill a :class:`DynaKVCache`."""
     compressors(model)
     return set_default_cache(prepare(model), DynaKVCache)
 
 
-def see_exactly(model: PreTrainedModel, exact_tokens: ExactTokens | None) -> None:
-    """Let each token of an uncached pass see some tokens before it past the compressors, as a cache would keep them.
+def set_exact_tokens(model: PreTrainedModel, exact_tokens: ExactTokens | None) -> None:
+    """Let each token of a pass without a cache attend to its first and latest tokens as they are, as a cache keeps them.
 
     Args:
         model: with compressors.
@@ -71,7 +71,7 @@ def see_exactly(model: PreTrainedModel, exact_tokens: ExactTokens | None) -> Non
         UserError: the model's own attention takes no such mask.
     """
     for index in compressors(model):
-        getattr(attention_modules(model)[index], PREPARED).see_exactly(exact_tokens)
+        getattr(attention_modules(model)[index], PREPARED).set_exact_tokens(exact_tokens)
 
 
 def configure(model: PreTrainedModel, **overrides: Any) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attach import add_compressors, detach, use_ragged_cache
+from dynakv.attach import add_compressors, detach, use_dynakv_cache
 from dynakv.cache import compressors, settings_of, token_compressors
 from dynakv.compressor import AnyGate, kind_of_projection
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
@@ -242,7 +242,7 @@ def attach(
     add_compressors(model, settings)
     try:
         load_state(model, state, str(directory))
-        use_ragged_cache(model)
+        use_dynakv_cache(model)
         full_checkpoint.declare(model, METHOD, to_dict(settings))
     except BaseException:  # whatever ended it, an interrupt or want of memory, too, the model is stock again
         detach(model)
@@ -393,7 +393,7 @@ def _after_loading(model: PreTrainedModel) -> None:
     if missing := [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]:
         raise UserError(f"`{origin}` has no {missing[0]}; the checkpoint is incomplete, so copy it again")
     _check_numbers(layers, state, origin)
-    use_ragged_cache(model)
+    use_dynakv_cache(model)
 
 
 full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=_after_loading)

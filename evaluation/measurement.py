@@ -120,7 +120,7 @@ def calibrated(
     elif config.calibration is not None:
         ids_NT = config.calibration.blocks(tokenizer)
         inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
-        calibration = Calibration.from_text(model, ids_NT, read=read)
+        calibration = Calibration.from_text(model, ids_NT, read_gradients=read)
         calibration = dataclasses.replace(calibration, record=config.calibration.record())
     else:
         return None, []

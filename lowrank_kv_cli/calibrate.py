@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
         model,
         blocks_NT,
         gradients=config.gradients,
-        read=config.read_gradients,
+        read_gradients=config.read_gradients,
         joint_layers=config.joint_layers,
         self_check=config.self_check,
     )

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.attention import has_compressors
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer, layers_of
+from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer, layers_of
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of, model_within
@@ -26,8 +26,8 @@ from ojakv.online_store import OnlineStore, new_store
 class OjaKVLayer(WindowedLayer):
     """One layer whose bases follow each sequence (OjaKV, Algorithm 1)."""
 
-    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
-        return new_store(initial, self.config, head_dim=self.head_dim, dtype=self.dtype, name=name)
+    def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
+        return new_store(initial, self.config, **self.store_settings(side))
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:

@@ -133,7 +133,7 @@ def caches(model: PreTrainedModel):
         dynakv.add_compressors(model, dynakv.DynaKVConfig())
         dynakv.initialize_from_moments(model, calibration.second_moments())
         dynakv.open_gates(model)
-        dynakv.use_ragged_cache(model)
+        dynakv.use_dynakv_cache(model)
         return dynakv.DynaKVCache.from_model(model)
 
     return {

@@ -85,7 +85,7 @@ def _calibrated(model: PreTrainedModel, blocks: int, read: bool, joint_layers: i
     if not read:
         return calibration
     longer = torch.randint(1, end, (2, 160), generator=generator)
-    longer = Calibration.from_text(model, longer, read=True, joint_layers=joint_layers, progress=False)
+    longer = Calibration.from_text(model, longer, read_gradients=True, joint_layers=joint_layers, progress=False)
     return dataclasses.replace(calibration, read=longer.read, joint_layers=joint_layers)
 
 
@@ -107,7 +107,7 @@ def dynakv_model(model: PreTrainedModel, rate: float, **settings) -> MakeCache:
         dynakv.open_gates(model)
     else:
         spread_gates(model)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
     return lambda: dynakv.DynaKVCache.from_model(model)
 
 
@@ -143,7 +143,7 @@ def planned_model(
     for compressor in dynakv.token_compressors(model):
         weight = compressor.projection.weight
         weight.data.copy_(0.05 * torch.randn(weight.shape, generator=generator))
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
 
     def make_cache() -> Cache:
         cache = dynakv.DynaKVCache.from_model(model)

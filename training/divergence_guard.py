@@ -10,11 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, VALUE
+from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.utils.errors import UserError
 
 from .resumable_state import saved_states
 
 _EMA_WEIGHT = 0.05  # of the newest step in the running mean of the cross-entropy, which spans about 20 steps
+# What a compressor is of, and how a person would say it.
+_COMPRESSED = {KEY: "keys", VALUE: "values", KEY_VALUE: "keys and values"}
 _MIN_STEPS = 20  # steps before that mean is compared
 
 
@@ -125,6 +129,6 @@ def parameter_place(name: str) -> str:
     layer = re.search(r"\.(\d+)\.", name)
     if not layer:
         return name
-    side = re.search(r"\.kv_compressor\.(key|value)\.(.+)$", name)
-    rest = f" {side.group(1)}s, {side.group(2)}" if side else f", {name[layer.end() :]}"
+    part = re.search(rf"\.{TRANSFORM}\.({'|'.join(_COMPRESSED)})\.(.+)$", name)
+    rest = f" {_COMPRESSED[part.group(1)]}, {part.group(2)}" if part else f", {name[layer.end() :]}"
     return f"layer {layer.group(1)}{rest}"

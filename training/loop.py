@@ -153,8 +153,8 @@ def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> No
     """Give a stock model its compressors and hand it to the engine."""
     config = engine.config
     dynakv.add_compressors(model, config.compressor)
-    dynakv.use_ragged_cache(model)
-    dynakv.see_exactly(model, config.compressor.seen_exactly)
+    dynakv.use_dynakv_cache(model)
+    dynakv.set_exact_tokens(model, config.compressor.seen_exactly)
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config, lr_projection))

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     saved = read_config(config.checkpoint)
     name = config.model or saved.base_model
     model = dynakv.attach(load_model(name, dtype=config.dtype, device=config.device), config.checkpoint)
-    dynakv.see_exactly(model, saved.compressor.seen_exactly)
+    dynakv.set_exact_tokens(model, saved.compressor.seen_exactly)
     check_length(model, min(config.length, config.tokens), "length")
     blocks_NT = config.blocks(load_tokenizer(name))
     text = ", ".join(name_of(each) for each in config.name)

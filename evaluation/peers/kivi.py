@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
@@ -102,9 +102,9 @@ class KiviLayer(WindowedLayer):
         super().__init__(plan, index)
         self.bits = bits
 
-    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
-        grouped = GroupedRows(self.bits, self.dtype, by_channel=name.endswith("keys"))
-        return PagedStore(initial, grouped, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=False)
+    def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
+        grouped = GroupedRows(self.bits, self.dtype, by_channel=side == "key")
+        return PagedStore(initial, grouped, grows=False, **self.store_settings(side))
 
 
 def kivi_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:

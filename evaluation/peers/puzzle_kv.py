@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
@@ -61,10 +61,9 @@ class Pages(PagedRows):
 class PuzzleLayer(WindowedLayer):
     """One layer in pages."""
 
-    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
-        grows = self.config.compresses_singly
+    def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
         pages = Pages(initial.vectors_PWR.shape[2], self.dtype)  # the rank is that of the plan's basis
-        return PagedStore(initial, pages, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
+        return PagedStore(initial, pages, grows=self.config.compresses_singly, **self.store_settings(side))
 
 
 def puzzle_maker(

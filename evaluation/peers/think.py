@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
+from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
@@ -84,10 +84,9 @@ class ThinKLayer(WindowedLayer):
 
     store = ChannelStore  # of keys
 
-    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
-        kind = TokenStore if initial.vectors_PWR.shape[2] == initial.vectors_PWR.shape[1] else self.store
-        grows = self.config.compresses_singly
-        return kind(initial, head_dim=self.head_dim, dtype=self.dtype, name=name, grows=grows)
+    def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
+        kind = self.store if initial.is_compressed else TokenStore
+        return kind(initial, grows=self.config.compresses_singly, **self.store_settings(side))
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any

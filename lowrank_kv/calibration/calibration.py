@@ -95,7 +95,7 @@ class Calibration:
         blocks_NT: Tensor,
         *,
         gradients: bool = False,
-        read: bool = False,
+        read_gradients: bool = False,
         joint_layers: int = JOINT_LAYERS,
         progress: bool = True,
         self_check: bool = True,
@@ -104,8 +104,8 @@ class Calibration:
 
         Args:
             gradients: also take the loss's gradients, from which training can start; costs a backward pass.
-            read: also take what is read of a compressed cache, from which plans of bits are made; costs another.
-            joint_layers: with `read`: for how many layers whose keys and values are coded together; 0 for none.
+            read_gradients: also take what is read of a compressed cache, from which plans of bits are made; costs another.
+            joint_layers: with `read_gradients`: for how many layers whose keys and values are coded together; 0 for none.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
                 model; see :func:`lowrank_kv.hf.self_check.self_check`.
 
@@ -118,7 +118,7 @@ class Calibration:
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
         read_states = None
-        if read:
+        if read_gradients:
             read_states = read_states_of(read_moments(model, blocks_NT, joint_layers=joint_layers, progress=progress))
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
@@ -129,7 +129,7 @@ class Calibration:
             geometry=geometry_of(model),
             moments=moments,
             read=read_states,
-            joint_layers=joint_layers if read else 0,
+            joint_layers=joint_layers if read_gradients else 0,
             weights=weight_marks(model),
             tokens=blocks_NT.numel(),
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),

@@ -101,12 +101,12 @@ def probes_of(model: PreTrainedModel, exact_tokens: ExactTokens | None = None) -
     try:
         for index, probe in probes.items():
             modules[index]._modules[TRANSFORM] = probe
-            getattr(modules[index], PREPARED).see_exactly(exact_tokens)
+            getattr(modules[index], PREPARED).set_exact_tokens(exact_tokens)
         yield probes
     finally:
         for index in probes:
             modules[index]._modules.pop(TRANSFORM, None)
-            getattr(modules[index], PREPARED).see_exactly(before[index])
+            getattr(modules[index], PREPARED).set_exact_tokens(before[index])
 
 
 class _Probe(nn.Module):

@@ -62,7 +62,7 @@ class PreparedAttention(GraphHandle):
     observer: Observer | None = None
     exact_tokens: ExactTokens | None = None
 
-    def see_exactly(self, exact_tokens: ExactTokens | None) -> None:
+    def set_exact_tokens(self, exact_tokens: ExactTokens | None) -> None:
         """Set :attr:`exact_tokens`.
 
         Raises:

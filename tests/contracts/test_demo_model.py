@@ -33,7 +33,7 @@ def test_open_gates_equal_the_uncompressed_model(demo_dir, tokens):
             # Any orthonormal basis will do when nothing is truncated.
             torch.nn.init.orthogonal_(compressor.projection.weight)
     dynakv.open_gates(model)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
     torch.testing.assert_close(model(ids, use_cache=False).logits, stock.logits, atol=1e-4, rtol=0)
     torch.testing.assert_close(model(ids).logits, stock.logits, atol=1e-4, rtol=0)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False), greedy)
@@ -55,7 +55,7 @@ def compressed(demo_dir, tokens):
             gate.weight.data.normal_(std=0.05)
             index = torch.arange(192)
             gate.bias.data.copy_(-((index - 150) ** 2) / 200.0)
-    return dynakv.use_ragged_cache(model)
+    return dynakv.use_dynakv_cache(model)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def cache_of(case, model):
         else:
             for compressor in dynakv.token_compressors(model):
                 compressor.gate.bias.data.fill_(case["rate"])
-        dynakv.use_ragged_cache(model)
+        dynakv.use_dynakv_cache(model)
         return dynakv.DynaKVCache.from_model(model)
     key = case["family"], case["seed"], case["outlier"]
     if key not in _calibrations:

@@ -73,10 +73,10 @@ def test_projection_inverts(decoder):
     start = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0]
     projection.initialize(start, start.T)
     projection.weight.data += 0.02 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
-    for basis, decoder in (projection.matrices(), projection.fixed_matrices(torch.float32, torch.device("cpu"))):
-        torch.testing.assert_close(basis @ decoder, torch.eye(32), atol=1e-5, rtol=0)
-    if decoder == "orthogonal":
-        torch.testing.assert_close(basis.T @ basis, torch.eye(32), atol=1e-5, rtol=0)
+    for basis, inverse in (projection.matrices(), projection.fixed_matrices(torch.float32, torch.device("cpu"))):
+        torch.testing.assert_close(basis @ inverse, torch.eye(32), atol=1e-5, rtol=0)
+        if decoder == "orthogonal":
+            torch.testing.assert_close(basis.T @ basis, torch.eye(32), atol=1e-5, rtol=0)
 
 
 def test_fixed_matrices_follow_the_parameters():

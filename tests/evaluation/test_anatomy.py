@@ -60,7 +60,7 @@ def test_shares_of_a_row_of_several_layers_add_up_to_its_bytes(model, calibratio
 def test_shares_of_learned_ranks_are_those_of_the_gates(ids):
     model = tiny_model()
     states = states_of(model, ids)
-    make = dynakv_model(model, 0.5)
+    dynakv_model(model, 0.5)
     maker, layers = dynakv.DynaKVCache.maker(model), dynakv.compressors(model)
     wanted = torch.stack(
         [
@@ -74,7 +74,6 @@ def test_shares_of_learned_ranks_are_those_of_the_gates(ids):
         ]
     )
     torch.testing.assert_close(token_shares(maker, states, 4), wanted / 32)
-    assert make is not None
     dynakv.configure(model, cache_dtype="int8")
     rounded = token_shares(dynakv.DynaKVCache.maker(model), states, 4)
     assert float(rounded.max()) < 0.5  # a byte for four, and scales

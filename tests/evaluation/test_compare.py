@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def bases(tiny_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("calibrated") / "bases"
     ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(0))
-    calibration = Calibration.from_text(load_model(str(tiny_dir)), ids, read=True, progress=False)
+    calibration = Calibration.from_text(load_model(str(tiny_dir)), ids, read_gradients=True, progress=False)
     calibration.save(directory, model="tiny", text=["random"])
     return directory
 
@@ -130,7 +130,7 @@ def test_with_other_bases_only_what_is_made_of_them_is_measured_again(values, tm
     before = len((output / CELLS).read_text().splitlines())
     ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(1))
     model = load_model(values["model"])
-    Calibration.from_text(model, ids, read=True, progress=False).save(tmp_path / "new", model="tiny", text=["random"])
+    Calibration.from_text(model, ids, read_gradients=True, progress=False).save(tmp_path / "new", model="tiny", text=["random"])
     last(values | {"bases": str(tmp_path / "new")}, output)
     added = [json.loads(line)["of"] for line in (output / CELLS).read_text().splitlines()[before:]]
     assert len(added) == before // 4  # of the full cache, the checkpoint, the preset and the peer

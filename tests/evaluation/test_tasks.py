@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory):
 def bases(model_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("calibrated") / "bases"
     ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(0))
-    Calibration.from_text(load_model(str(model_dir)), ids, read=True, progress=False).save(
+    Calibration.from_text(load_model(str(model_dir)), ids, read_gradients=True, progress=False).save(
         directory, model="tiny", text=["random"]
     )
     return directory

@@ -202,7 +202,7 @@ def demo_dynakv(group: str) -> Cells:
             gate = compressor.gate
             gate.weight.data.copy_(0.05 * torch.randn(gate.weight.shape, generator=generator))
             gate.bias.data.copy_(-((torch.arange(gate.bias.numel()) - 150.0) ** 2) / 200)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
     return {f"{group}/spread-gates": _said_of_demo(model, lambda: dynakv.DynaKVCache.from_model(model))}
 
 

@@ -120,5 +120,7 @@ def test_its_memory_survives_a_resume(tmp_path):
 
 def test_places_read_well():
     assert parameter_place(NAMES[2]) == "layer 2 keys, projection.weight"
+    joint = "model.layers.5.self_attn.kv_compressor.key_value.projection.weight"
+    assert parameter_place(joint) == "layer 5 keys and values, projection.weight"
     assert parameter_place("model.layers.7.mlp.up_proj.weight") == "layer 7, mlp.up_proj.weight"
     assert parameter_place("lm_head.weight") == "lm_head.weight"

@@ -282,7 +282,7 @@ def test_attaching_spreads_ranks_by_the_estimated_loss():
     gradients[2]["key"].sum_CC.mul_(1e-9)
     dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
     dynakv.initialize_from_gradients(model, moments, gradients, 0.5)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
     assert model(input_ids=ids(), use_cache=True).past_key_values.rate == pytest.approx(0.5, abs=0.05)
     hard_L2 = rates_of(model).hard_L2
     assert len(hard_L2.unique()) > 3
@@ -299,7 +299,7 @@ def test_no_layer_begins_below_its_floor():
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         price = dynakv.initialize_from_gradients(model, moments, gradients, 0.3, floor=floor)
-        dynakv.use_ragged_cache(model)
+        dynakv.use_dynakv_cache(model)
         rates = rates_of(model.train())
         return price, float(rates.hard_L2.min()), rates.hard
 
@@ -319,7 +319,7 @@ def test_dear_keys_begin_with_fewer_coefficients():
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         dynakv.initialize_from_gradients(model, moments, gradients, 0.5, key_cost=key_cost)
-        dynakv.use_ragged_cache(model)
+        dynakv.use_dynakv_cache(model)
         return tuple(rates_of(model).hard_L2.mean(dim=0).tolist())
 
     (keys, values), (fewer, more) = kept(1.0), kept(20.0)
@@ -345,7 +345,7 @@ def test_the_starting_price_is_what_the_next_coefficients_would_save(rate, key_c
         model = tiny_model()
         dynakv.add_compressors(model, dynakv.DynaKVConfig(granularity=1))
         price = dynakv.initialize_from_gradients(model, moments, gradients, rate, key_cost=key_cost)
-        dynakv.use_ragged_cache(model)
+        dynakv.use_dynakv_cache(model)
         rates = rates_of(model.train())
         lost = 0.0
         for (index, side), basis in bases.items():

@@ -44,7 +44,7 @@ def joint_model(rate: float = 0.2, joint_layers: int = 2, **more):
     """(model, maker of caches); of the three layers the last one is coded by itself where two are coded together."""
     model = tiny_model()
     make_cache = planned_model(model, rate, joint_layers=joint_layers, **more)
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     return model, make_cache
 
 

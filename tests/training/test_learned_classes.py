@@ -27,7 +27,7 @@ TARGET = PLANNED["rate"]["target_retain_rate"]
 def test_classes_learn_beside_the_projection():
     model = tiny_model()
     planned_model(model, 0.15, token_classes=4, learned_classes=True)
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     model.train()
     batch = Batch.from_ids(torch.randint(1, 97, (2, 60), generator=torch.Generator().manual_seed(0)), None)
     with RateRecorder(model) as recorder:
@@ -57,7 +57,7 @@ def test_the_price_starts_at_what_the_calibration_says(training_values, tmp_path
     """Too high a price takes bytes away that come back late, or never: short runs end before."""
     ids_NT = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(0))
     model = load_model(training_values["model"], dtype="float32")
-    calibration = Calibration.from_text(model, ids_NT, read=True, progress=False)
+    calibration = Calibration.from_text(model, ids_NT, read_gradients=True, progress=False)
     calibration.save(tmp_path / "bases", model=training_values["model"], text=["random"])
 
     def first_price(name: str, **changes: dict[str, float]) -> float:

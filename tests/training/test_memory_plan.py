@@ -69,7 +69,7 @@ def saved_bytes(shape: LlamaConfig, config: TrainConfig) -> int:
     if config.trainable == "full":
         model.requires_grad_(True)
     build_optimizer(model, config, 0.0)
-    dynakv.use_ragged_cache(model)
+    dynakv.use_dynakv_cache(model)
     if config.gradient_checkpointing:
         recompute_activations(model)
     parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}

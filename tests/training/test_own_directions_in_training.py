@@ -32,7 +32,7 @@ def adaptive_model(*, token_classes: int = 4, **settings):
     model = tiny_model()
     planned_model(model, 0.1, token_classes=token_classes, words=40, **OWN, **settings)
     dynakv.configure(model, exact_tokens={"recent_window": 3, "update_period": PERIOD})
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     return model
 
 
@@ -69,7 +69,7 @@ def test_a_pass_rebuilds_what_the_cache_serves(token_classes, tmp_path):
 
     for layer in dynakv.compressors(model).values():
         layer.train()
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     logits, rebuilt = in_one_pass(model, ids)
     torch.testing.assert_close(logits, torch.cat(served, dim=1), atol=2e-4, rtol=0)
     compressed = slice(EXACT.num_sink_tokens, PERIOD - EXACT.recent_window)

@@ -39,7 +39,7 @@ def test_a_training_pass_reads_what_the_cache_serves(token_classes):
     compressors = [layer.train() for layer in dynakv.compressors(model).values()]
     assert compressors
     model.config.use_cache = False
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     at_once = model(ids, use_cache=False).logits
     everything = tiny_model()(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(served, dim=1), at_once, atol=2e-4, rtol=0)
@@ -51,7 +51,7 @@ def test_a_training_pass_reads_what_the_cache_serves(token_classes):
 def test_documents_of_a_block_are_read_apart():
     model = tiny_model()
     planned_model(model, 0.15)
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     first, second = token_ids(1, 21), token_ids(1, 19, seed=1)
     position = torch.cat([torch.arange(21), torch.arange(19)])[None]
     packed = Batch(torch.cat([first, second], dim=1), position)
@@ -64,7 +64,7 @@ def test_documents_of_a_block_are_read_apart():
 def test_only_the_projection_learns_and_gradients_pass_the_rounding(token_classes):
     model = tiny_model()
     planned_model(model, 0.15, token_classes=token_classes)
-    dynakv.see_exactly(model, EXACT)
+    dynakv.set_exact_tokens(model, EXACT)
     model.train()
     batch = Batch.from_ids(token_ids(2, 60), None)
     logits = model(**batch.inputs, use_cache=False).logits

@@ -42,7 +42,7 @@ def seen_by(model):
 def test_a_calibration_leaves_what_tokens_see():
     model, exact = tiny_model(), ExactTokens(num_sink_tokens=1, recent_window=3, update_period=4)
     planned_model(model, 0.15)
-    dynakv.see_exactly(model, exact)
+    dynakv.set_exact_tokens(model, exact)
     with uncompressed(model):
         gradient_moments(model, torch.randint(1, 97, (2, 24)), progress=False)
         with probes_of(model, ExactTokens()):
@@ -91,7 +91,7 @@ def test_each_token_is_trained_as_it_is_decoded(made):
     cache = made(model)()
     ids = torch.randint(1, 97, (1, 44), generator=torch.Generator().manual_seed(2))
     served = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
-    dynakv.see_exactly(model, dynakv.cache.settings_of(model).seen_exactly)
+    dynakv.set_exact_tokens(model, dynakv.cache.settings_of(model).seen_exactly)
     inputs = Batch.from_ids(ids, None).inputs
     _, more = read_by_teacher(model, inputs, logits=False)
     trained = model(**inputs, **more, use_cache=False).logits
@@ -111,7 +111,7 @@ def test_heldout_rates_are_those_of_the_text(training_values, text_file, tmp_pat
     config = build(TrainConfig, {**values, "output": "unused"})
     found, tokenizer = summary(tmp_path / "run"), loop.load_tokenizer(values["model"])
     model = dynakv.attach(load_model(values["model"]), checkpoint, self_check=False)
-    dynakv.see_exactly(model, config.compressor.seen_exactly)
+    dynakv.set_exact_tokens(model, config.compressor.seen_exactly)
     for name, batches in heldout_blocks(config, tokenizer).items():
         assert found["heldout"][name]["hard_rate"] == pytest.approx(counted_rate(model, batches), rel=1e-3)
     rates = [found["heldout"][name]["hard_rate"] for name in ("text.jsonl", "other.jsonl")]

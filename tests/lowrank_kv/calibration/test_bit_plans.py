@@ -25,7 +25,7 @@ def ids_of(blocks: int, length: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def calibration():
-    return Calibration.from_text(tiny_model(), ids_of(3, 160), read=True, progress=False)
+    return Calibration.from_text(tiny_model(), ids_of(3, 160), read_gradients=True, progress=False)
 
 
 def test_a_query_reads_what_a_cache_would_have_compressed_by_then():

@@ -45,10 +45,10 @@ def test_a_model_with_compressors_is_refused_before_it_runs(measure):
 def test_a_model_that_fills_a_presets_cache_is_calibrated_as_the_stock_one(gradients):
     """No pass of a calibration fills a cache; the check of a model would, and is left out."""
     blocks = token_ids(length=160)
-    expected = Calibration.from_text(tiny_model(), blocks, gradients=gradients, read=True, progress=False)
+    expected = Calibration.from_text(tiny_model(), blocks, gradients=gradients, read_gradients=True, progress=False)
     other, bases = tiny_model(), calibration_of(tiny_model(), read=True)
     lowrank_kv.compress(other, "static-mixed", rate=0.3, bases=bases, self_check=False)
-    found = Calibration.from_text(other, blocks, gradients=gradients, read=True, progress=False)
+    found = Calibration.from_text(other, blocks, gradients=gradients, read_gradients=True, progress=False)
     for index, sides in expected.moments.items():
         for side, moment in sides.items():
             assert torch.equal(found.moments[index][side], moment), (index, side)

@@ -285,7 +285,7 @@ def test_a_learned_coder_has_them_as_the_one_it_starts_from_has(calibration):
     learned = tiny_model()
     dynakv.add_compressors(learned, dynakv.DynaKVConfig(rank_policy="plan", own_directions=4))
     dynakv.initialize_from_coders(learned, coded_bases(calibration, 0.15, token_classes=4))
-    dynakv.use_ragged_cache(learned)
+    dynakv.use_dynakv_cache(learned)
     own = dynakv.DynaKVCache.from_model(learned)
     found = [learned(part, past_key_values=own).logits for part in ids.split([190, 10], dim=1)]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

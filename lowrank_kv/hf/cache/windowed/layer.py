@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G KV heads, D head dim, Q new tokens, T cached t
 
 import copy
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from lowrank_kv.ops.rotation import Rotate, Rotation
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax import join_sequences
 from lowrank_kv.utils.errors import UserError
+
+Side = Literal["key", "value"]
 
 
 class WindowedLayer(SequenceLayer):
@@ -74,7 +76,7 @@ class WindowedLayer(SequenceLayer):
 
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)
-        stores = self.new_store(key, f"layer {self.index} keys"), self.new_store(value, f"layer {self.index} values")
+        stores = self.new_store(key, "key"), self.new_store(value, "value")
         rows = JointRows(*stores, holds=key.holds_rows) if self._shares_rows else SeparateRows(*stores)
         return WindowedSequence(rows, self.schedule)
 
@@ -83,9 +85,13 @@ class WindowedLayer(SequenceLayer):
         """Whether values, and perhaps other layers, are in the rows of keys."""
         return not self.plan.layers[self.index][1].holds_rows
 
-    def new_store(self, initial: InitialBasis, name: str) -> TokenStore:
+    def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
         """An empty store of one sequence's keys, or values."""
-        return fixed_store(initial, self.config, head_dim=self.head_dim, dtype=self.dtype, name=name)
+        return fixed_store(initial, self.config, **self.store_settings(side))
+
+    def store_settings(self, side: Side) -> dict[str, Any]:
+        """What every store of this layer is made with; see :class:`TokenStore`."""
+        return {"head_dim": self.head_dim, "dtype": self.dtype, "name": f"layer {self.index} {side}s"}
 
     def append(self, key_BGQD: Tensor, value_BGQD: Tensor, context: CallContext) -> None:
         """Store new tokens at full rank; :meth:`attend_cached` compresses those whose time has come."""
