@@ -216,8 +216,8 @@ def _checked_hash(values: dict[str, Any], path: Path) -> str | None:
 def attach(
     model: PreTrainedModel, directory: str | Path, *, self_check: bool = True, **overrides: Any
 ) -> PreTrainedModel:
-    """Put a compressor checkpoint on its base model; `generate()` then fills a ragged cache by itself, and `save_pretrained`
-    writes a full checkpoint.
+    """Put a compressor checkpoint on its base model; `generate()` then fills a :class:`dynakv.DynaKVCache` by itself, and
+    `save_pretrained` writes a full checkpoint.
 
     Args:
         model: the stock model it was trained for.

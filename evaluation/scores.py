@@ -128,7 +128,7 @@ def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
 
 
 def extent(row: Mapping[str, Any]) -> str:
-    """How many windows a row is of, and of how many documents."""
+    """The numbers of windows and documents behind a row, in words."""
     windows, documents = row["windows"], row["documents"]
     return f"{windows} window{'s' * (windows > 1)} of {documents} document{'s' * (documents > 1)}"
 

@@ -256,13 +256,16 @@ def _calibrate_once(
     _check_same(output / CALIBRATION, of_model | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
-        calibration = Calibration.from_text(model, config.calibration.blocks(tokenizer), **needs)
+        blocks_NT = config.calibration.blocks(tokenizer)
+        calibration = Calibration.from_text(
+            model, blocks_NT, gradients=needs["gradients"], read_gradients=needs["read"]
+        )
         calibration.save(bases, model=name_of(runs[0].run.model), **config.calibration.record())
     return bases
 
 
 def needs_of(runs: list[Point]) -> dict[str, bool]:
-    """What the calibration must have for some of the runs, as :meth:`Calibration.from_text` takes it."""
+    """What some of the runs ask of a calibration beside moments of states: gradients, and what is read of a cache."""
     configs = [point.run for point in runs]
     return {
         "gradients": any(run.starts_from_gradients and not run.compressor.has_plan for run in configs),

@@ -22,10 +22,10 @@ _LEAST_WEIGHT = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateFit:
-    """A gate, and what it foretold of the tokens that it was fitted to.
+    """A gate, and the costs that it predicts of the tokens it was fitted to.
 
     Attributes:
-        score_N: what it foretold.
+        score_N: the prediction, as :meth:`ImportanceGate.scores` gives it.
         cost_N: w_t as sampled.
     """
 
@@ -34,7 +34,7 @@ class GateFit:
     cost_N: Tensor
 
     def classes(self, count: int) -> "TokenClasses":
-        """Tokens divided by what is foretold of them."""
+        """`count` classes of tokens by their predicted costs, of falling size."""
         place_K = torch.arange(1, count, dtype=self.score_N.dtype, device=self.score_N.device) / count
         bounds_K = torch.quantile(self.score_N, 1 - (1 - place_K) ** _CONCENTRATION)
         class_N = torch.bucketize(self.score_N, bounds_K)
@@ -50,10 +50,12 @@ class GateFit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenClasses:
-    """Attributes:
-    bounds_K: a token is in the class of the first bound that is not below its score; (K − 1,) fp32.
-    shares: of all tokens, in each class.
-    weights: mean cost of a class's tokens over that of all.
+    """How tokens are divided into classes by a gate's score, and what each class costs.
+
+    Attributes:
+        bounds_K: a token is in the class of the first bound that is not below its score; (K − 1,) fp32.
+        shares: of all tokens, in each class.
+        weights: mean cost of a class's tokens over that of all.
     """
 
     bounds_K: Tensor

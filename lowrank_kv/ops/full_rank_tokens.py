@@ -9,11 +9,13 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class FullTokens:
-    """Attributes:
-    key_BGFD, value_BGFD: rotated keys, and values, in the queries' dtype; contiguous in D.
-    length_B: how many of the F rows each sequence uses, int32.
-    mask_BQF: bool, True where a query may see a token; None when it may see all.
+class FullRankTokens:
+    """Tokens kept at full rank, as attention takes them.
+
+    Attributes:
+        key_BGFD, value_BGFD: rotated keys, and values, in the queries' dtype; contiguous in D.
+        length_B: how many of the F rows each sequence uses, int32.
+        mask_BQF: bool, True where a query may see a token; None when it may see all.
     """
 
     key_BGFD: Tensor

@@ -7,7 +7,7 @@ dims, (H) or (B, H).
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.scoring import Scoring
 
 
@@ -46,7 +46,7 @@ def fp64_batch_attention(
     scoring: Scoring,
     *,
     mask_BQT: Tensor | None,
-    full: FullTokens | None = None,
+    full: FullRankTokens | None = None,
 ) -> Tensor:
     """:func:`fp64_attention` of a batch over rebuilt tokens and over tokens at full rank."""
     queries = query_BHQD.shape[2]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a record is read without loading torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
-DISTRIBUTIONS = ("lowrank-kv", "adaptive-kv")
+DISTRIBUTION = "lowrank-kv"
 RUN_FILE = "run.json"
 """In a checkpoint's directory: names the run that trained it."""
 
@@ -122,8 +122,8 @@ def code_state(source: str | Path = __file__) -> dict[str, Any]:
         commit = _git(source.parent, "rev-parse", "HEAD")
         changes = _git(Path(root), "status", "--porcelain", "--", ".", *_NOT_SOURCES) if root else None
         if commit and changes is not None:
-            return {"commit": commit, "dirty": bool(changes), "version": _own_version()}
-    return {"commit": None, "dirty": None, "version": _own_version() or "unknown"}
+            return {"commit": commit, "dirty": bool(changes), "version": _version(DISTRIBUTION)}
+    return {"commit": None, "dirty": None, "version": _version(DISTRIBUTION) or "unknown"}
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
@@ -200,10 +200,6 @@ def _git(directory: Path, *arguments: str) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _own_version() -> str | None:
-    return next((found for name in DISTRIBUTIONS if (found := _version(name))), None)
 
 
 def _version(distribution: str) -> str | None:

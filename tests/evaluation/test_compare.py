@@ -130,7 +130,9 @@ def test_with_other_bases_only_what_is_made_of_them_is_measured_again(values, tm
     before = len((output / CELLS).read_text().splitlines())
     ids = torch.randint(1, 257, (3, 160), generator=torch.Generator().manual_seed(1))
     model = load_model(values["model"])
-    Calibration.from_text(model, ids, read_gradients=True, progress=False).save(tmp_path / "new", model="tiny", text=["random"])
+    Calibration.from_text(model, ids, read_gradients=True, progress=False).save(
+        tmp_path / "new", model="tiny", text=["random"]
+    )
     last(values | {"bases": str(tmp_path / "new")}, output)
     added = [json.loads(line)["of"] for line in (output / CELLS).read_text().splitlines()[before:]]
     assert len(added) == before // 4  # of the full cache, the checkpoint, the preset and the peer

@@ -113,7 +113,9 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
 
 def test_what_a_calibration_is_for_is_said_in_words(inspect, tiny_dir, tmp_path):
     model, blocks_NT = load_model(str(tiny_dir)), torch.randint(1, 257, (2, 64))
-    made = Calibration.from_text(model, blocks_NT, gradients=True, read_gradients=True, joint_layers=2, self_check=False)
+    made = Calibration.from_text(
+        model, blocks_NT, gradients=True, read_gradients=True, joint_layers=2, self_check=False
+    )
     made.save(tmp_path / "bases", model="tiny", text=["text.jsonl"])
     _, text = inspect(tmp_path / "bases")
     assert "read gradients, for the mixed presets and plans of bits, joint layers included; gradients, for" in text

@@ -136,7 +136,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
         """(kind, tensor) of all state kept between steps, each byte once; kinds as in `stores.memory_report`."""
 
     def expect_prompt(self, length: int) -> None:
-        """A `generate()` begins, and its prompt ends at place `length`; most layers treat all tokens alike."""
+        """Called when a `generate()` begins whose prompt ends at position `length`; most layers treat all tokens alike."""
 
     # -- one call ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from lowrank_kv.ops.arena_attention.operands import ArenaPages
 from lowrank_kv.ops.arena_attention.triton_scores import arena_scores
 from lowrank_kv.ops.arena_attention.triton_values import arena_values, block_of
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.split_softmax import SplitSoftmax, token_splits
@@ -93,7 +93,7 @@ def arena_attention(
 
 def exact_tokens(
     pages: ArenaPages, page_BP: Tensor, past_B: Tensor, new_BGD: tuple[Tensor, Tensor] | None
-) -> FullTokens | None:
+) -> FullRankTokens | None:
     """The tokens that stand exactly beside rows; None where there are none. The new one comes first, so that those in use
     are the first ones."""
     if new_BGD is None and not pages.num_sinks:
@@ -107,4 +107,4 @@ def exact_tokens(
             for state_BGD, sink_BFGD in zip(new_BGD, states_BFGD, strict=True)
         ]
     key_BGFD, value_BGFD = (state_BFGD.transpose(1, 2) for state_BFGD in states_BFGD)
-    return FullTokens(key_BGFD, value_BGFD, length_B)
+    return FullRankTokens(key_BGFD, value_BGFD, length_B)

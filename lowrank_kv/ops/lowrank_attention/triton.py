@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.rotation import Positions, RotaryTable, Rotation
@@ -71,7 +71,7 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
     if full:
         full_mask = None if mask_1QT is None else mask_1QT[:, :, low:]
         # With their room to grow: kernels are tuned by it, and it changes less often than what it holds.
-        full_tokens = FullTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), full_mask)
+        full_tokens = FullRankTokens(keys.full.buffer[None], values.full.buffer[None], _length(full, device), full_mask)
     operation, options = latent_attention, {}
     if not _is_per_head(keys, values, rotation):
         operation = joint_attention

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block, splits_of
 from lowrank_kv.ops.triton.merge_splits import merge
@@ -46,7 +46,7 @@ class SplitSoftmax:
         *,
         low: int,
         maxima: int = 1,
-        full: FullTokens | None = None,
+        full: FullRankTokens | None = None,
         splits: int | None = None,
     ):
         batch, heads, self._queries, _ = query_BHQD.shape

@@ -68,7 +68,7 @@ def stores_of(cache, sequence=0):
 
 def test_moments_of_all_are_those_of_their_rows(model, calibrations):
     blocks = torch.randint(1, 97, (2, 160), generator=torch.Generator().manual_seed(3))
-    settings = {"read": True, "joint_layers": 2, "progress": False, "self_check": False}
+    settings = {"read_gradients": True, "joint_layers": 2, "progress": False, "self_check": False}
     found = Calibration.from_text(model, blocks, **settings).joint_read_states(2)
     assert list(found) == [(0, 1), (2,)]
     part = ExactTokens().read_by_some(160)

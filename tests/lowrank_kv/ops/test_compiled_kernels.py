@@ -13,7 +13,7 @@ pytest.importorskip("triton", minversion="3.6")
 from compiled_kernels import META, Launches, check_all, compiled, first_only  # noqa: E402
 
 from lowrank_kv.ops.decoders import Decoders  # noqa: E402
-from lowrank_kv.ops.full_rank_tokens import FullTokens  # noqa: E402
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens  # noqa: E402
 from lowrank_kv.ops.gated_append.triton import gated_append  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.joint.triton import joint_attention  # noqa: E402
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows  # noqa: E402
@@ -30,7 +30,7 @@ from lowrank_kv.stores.token_plans import TokenPlans  # noqa: E402
 
 def full_tokens(batch, groups, head_dim, dtype):
     states = torch.empty(batch, groups, 512, head_dim, dtype=dtype, device=META)
-    return FullTokens(states, states, torch.empty(batch, dtype=torch.int32, device=META))
+    return FullRankTokens(states, states, torch.empty(batch, dtype=torch.int32, device=META))
 
 
 def paged_launches(

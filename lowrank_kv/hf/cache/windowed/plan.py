@@ -145,7 +145,7 @@ class InitialBasis:
         return self._decoders[dtype]
 
     def prepared(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What attention has made of :meth:`decoder`, for all caches."""
+        """Copies of :meth:`decoder` in the layouts that attention reads, by name; all caches share them."""
         return self._prepared.setdefault(dtype, {})
 
     def decoder_with(self, own: OwnDirections, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:

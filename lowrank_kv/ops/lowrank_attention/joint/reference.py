@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
@@ -23,7 +23,7 @@ def joint_attention(
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
     mask_BQN: Tensor | None = None,
-    full: FullTokens | None = None,
+    full: FullRankTokens | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂ with K̂ rotated after it is rebuilt.
 

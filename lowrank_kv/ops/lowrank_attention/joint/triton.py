@@ -10,7 +10,7 @@ N low-rank tokens, F full-rank tokens, R rank, X parts of the softmax.
 
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.joint.triton_scores import joint_scores
 from lowrank_kv.ops.lowrank_attention.joint.triton_values import block_of, weighted_rows
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
@@ -31,7 +31,7 @@ def joint_attention(
     rotation: RotaryTable | None = None,
     position_BN: Tensor | None = None,
     mask_BQN: Tensor | None = None,
-    full: FullTokens | None = None,
+    full: FullRankTokens | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of Q queries of each sequence over its low-rank and full-rank tokens, in one softmax.

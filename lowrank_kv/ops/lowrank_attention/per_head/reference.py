@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q queries, N low-rank tokens, D head
 
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.softmax_reference import fp64_batch_attention
@@ -19,7 +19,7 @@ def latent_attention(
     scoring: Scoring,
     *,
     mask_BQN: Tensor | None = None,
-    full: FullTokens | None = None,
+    full: FullRankTokens | None = None,
 ) -> Tensor:
     """softmax(q K̂ᵀ · scaling) V̂.
 

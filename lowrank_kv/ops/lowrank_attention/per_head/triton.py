@@ -8,7 +8,7 @@ F full-rank tokens, R rank, X parts of the softmax.
 
 from torch import Tensor
 
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.ops.triton.launch import block
@@ -24,7 +24,7 @@ def latent_attention(
     scoring: Scoring,
     *,
     mask_BQN: Tensor | None = None,
-    full: FullTokens | None = None,
+    full: FullRankTokens | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of Q queries of each sequence over its low-rank and full-rank tokens, in one softmax.

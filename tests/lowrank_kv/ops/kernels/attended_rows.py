@@ -9,7 +9,7 @@ from errors import check_near
 from torch import Tensor
 
 from lowrank_kv.bases.codebooks import lloyd_max
-from lowrank_kv.ops.full_rank_tokens import FullTokens
+from lowrank_kv.ops.full_rank_tokens import FullRankTokens
 from lowrank_kv.ops.lowrank_attention.latent_rows import LatentRows
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import UNCODED, WIDTHS, BitPlan
@@ -71,7 +71,7 @@ def full_tokens(batch, groups, length_B, room, head_dim, *, queries, dtype, gene
     key, value = torch.randn(2, batch, groups, room, head_dim, generator=generator).to(dtype)
     beyond = (torch.arange(room) >= length_B[:, None])[:, None, :, None]
     mask = torch.rand(batch, queries, room, generator=generator) < 0.8
-    return FullTokens(key.masked_fill(beyond, torch.nan), value.masked_fill(beyond, torch.nan), length_B, mask)
+    return FullRankTokens(key.masked_fill(beyond, torch.nan), value.masked_fill(beyond, torch.nan), length_B, mask)
 
 
 def moved(operands, device):
@@ -119,7 +119,7 @@ def check_equal(
         return moved(value, device) if dataclasses.is_dataclass(value) else value
 
     def clean(value: Any) -> Any:
-        return cleaned(value) if isinstance(value, FullTokens) else value
+        return cleaned(value) if isinstance(value, FullRankTokens) else value
 
     query, keys, values, length = rows
     known = {name: clean(value) for name, value in options.items()}
