@@ -39,8 +39,8 @@ def initialize_from_gradients(
 ) -> float:
     """Start every layer from the PCA of its moments weighted by the loss's gradients, and every gate at a rank of its own.
 
-    Beyond the paper, whose training begins by closing gates that are nearly open: here the ranks are spread over layers,
-    keys and values by water-filling on the estimated loss (:func:`lowrank_kv.bases.loss_weighted.weighted_basis`), so
+    Beyond the paper, which says how projections start and not how gates do: here the ranks are spread over layers, keys and
+    values by water-filling on the estimated loss (:func:`lowrank_kv.bases.loss_weighted.weighted_basis`), so
     that the mean is about `rate` (ranks are rounded to `granularity`) from the first step on, and training sets out
     from what a good allocation without it would be.
 

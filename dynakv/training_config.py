@@ -18,7 +18,7 @@ class CalibrationConfig:
 
     start: str | None = option(
         None,
-        help="`pca`: projections from the states' PCA, gates nearly open (paper). `gradient`: from their PCA weighted by "
+        help="`pca`: projections from the states' PCA (paper), gates nearly open. `gradient`: from their PCA weighted by "
         "the loss's gradients, gates at the target rate, spread over layers, keys and values by the loss it costs; null is "
         "`gradient` where there is a target and the compressor can start so (`decoder`, `rank_policy`), else `pca`",
         choices=STARTS,

@@ -5,7 +5,7 @@
 with, for example, in compare.yaml:
 
     model: MODEL
-    bases: bases/mine                                 # of `lowrank-kv calibrate`
+    bases: bases/mine                                 # of `lowrank-kv calibrate --read_gradients true`
     texts:
       - {label: mine, name: TEXT.jsonl}               # that calibration and training have not read
     methods:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def relative_error(rows_NC: Tensor, basis_CR: Tensor) -> float:
-    """RER = ‖X − X U Uᵀ‖² / ‖X‖² for an orthonormal basis U (OjaKV, appendix on adaptation under shift).
+    """RER = ‖X − X U Uᵀ‖² / ‖X‖² for an orthonormal basis U (residual-energy ratio; OjaKV, section 4).
 
     0 means that the basis spans every row, 1 that it spans none. Computed in fp64.
     """

@@ -92,8 +92,8 @@ class Tracker(abc.ABC):
 
 
 class OjaTracker(Tracker):
-    """Oja's rule on batches, made orthonormal (OjaKV, section 5.2 and Algorithm 1):
-    U ← orth(U + η (I − U Uᵀ) XᵀX U / N).
+    """Oja's rule on batches, made orthonormal (OjaKV, section 5.2): U ← orth(U + η (I − U Uᵀ) XᵀX U / N). The paper's
+    Algorithm 1 has no 1/N, so that its η would mean N times as much.
 
     Preconditioned (beyond the paper), each direction's step is divided by the energy known of it: with S the second
     moment of what is stored, U ← orth(U + η (I − U Uᵀ) XᵀX U · (S + UᵀXᵀX U)⁻¹). At η = 1 this spans what one orthogonal

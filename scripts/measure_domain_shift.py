@@ -2,7 +2,7 @@
 
     python scripts/measure_domain_shift.py --model MODEL --bases DIR --text address=address.jsonl --results results
 
-Relative residual energy (RER) and overlap with the oracle's subspace (SO) of the calibrated, the adapted and the oracle
+The residual-energy ratio (RER) and the overlap with the oracle's subspace (SO) of the calibrated, the adapted and the oracle
 basis, for each head after rotation and for all heads together before it.
 """
 
