@@ -13,8 +13,8 @@ class SecondMoment:
     Memory is O(C²) whatever the length of the stream: rows are multiplied into the sum and never kept. Each block's
     product is formed in fp64, so the sum does not drift over millions of rows.
 
-    OjaKV (appendix A.3) starts its bases from this matrix. DynaKV (section 3.1, footnote 1) takes the covariance, without the
-    mean; here nothing is centred, since x̃ = x U subtracts no mean either.
+    OjaKV (appendix A.3) starts its bases from this matrix. DynaKV (section 3.1, footnote 1) takes the covariance, which is
+    centred; here nothing is, since x̃ = x U subtracts no mean either.
     """
 
     def __init__(self, width: int, *, device: torch.device | str = "cpu"):
