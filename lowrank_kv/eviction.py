@@ -38,6 +38,7 @@ class Eviction:
     def is_on(self) -> bool:
         return self.keep_ratio < 1
 
+    @torch.no_grad()
     def scores(
         self, query_HQD: Tensor, key_GTD: Tensor, scaling: float, present_T: Tensor | None, *, parts: int
     ) -> Tensor:

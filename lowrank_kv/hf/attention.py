@@ -248,7 +248,8 @@ def lowrank_attention_forward(
     prepared: PreparedAttention | None = getattr(module, PREPARED, None)
     if prepared is None:
         raise UserError(
-            f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank_kv.hf.prepare.prepare(model)"
+            f"attention `{ATTENTION_NAME}` needs a prepared model; call lowrank_kv.hf.prepare.prepare(model), and "
+            f"give a model that is not to be compressed a `config` of its own: it may share that of one that is"
         )
     if lowrank_call is None:
         return backend(prepared.previous)(module, query, key, value, attention_mask, **kwargs)

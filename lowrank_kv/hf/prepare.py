@@ -1,10 +1,19 @@
 """Let a stock model run with compressed caches, and undo it."""
 
 import itertools
+import weakref
 
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from lowrank_kv.hf.attention import ATTENTION_NAME, PREPARED, PreparedAttention, begin_call, check_not_switched
+from lowrank_kv.hf.attention import (
+    ATTENTION_NAME,
+    PREPARED,
+    PreparedAttention,
+    begin_call,
+    check_not_switched,
+    is_prepared,
+)
 from lowrank_kv.hf.backends import check_backend, default_backend
 from lowrank_kv.hf.default_cache import HOOKING, hook_generation, unhook_generation
 from lowrank_kv.hf.geometry import attention_modules, check_model, geometry_of, model_within
@@ -13,6 +22,8 @@ from lowrank_kv.hf.rotary import rotary_function
 from lowrank_kv.utils.errors import UserError
 
 _identities = itertools.count(1)
+# A prepared model's config → a weak reference to the model.
+_prepared_by = WeakIdKeyDictionary()
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -25,6 +36,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         UserError: the model wraps another, or its attention is another, or cannot be replaced.
     """
     check_model(model)
+    check_own_config(model)
     with HOOKING:
         previous = model.config._attn_implementation
         if previous != ATTENTION_NAME:
@@ -46,9 +58,23 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
                 raise UserError(
                     f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
                 )
+        _prepared_by[model.config] = weakref.ref(model)
         hook_generation(model)
         hook_calls(model)
     return model
+
+
+def check_own_config(model: PreTrainedModel) -> None:
+    """Raise :class:`UserError` where a stock model shares its `config` with a prepared one: switching the attention of that
+    one has switched its own."""
+    if model.config._attn_implementation != ATTENTION_NAME or is_prepared(model):
+        return
+    other = _prepared_by.get(model.config, lambda: None)()
+    if other is not None and other is not model:
+        raise UserError(
+            "the model shares its `config` object with another model, which is compressed, and so runs by the attention of "
+            "that one; make each model from a config of its own, `copy.deepcopy(config)`"
+        )
 
 
 def _of_the_decoder(model: PreTrainedModel, attention: str) -> str | dict[str, str]:

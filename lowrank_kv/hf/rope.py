@@ -22,6 +22,7 @@ from lowrank_kv.stores.growable_tensor import GrowingTensor
 from lowrank_kv.utils.errors import UserError
 
 POSITION_BYTES = 4  # of a position id, int32
+_ROUNDING = 0.02  # of cos and sin: bf16's is 0.004, and compiled code rounds angles at far positions otherwise
 # Tokens at scattered positions whose rotation is computed by itself: that of all tokens takes milliseconds.
 _FEW = 256
 
@@ -94,9 +95,10 @@ class RopeHistory:
     """Every cached token's rotation, shared by the layers of a cache.
 
     Where frequencies are fixed, position ids are kept (4 bytes a token for the whole model); cos and sin are computed again
-    from them once per step for all layers, by the model's own module or by compiled code that does the same. Where
-    frequencies change with the length, or where a family does not pass position ids to its layers, the rows of cos and sin
-    that each token was rotated with are kept.
+    from them once per step for all layers, by the model's own module or by compiled code that does the same. The rows of cos
+    and sin that each token was rotated with are kept where position ids do not tell them: where frequencies change with the
+    length, where a family passes no position ids to its layers, or others than it rotates by, as models that read images do,
+    whose tokens have places in time, height and width.
     """
 
     def __init__(self, rotary: Rotary):
@@ -144,8 +146,8 @@ class RopeHistory:
         if self.length == length:
             return self._newest or rope
         check_same_length(self.length + rope.cos_BTE.shape[1], length)
-        if rope.position_BT is None:
-            self.keeps_rows = True
+        if not self.keeps_rows and not self._is_told_by_positions(rope):
+            self._keep_rows()
         new = [rope.cos_BTE, rope.sin_BTE] if self.keeps_rows else [rope.position_BT.to(torch.int32)]
         self._dtype = rope.cos_BTE.dtype
         if self._kept:
@@ -157,6 +159,20 @@ class RopeHistory:
         self.release()
         self._newest = rope.clone()
         return self._newest
+
+    def _is_told_by_positions(self, rope: Rope) -> bool:
+        """Whether a call's rotation is that of its position ids. A token by itself is not looked at: it is rotated as those
+        before it were, and decoding would pay for the look."""
+        if rope.position_BT is None or rope.cos_BTE.shape[1] == 1:
+            return rope.position_BT is not None
+        found = self.rotary.cos_sin(rope.position_BT, rope.cos_BTE.dtype)
+        return all(map(_is_about, found, (rope.cos_BTE, rope.sin_BTE)))
+
+    def _keep_rows(self) -> None:
+        """From now on keep rows of cos and sin, those of the tokens so far, too."""
+        if self._kept:
+            self._kept = [_growing(rows) for rows in self.rotary.cos_sin(self._kept[0].rows, self._dtype)]
+        self.keeps_rows = True
 
     def rope(self) -> Rope:
         """The rotation of all cached tokens."""
@@ -240,7 +256,7 @@ class RopeHistory:
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self._kept = []
+        self._kept, self.keeps_rows = [], self.rotary.is_length_dependent
         self.release()
 
     def __deepcopy__(self, memo: dict) -> "RopeHistory":
@@ -263,6 +279,12 @@ def check_same_length(expected: int, length: int) -> None:
 
 def _does_not_rotate_halves() -> UserError:
     return UserError("a paged cache needs keys whose halves are rotated; use an ordinary compressed cache")
+
+
+def _is_about(found_BTE: Tensor, given_BTE: Tensor) -> bool:
+    """Whether two tables of cos, or of sin, are the same but for rounding. Other positions turn the leading dims by a radian
+    or more."""
+    return found_BTE.shape[1:] == given_BTE.shape[1:] and torch.allclose(found_BTE, given_BTE, rtol=0, atol=_ROUNDING)
 
 
 def _growing(rows_BTX: Tensor) -> GrowingTensor:

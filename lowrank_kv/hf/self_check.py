@@ -22,7 +22,7 @@ from lowrank_kv.hf.cache_argument import CACHE
 from lowrank_kv.hf.default_cache import has_default_cache
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import position_limit
-from lowrank_kv.hf.prepare import prepare, restore
+from lowrank_kv.hf.prepare import check_own_config, prepare, restore
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.eval_mode import evaluating
 
@@ -74,6 +74,7 @@ def self_check(model: PreTrainedModel) -> None:
         return
     was_prepared = is_prepared(model)
     if not was_prepared:
+        check_own_config(model)
         check_backend(model.config._attn_implementation)
     device = next(model.parameters()).device
     ids_BT = _random_ids(model, device)

@@ -40,6 +40,7 @@ class PagePool:
         UserError: a size is not as stated above, or the quantization has a group size.
     """
 
+    @torch.inference_mode(False)  # tensors made in that mode could not be written outside it
     def __init__(
         self,
         pages: int,

@@ -49,6 +49,7 @@ class PagedStore:
         self.granules = width // pool.granule
         self._make_tables(batch)
 
+    @torch.inference_mode(False)  # made in that mode, they could not be written outside it
     def _make_tables(self, batch: int) -> None:
         """Make empty tables for `batch` sequences."""
         self.batch, pool = batch, self.pool

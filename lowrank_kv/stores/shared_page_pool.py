@@ -27,6 +27,10 @@ class SharedPagePool:
         width: C, of every store.
         quantization: how coefficients are stored as integers; None to store them in the model's dtype.
 
+    Attributes:
+        appends_without_kernels: whether some store's rows are appended by torch. Then all are: a kernel takes pages that the
+            first layer has reserved for a step, of which what torch takes would not be counted.
+
     Raises:
         UserError: a size is out of range, or ranks are not multiples of 16 coefficients (32 in 4 bits).
     """
@@ -62,6 +66,7 @@ class SharedPagePool:
             )
         self.width, self.granule, self.granules = width, granule, width // granule
         self.pool: PagePool | None = None
+        self.appends_without_kernels = False
         self._made: list[PagedStore] = []
 
     def new_store(self, batch: int, dtype: torch.dtype, device: torch.device) -> PagedStore:
@@ -102,7 +107,7 @@ class SharedPagePool:
 
     def release(self) -> None:
         """Give up the pages; stores made before hold no rows any more."""
-        self.pool, self._made = None, []
+        self.pool, self._made, self.appends_without_kernels = None, [], False
 
     def free_nbytes(self) -> int:
         """Bytes of the free pages; waits for the device."""

@@ -125,6 +125,24 @@ def test_no_layer_forgets_where_one_cannot():
     assert cache.history.length == 40
 
 
+@torch.no_grad()
+def test_no_layer_forgets_where_one_has_recorded_too_little():
+    """A window that is told to record keeps what it has and what comes then, and a crop takes it back to its own length."""
+    model = BY_NAME["gemma3"].model(layer_types=["full_attention", "sliding_attention", "full_attention"])
+    stock = copy.deepcopy(model)
+    lowrank_kv.compress(model, "ojakv-joint", bases=calibration_of(model), rate=1.0)
+    ids = torch.randint(1, 97, (2, 40))
+    cache = model(ids[:, :30]).past_key_values
+    cache.activate_past_recording()
+    model(ids[:, 30:34], past_key_values=cache)
+    cache.crop(-3)
+    with pytest.raises(UserError, match="a layer with a sliding window of 8 has forgotten those before it"):
+        cache.crop(-5)
+    assert lengths(cache) == [31, 31, 31]
+    found = model(ids[:, 31:], past_key_values=cache).logits
+    torch.testing.assert_close(found, stock(ids).logits[:, 31:], atol=5e-4, rtol=0)
+
+
 @every_method
 @torch.no_grad()
 def test_sequences_may_be_counted_from_the_end(method):

@@ -126,6 +126,20 @@ def test_a_token_attends_to_what_was_kept_and_to_nothing_else(make, ids):
         assert not torch.equal(places[0], places[1]), "heads must choose for themselves"
 
 
+@METHODS
+def test_a_prompt_may_be_read_with_gradients(make, ids):
+    model = tiny_model()
+    make_cache = make(model, 1.0, 0.5)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=make_cache()).logits
+    cache = make_cache()
+    found = model(ids, past_key_values=cache).logits
+    assert found.requires_grad
+    torch.testing.assert_close(found.detach(), expected)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [13, PROMPT - 3])  # the latter leaves less than a window
 @METHODS

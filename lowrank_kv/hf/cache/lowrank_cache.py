@@ -202,9 +202,12 @@ def _check_crop(layer: CacheLayerMixin, length: int) -> None:
     """Raise :class:`UserError` where a layer cannot forget the tokens after the first `length`."""
     if isinstance(layer, CompressedLayer):
         layer.check_crop(length)
-    elif isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+    elif isinstance(layer, DynamicSlidingWindowLayer):
         held, window = layer.get_seq_length(), layer.sliding_window
-        if held >= window and held != length:
+        if held == length or held < window:
+            return
+        left = layer.keys.shape[-2] - (held - length)  # of what it still has, which may be more than the window
+        if not layer.record_past or (length and left < min(window - 1, length)):
             raise UserError(
                 f"the cache cannot be cropped to {length} tokens: a layer with a sliding window of {window} has forgotten "
                 f"those before it; call `cache.activate_past_recording()` before the tokens that may be taken back, or read "

@@ -61,6 +61,9 @@ class PagedLayer(CodecLayer):
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
         log_choice("paged_attention", "triton", self.dtype, self.device)
         if None in self.appends:
+            self.shared_page_pool.appends_without_kernels = (
+                True  # before any layer decodes: all start in a text's first call
+            )
             because = f"a codec has no gate whose weights a kernel could take in {self.dtype}"
             log_choice("gated_append", "eager", self.dtype, self.device, because)
         else:
@@ -93,7 +96,7 @@ class PagedLayer(CodecLayer):
                 f"`max_length` of the cache is {max_length}, and the text has come to {length} tokens; make the cache with "
                 f"a larger one"
             )
-        if not self.length or key_BGQD.shape[2] > 1 or None in self.appends:
+        if not self.length or key_BGQD.shape[2] > 1 or self.shared_page_pool.appends_without_kernels:
             super().append(key_BGQD, value_BGQD, context)
             return
         if self.is_first:

@@ -45,7 +45,10 @@ def library() -> ctypes.CDLL | None:
     if shutil.which(compiler[0]) is None:
         return _without(f"there is no C compiler `{compiler[0]}`; install one (e.g. gcc) or name yours in $CC")
     command = [*compiler, *_FLAGS, *(_FLAGS_OF_X86 if platform.machine() == "x86_64" else []), "-shared", "-fPIC"]
-    macros = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+    try:
+        macros = subprocess.run([*command, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True)
+    except OSError as error:  # such as a program for another processor
+        return _without(f"the C compiler `{compiler[0]}` cannot be run ({error}); name another in $CC")
     if macros.returncode:
         return _without(f"`{shlex.join(command)}` fails: {macros.stderr.strip()}")
     made_of = "\n".join([shlex.join(command), macros.stdout, *(path.read_text(encoding="utf-8") for path in _SOURCES)])

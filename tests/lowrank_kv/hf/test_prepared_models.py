@@ -134,6 +134,19 @@ def test_an_attached_model_saves_itself_whole(ids, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_a_model_that_shares_its_config_with_a_compressed_one_is_told_so(ids):
+    one = tiny_model()
+    other = type(one)(one.config)
+    dynakv_model(one, 1.0)
+    for use in (prepare_module.prepare, lowrank_kv.hf.self_check.self_check, lambda model: model(ids)):
+        with pytest.raises(UserError, match="config"):
+            use(other)
+    dynakv.detach(one)
+    expected = other(ids).logits
+    ojakv.detach(lowrank_kv.hf.prepare.prepare(other))
+    assert torch.equal(other(ids).logits, expected)
+
+
 def test_wrapped_models_are_refused_by_name(tmp_path):
     trained = tiny_model()
     dynakv_model(trained, 0.4)

@@ -59,6 +59,15 @@ def test_without_a_compiler_says_so_once(fresh, monkeypatch, compiler):
     assert not list(fresh.rglob("*.so"))
 
 
+def test_a_compiler_that_cannot_be_run_is_no_compiler(fresh, monkeypatch, tmp_path):
+    program = tmp_path / "foreign-cc"
+    program.write_bytes(b"\x7fELF of another processor")
+    program.chmod(0o755)
+    monkeypatch.setenv("CC", str(program))
+    with pytest.warns(UserWarning, match="foreign-cc` cannot be run .*name another in \\$CC"):
+        assert native.library() is None
+
+
 @pytest.mark.parametrize("blank", ["", "  "])
 def test_a_blank_compiler_is_none_named(kept, monkeypatch, blank):
     """The name of a library says by what command it was made."""

@@ -125,3 +125,21 @@ def test_what_cannot_be_held_is_refused():
         PagePool(8, dtype=torch.float32, device=CPU, quantization=IntegerQuantization(bits=8, group_size=32))
     with pytest.raises(UserError, match="`granule` must be a power of two from 32 on"):
         PagePool(8, granule=16, dtype=torch.float32, device=CPU, quantization=IntegerQuantization(bits=4))
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_what_was_made_in_inference_mode_is_written_outside_it(quantization):
+    with torch.inference_mode():
+        paged, ragged = new_stores(quantization)
+    for rows in (5, 1):
+        coef, ranks = torch.randn(BATCH, rows, WIDTH), torch.full((BATCH, rows), WIDTH)
+        paged.append(coef, ranks)
+        for b, store in enumerate(ragged):
+            store.append(coef[b], ranks[b])
+    paged.crop(3)
+    for store in ragged:
+        store.crop(3)
+    check(paged, ragged)
+    with torch.inference_mode():
+        paged.select(torch.tensor([1, 0]))
+    paged.crop(1)

@@ -316,3 +316,23 @@ def test_a_kernel_takes_no_weights_beyond_its_dtype(model):
     assert paged_layer.PagedLayer._append_of(layer, codec) is not None
     codec.gate.input_scale.mul_(1e9)
     assert paged_layer.PagedLayer._append_of(layer, codec) is None
+
+
+@pytest.mark.layers(2)
+@pytest.mark.parametrize("without", [0, 1])
+@torch.no_grad()
+def test_pages_are_counted_where_a_layer_appends_without_the_kernel(model, monkeypatch, without):
+    """Were one layer to append by torch and the other by the kernel, this one would take pages that nobody has reserved."""
+    append_of = paged_layer.PagedLayer._append_of
+    monkeypatch.setattr(
+        paged_layer.PagedLayer,
+        "_append_of",
+        lambda layer, codec: None if codec is cache.layers[without].codec.key else append_of(layer, codec),
+    )
+    cache = PagedDynaKVCache.from_model(model, max_length=96, rate=0.05)
+    ids, pool = token_ids(model, 1, 96), cache.layers[0].shared_page_pool
+    model(ids[:, :50], past_key_values=cache)
+    with pytest.raises(UserError, match="`pages` .of a cache: `rate`. must be larger"):
+        for i in range(50, 96):
+            model(ids[:, i : i + 1], past_key_values=cache)
+            assert pool.pool._min_free <= int(pool.pool.free_count)
