@@ -332,7 +332,11 @@ def test_pages_are_counted_where_a_layer_appends_without_the_kernel(model, monke
     cache = PagedDynaKVCache.from_model(model, max_length=96, rate=0.05)
     ids, pool = token_ids(model, 1, 96), cache.layers[0].shared_page_pool
     model(ids[:, :50], past_key_values=cache)
-    with pytest.raises(UserError, match="`pages` .of a cache: `rate`. must be larger"):
+
+    def decode():
         for i in range(50, 96):
             model(ids[:, i : i + 1], past_key_values=cache)
             assert pool.pool._min_free <= int(pool.pool.free_count)
+
+    with pytest.raises(UserError, match="`pages` .of a cache: `rate`. must be larger"):
+        decode()
