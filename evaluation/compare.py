@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import configuration, option, require, to_dict
+from lowrank_kv.utils.intervals import with_interval
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.provenance import model_input, path_input, token_input, weights_input
 
@@ -29,7 +30,7 @@ from .measure import Reading, measured
 from .measurement import MethodsConfig, calibrated, cells_in, measured_model, setting_of
 from .methods import methods_of, there
 from .output import MakeRecord
-from .scores import WindowScore, extent, summary, with_interval
+from .scores import WindowScore, extent, summary
 from .texts import TextConfig, Windows, check_texts, documents_told, measured_texts, read_texts
 
 

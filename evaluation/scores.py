@@ -120,13 +120,6 @@ def summary(scores: Sequence[WindowScore], documents: Sequence[Sequence[int]] | 
     return row if documents is None else row | {"documents": sum(len(set(those)) for those in documents)}
 
 
-def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
-    """A mean and its interval, where it has one."""
-    if f"{key}_low" not in row:
-        return f"{row[key]:{form}}"
-    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"
-
-
 def extent(row: Mapping[str, Any]) -> str:
     """The numbers of windows and documents behind a row, in words."""
     windows, documents = row["windows"], row["documents"]

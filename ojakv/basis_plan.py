@@ -17,7 +17,7 @@ from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, QUERY, ROT
 from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
-from lowrank_kv.hf.geometry import KVGeometry, layer_groups
+from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
@@ -58,8 +58,9 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
     is_compressed = [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
+    uncompressed = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim)
     bases = [
-        _initial_basis(spectrum, next(ranks), config.integers) if chosen else _identity(geometry)
+        _initial_basis(spectrum, next(ranks), config.integers) if chosen else uncompressed
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
     layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
@@ -136,12 +137,3 @@ def _initial_basis(spectrum: _Spectrum, rank: int, integers: IntegerQuantization
     vectors_PWR = by_columns(spectrum.vectors_PWW[:, :, :rank].clone())
     energy_PR = spectrum.energy_PW[:, :rank].contiguous()
     return InitialBasis(vectors_PWR=vectors_PWR, energy_PR=energy_PR, quantization=integers)
-
-
-def _identity(geometry: KVGeometry) -> InitialBasis:
-    heads, head_dim = geometry.num_kv_heads, geometry.head_dim
-    return InitialBasis(
-        vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32, device="cpu").repeat(heads, 1, 1)),
-        energy_PR=torch.ones(heads, head_dim, dtype=torch.float32, device="cpu"),
-        is_compressed=False,
-    )

@@ -8,6 +8,7 @@ import yaml
 
 from dynakv.training_config import FULL, TrainConfig
 from lowrank_kv.utils.atomic_write import write_text
+from lowrank_kv.utils.intervals import with_interval
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import is_hub_id
 
@@ -103,19 +104,13 @@ def _figures(config: TrainConfig, summary: Mapping[str, Any]) -> list[str]:
         f"| held-out text | {kept} | perplexity | KL to {full}, nats | scored tokens |",
         "|---|--:|--:|--:|--:|",
         *(
-            f"| {name} | {found['hard_rate']:.1%} | {_with_interval(found, 'perplexity', '.3f')} | "
-            f"{_with_interval(found, 'kl', '.4f')} | {found['scored']:,} |"
+            f"| {name} | {found['hard_rate']:.1%} | {with_interval(found, 'perplexity', '.3f')} | "
+            f"{with_interval(found, 'kl', '.4f')} | {found['scored']:,} |"
             for name, found in heldout.items()
         ),
         "",
         "In brackets 95 % intervals: of other documents where a text has eight or more, else of other passages of these.",
     ]
-
-
-def _with_interval(found: Mapping[str, Any], name: str, form: str) -> str:
-    if f"{name}_low" not in found:  # of a single block
-        return f"{found[name]:{form}}"
-    return f"{found[name]:{form}} ({found[f'{name}_low']:{form}} to {found[f'{name}_high']:{form}})"
 
 
 def _making(config: TrainConfig, record: Mapping[str, Any], summary: Mapping[str, Any], texts: list[str]) -> list[str]:

@@ -101,8 +101,7 @@ def head_plan(calibration: Calibration, spectra: Spectra, config: OjaKVConfig, r
 def _initial_basis(basis: Basis, ranks: Sequence[int] | None) -> InitialBasis:
     heads, dims = basis.energy_PW.shape
     if ranks is None or min(ranks) == dims:
-        identity = by_columns(torch.eye(dims).repeat(heads, 1, 1))
-        return InitialBasis(vectors_PWR=identity, energy_PR=torch.ones(heads, dims), is_compressed=False)
+        return InitialBasis.identity(heads, dims)
     widest = max(ranks)
     kept_PR = torch.arange(widest) < torch.tensor(list(ranks))[:, None]
     vectors_PWR = basis.vectors_PWW[:, :, :widest] * kept_PR[:, None]

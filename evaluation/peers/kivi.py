@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.memory_report import COEFFICIENTS, SCALES
@@ -125,7 +125,6 @@ def kivi_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
         attention="reconstructed",
     )
     # Rows are stored as they are: the plan's bases are never read.
-    eye_GDD = by_columns(torch.eye(geometry.head_dim).expand(geometry.num_kv_heads, -1, -1).contiguous())
-    basis = InitialBasis(vectors_PWR=eye_GDD, energy_PR=torch.ones(eye_GDD.shape[:2]))
+    basis = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim, is_compressed=True)
     plan = Plan(config=config, geometry=geometry, layers=dict.fromkeys(geometry.layers, (basis, basis)))
     return lambda: LowRankCache(model, {index: KiviLayer(plan, index, bits) for index in geometry.layers})

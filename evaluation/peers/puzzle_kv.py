@@ -17,7 +17,7 @@ from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.stores.memory_report import BASES, COEFFICIENTS
@@ -84,13 +84,7 @@ def puzzle_maker(
     rate *= geometry.width / (PAGE_TOKENS + geometry.width)
     most = min(PAGE_TOKENS, geometry.width)
     ranks = uniform_ranks([PAGE_TOKENS] * 2 * len(geometry.layers), min(1.0, rate))
-    bases = [
-        InitialBasis(
-            vectors_PWR=by_columns(torch.eye(geometry.width, dtype=torch.float32)[None, :, : min(rank, most)]),
-            energy_PR=torch.ones(1, min(rank, most), dtype=torch.float32),
-        )
-        for rank in ranks
-    ]
+    bases = [InitialBasis.identity(1, geometry.width, rank=min(rank, most), is_compressed=True) for rank in ranks]
     layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
     plan = Plan(config=config, geometry=geometry, layers=layers)
     return lambda: LowRankCache(model, {index: PuzzleLayer(plan, index) for index in geometry.layers})

@@ -18,9 +18,9 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.layer import Side, WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
-from lowrank_kv.hf.geometry import KVGeometry, geometry_of
+from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.ops.lowrank_attention import Operands
 from lowrank_kv.stores.memory_report import BASES
 from lowrank_kv.utils.config import require
@@ -120,15 +120,8 @@ def think_maker(
     kept = 2 * token_share(config, geometry, share, text, itemsize=model.dtype.itemsize) - 1
     rank = min(geometry.head_dim, int(kept * geometry.head_dim))
     require(rank >= 1, "share", share, "large enough for the values and one channel of each key")
-    pair = _first_channels(geometry, rank), _first_channels(geometry, geometry.head_dim)
+    heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+    keys = InitialBasis.identity(heads, head_dim, rank=rank, is_compressed=rank < head_dim)
+    pair = keys, InitialBasis.identity(heads, head_dim)
     plan = Plan(config=config, geometry=geometry, layers=dict.fromkeys(geometry.layers, pair))
     return lambda: LowRankCache(model, {index: layer(plan, index) for index in geometry.layers})
-
-
-def _first_channels(geometry: KVGeometry, rank: int) -> InitialBasis:
-    heads, head_dim = geometry.num_kv_heads, geometry.head_dim
-    return InitialBasis(
-        vectors_PWR=by_columns(torch.eye(head_dim, dtype=torch.float32)[:, :rank].repeat(heads, 1, 1)),
-        energy_PR=torch.ones(heads, rank, dtype=torch.float32),
-        is_compressed=rank < head_dim,
-    )

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lowrank_kv.utils.intervals import interval
+from lowrank_kv.utils.intervals import interval, with_interval
 
 from ..methods import FULL
-from ..scores import PER_CENT, held_share, with_interval
+from ..scores import PER_CENT, held_share
 from .building import Task
 from .item import Item, ItemScore
 

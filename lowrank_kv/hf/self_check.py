@@ -17,7 +17,7 @@ from lowrank_kv.hf.backends import check_backend
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
+from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache_argument import CACHE
 from lowrank_kv.hf.default_cache import has_default_cache
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
@@ -125,11 +125,7 @@ def _hidden_states(base: torch.nn.Module, ids_BT: Tensor, cache: Cache | None) -
 
 def _full_rank_cache(model: PreTrainedModel, geometry: KVGeometry, device: torch.device) -> LowRankCache:
     """A cache that stores every token at once, keys before rotation, by an identity in place of bases."""
-    identity_GDD = torch.eye(geometry.head_dim, dtype=torch.float32, device=device).repeat(geometry.num_kv_heads, 1, 1)
-    basis = InitialBasis(
-        vectors_PWR=by_columns(identity_GDD),
-        energy_PR=torch.ones(geometry.num_kv_heads, geometry.head_dim, dtype=torch.float32, device=device),
-    )
+    basis = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim, is_compressed=True, device=device)
     config = WindowedConfig(update_period=1, num_sink_tokens=0, recent_window=0)
     plan = Plan(config=config, geometry=geometry, layers=dict.fromkeys(geometry.layers, (basis, basis)))
     return LowRankCache(model, {index: WindowedLayer(plan, index) for index in geometry.layers})

@@ -4,7 +4,8 @@ Shapes: N values, K resamples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,3 +124,10 @@ def student_quantile(freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def with_interval(row: Mapping[str, Any], key: str, form: str) -> str:
+    """A mean and its interval in words: `key` of a record's row, and where it has them `key_low` and `key_high`."""
+    if f"{key}_low" not in row:  # of a single value
+        return f"{row[key]:{form}}"
+    return f"{row[key]:{form}} ({row[f'{key}_low']:{form}} to {row[f'{key}_high']:{form}})"

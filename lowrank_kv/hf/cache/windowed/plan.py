@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.own_directions import LastDecoder, OwnDirections, SharedSpace
@@ -44,6 +45,23 @@ class InitialBasis:
     is_compressed: bool = True
     shared: SharedSpace | None = None
     holds_rows: bool = True
+
+    @classmethod
+    def identity(
+        cls, parts: int, width: int, *, rank: int | None = None, is_compressed: bool = False, device: Device = "cpu"
+    ) -> "InitialBasis":
+        """The basis of states as they are, or of their first `rank` numbers, fp32.
+
+        Args:
+            is_compressed: whether they are stored as coefficients all the same.
+            device: by name, as torch's default may be another.
+        """
+        rank = width if rank is None else rank
+        return cls(
+            vectors_PWR=by_columns(torch.eye(width, dtype=torch.float32, device=device)[:, :rank].repeat(parts, 1, 1)),
+            energy_PR=torch.ones(parts, rank, dtype=torch.float32, device=device),
+            is_compressed=is_compressed,
+        )
 
     @classmethod
     def coded(
