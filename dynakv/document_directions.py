@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynakv.config import DynaKVConfig
-from lowrank_kv.hf.cache.windowed.own_directions import GOES_ON, OwnDirections, SharedSpace
+from lowrank_kv.hf.cache.windowed.own_directions import TEXT_PER_PROMPT, OwnDirections, SharedSpace
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import TokenPlans
@@ -113,7 +113,7 @@ def _documents(position_BT: Tensor | None, shape: tuple[int, int]) -> list[list[
 
 def _prompt_of(tokens: int, config: DynaKVConfig) -> slice:
     """Of a document of so many tokens, those that a cache would compress together as its prompt's."""
-    length = tokens // GOES_ON
+    length = tokens // TEXT_PER_PROMPT
     step = RetentionSchedule(config.windowed).due(
         num_pinned=0, num_waiting=length, num_seen=length, has_started=False, is_prompt=True
     )

@@ -26,9 +26,9 @@ from lowrank_kv.utils.provenance import model_input, path_input, token_input, we
 
 from .anatomy.measure import anatomy
 from .cells import Cell, measured_by
-from .measure import Reading, measured
-from .measurement import MethodsConfig, calibrated, cells_in, measured_model, setting_of
-from .methods import methods_of, there
+from .measure import Reading, measure_cells
+from .measurement import MethodsConfig, cells_in, load_calibration, measured_model, setting_of
+from .methods import available_methods, methods_of
 from .output import MakeRecord
 from .scores import WindowScore, extent, summary
 from .texts import TextConfig, Windows, check_texts, documents_told, measured_texts, read_texts
@@ -79,13 +79,15 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
         config: what to compare.
         output: holds the cells of this and earlier runs.
     """
-    config = dataclasses.replace(config, methods=there(config.methods))
+    config = dataclasses.replace(config, methods=available_methods(config.methods))
     name = config.model_name
     model, tokenizer = measured_model(name, config)
     check_length(model, config.length, "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = calibrated(model, tokenizer, config, read=config.reads, measured=measured_texts(config.texts))
+    calibration, inputs = load_calibration(
+        model, tokenizer, config, read_gradients=config.needs_read_gradients, measured=measured_texts(config.texts)
+    )
     methods = methods_of(
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
     )
@@ -94,7 +96,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)
     cells, reading = cells_in(output), Reading(prefix=config.prefix, step=config.step)
     setting = setting_of(record, config.dtype) | reading._asdict()
-    for found in measured(model, methods, ids, cells, reading, setting=setting, record=record):
+    for found in measure_cells(model, methods, ids, cells, reading, setting=setting, record=record):
         yield functools.partial(_record_so_far, record, found, texts)
     if config.anatomy:
         window_T = next(iter(ids.values()))[0]
@@ -144,7 +146,7 @@ def row_of(
 
 
 def rows_of_cells(found: Mapping[tuple[str, str], list[Cell]], texts: Mapping[str, Windows]) -> list[dict[str, Any]]:
-    """A row for each (text, method's label) that :func:`evaluation.measure.measured` found cells of."""
+    """A row for each (text, method's label) that :func:`evaluation.measure.measure_cells` found cells of."""
     return [
         row_of(method, text, {text: [cell.score for cell in each]}, texts) for (text, method), each in found.items()
     ]

@@ -22,7 +22,7 @@ directory, anew at least every minute, and prints the table. Records of earlier 
 from lowrank_kv.utils.config import parse_config
 
 from .compare import CompareConfig, compare, markdown
-from .output import output_argument, written
+from .output import output_argument, write_while_measuring
 from .page.command import write_page
 
 REPORT = "report.html"
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     config, arguments = parse_config(
         CompareConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
     )
-    record, path = written(compare(config, arguments.output), arguments.output)
+    record, path = write_while_measuring(compare(config, arguments.output), arguments.output)
     print(markdown(record))
     write_page([record], arguments.output / REPORT)
     print(f"record: {path}\npage: {arguments.output / REPORT}")

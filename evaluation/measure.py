@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     step: int
 
 
-def measured(
+def measure_cells(
     model: PreTrainedModel,
     methods: list[Method],
     texts: Mapping[str, Tensor],

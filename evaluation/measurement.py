@@ -84,7 +84,7 @@ class MethodsConfig(MeasurementConfig):
         return self.model or read_config(next(m.checkpoint for m in self.methods if m.checkpoint)).base_model
 
     @property
-    def reads(self) -> bool:
+    def needs_read_gradients(self) -> bool:
         """Whether the calibration must say what is read of a compressed cache."""
         return any(READ in method.needs for method in self.methods)
 
@@ -99,19 +99,19 @@ def measured_model(name: str, config: MeasurementConfig) -> tuple[PreTrainedMode
     return load_measured(name, dtype=config.dtype, device=config.device), load_tokenizer(name)
 
 
-def calibrated(
+def load_calibration(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: MeasurementConfig,
     *,
-    read: bool,
+    read_gradients: bool,
     measured: Iterable[MeasuredText],
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither bases nor
     text. Warns where it can have read what is measured.
 
     Args:
-        read: whether it is to say what is read of a compressed cache.
+        read_gradients: whether it is to say what is read of a compressed cache.
         measured: the texts.
     """
     if config.bases is not None:
@@ -120,7 +120,7 @@ def calibrated(
     elif config.calibration is not None:
         ids_NT = config.calibration.blocks(tokenizer)
         inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
-        calibration = Calibration.from_text(model, ids_NT, read_gradients=read)
+        calibration = Calibration.from_text(model, ids_NT, read_gradients=read_gradients)
         calibration = dataclasses.replace(calibration, record=config.calibration.record())
     else:
         return None, []

@@ -132,7 +132,7 @@ def check_bytes_of(configs: list[MethodConfig]) -> None:
             )
 
 
-def there(configs: list[MethodConfig]) -> list[MethodConfig]:
+def available_methods(configs: list[MethodConfig]) -> list[MethodConfig]:
     """Those without the optional checkpoints that do not exist.
 
     Raises:

@@ -19,7 +19,7 @@ def output_argument(what: str) -> dict[str, Any]:
     return {"flag": "--output", "type": cli.output_directory, "metavar": "DIR", "required": True, "help": what}
 
 
-def written(progress: Iterable[MakeRecord], output: Path) -> tuple[dict[str, Any], Path]:
+def write_while_measuring(progress: Iterable[MakeRecord], output: Path) -> tuple[dict[str, Any], Path]:
     """Measure, and write the record after the first step, once a minute and at the end, in place of the one before; the
     last one and its file."""
     last = -float("inf")

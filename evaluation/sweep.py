@@ -33,7 +33,7 @@ from ojakv import Calibration
 
 from .cells import measured_by
 from .compare import new_comparison, rows_of_cells
-from .measure import Reading, measured
+from .measure import Reading, measure_cells
 from .measurement import cells_in, setting_of
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
 from .texts import TextConfig, check_texts, documents_told, read_texts
@@ -218,7 +218,7 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
     setting = setting_of(record, config.dtype) | reading._asdict()
 
     def measure(name: str, method: Method) -> None:
-        *_, found = measured(model, [method], ids, cells, reading, setting=setting, record=record)
+        *_, found = measure_cells(model, [method], ids, cells, reading, setting=setting, record=record)
         record["rows"] += rows_of_cells(found, texts)
         record["summary"]["measured_by"][name] = measured_by(cell for each in found.values() for cell in each)
 

@@ -20,7 +20,7 @@ directory, anew at least every minute, and prints the verdicts.
 
 from lowrank_kv.utils.config import parse_config
 
-from ..output import output_argument, written
+from ..output import output_argument, write_while_measuring
 from .config import HypothesisConfig
 from .page import markdown
 from .suite import run_suite
@@ -30,6 +30,6 @@ def main(argv: list[str]) -> None:
     config, arguments = parse_config(
         HypothesisConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
     )
-    record, path = written(run_suite(config, arguments.output), arguments.output)
+    record, path = write_while_measuring(run_suite(config, arguments.output), arguments.output)
     print(markdown(record))
     print(f"record: {path}")

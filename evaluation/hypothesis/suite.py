@@ -14,8 +14,8 @@ from lowrank_kv.utils.paths import name_of
 
 from ..cells import Cell
 from ..compare import new_comparison, row_of
-from ..measure import Reading, measured
-from ..measurement import calibrated, cells_in, measured_model, setting_of
+from ..measure import Reading, measure_cells
+from ..measurement import cells_in, load_calibration, measured_model, setting_of
 from ..output import MakeRecord
 from ..texts import Windows, documents_told, measured_texts, read_texts
 from .config import HypothesisConfig
@@ -40,7 +40,9 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     check_length(model, max(config.length, config.sensitivity_length), "length")
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
-    calibration, inputs = calibrated(model, tokenizer, config, read=False, measured=measured_texts(config.texts))
+    calibration, inputs = load_calibration(
+        model, tokenizer, config, read_gradients=False, measured=measured_texts(config.texts)
+    )
     spectra, settings = Spectra.of(calibration), settings_of(config)
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)
@@ -54,7 +56,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
             label: each_NT[: config.sensitivity_windows, : config.sensitivity_length] for label, each_NT in ids.items()
         }
         reading = Reading(prefix=0, step=config.step)
-        *_, alone_found = measured(
+        *_, alone_found = measure_cells(
             model, list(alone.values()), short, cells, reading, setting=common | reading._asdict(), record=record
         )
     kl = {key: _mean_kl(alone_found, method.label) for key, method in alone.items()}
@@ -67,7 +69,9 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
         reading = Reading(prefix=config.prefix, step=step)
         methods = [method_of(each, model, calibration, spectra) for each in settings if each.moves == moves]
         now: Found = {}
-        for now in measured(model, methods, ids, cells, reading, setting=common | reading._asdict(), record=record):
+        for now in measure_cells(
+            model, methods, ids, cells, reading, setting=common | reading._asdict(), record=record
+        ):
             so_far = {**before, **now}
             yield lambda so_far=so_far: record | {"rows": _rows(settings, shares, so_far, texts), "summary": told}
         before = {**before, **now}

@@ -20,7 +20,7 @@ only what is missing. The run's record goes into `quality/` of it, anew at least
 
 from lowrank_kv.utils.config import parse_config
 
-from ..output import output_argument, written
+from ..output import output_argument, write_while_measuring
 from .rows import markdown
 from .run import TasksConfig, run_tasks
 
@@ -29,6 +29,6 @@ def main(argv: list[str]) -> None:
     config, arguments = parse_config(
         TasksConfig, argv, description=__doc__, extra=[output_argument("of the cells and the records")]
     )
-    record, path = written(run_tasks(config, arguments.output), arguments.output)
+    record, path = write_while_measuring(run_tasks(config, arguments.output), arguments.output)
     print(markdown(record))
     print(f"record: {path}")

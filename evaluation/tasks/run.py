@@ -20,8 +20,8 @@ from ojakv import Calibration
 
 from ..cells import Cell, Cells, measured_by
 from ..measure import rounds
-from ..measurement import MeasuredText, MethodsConfig, calibrated, cells_in, measured_model, setting_of
-from ..methods import FULL, Method, MethodConfig, methods_of, there
+from ..measurement import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
+from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
 from ..output import MakeRecord
 from ..scores import held_share
 from .building import Task, tasks_of
@@ -130,15 +130,15 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
         config: what to measure.
         output: holds the cells of this and earlier runs.
     """
-    config = dataclasses.replace(config, methods=there(config.methods))
+    config = dataclasses.replace(config, methods=available_methods(config.methods))
     name = config.model_name
     model, tokenizer = measured_model(name, config)
     tasks = tasks_of(config.tasks, model, tokenizer, output)
-    calibration, inputs = calibrated(
+    calibration, inputs = load_calibration(
         model,
         tokenizer,
         config,
-        read=config.reads,
+        read_gradients=config.needs_read_gradients,
         measured=[MeasuredText(file) for each in config.tasks for file in sorted(each.files)],
     )
     inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]

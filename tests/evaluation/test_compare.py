@@ -15,7 +15,7 @@ from dynakv.training_config import TrainConfig
 from evaluation import measure, side_by_side
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
-from evaluation.methods import MethodConfig, methods_of, there
+from evaluation.methods import MethodConfig, available_methods, methods_of
 from evaluation.shared_prompt import read_prompt_once
 from evaluation.side_by_side import read_side_by_side
 from lowrank_kv.calibration.calibration import Calibration
@@ -342,11 +342,11 @@ def test_who_takes_the_bytes_of_a_missing_checkpoint_is_left_out_too(capsys):
     missing = MethodConfig(checkpoint="/nowhere", label="learned", optional=True)
     alone = MethodConfig(preset="static-joint-pf", bytes_of="learned")
     beside = MethodConfig(preset="ojakv-joint", bytes=[0.5], bytes_of="learned")
-    [kept] = there([missing, alone, beside])
+    [kept] = available_methods([missing, alone, beside])
     assert (kept.name, kept.bytes, kept.bytes_of) == ("ojakv-joint", [0.5], None)
     assert "leaving out `static-joint-pf`: it takes the bytes of `learned`" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the checkpoints is there: /nowhere$"):
-        there([missing, alone])
+        available_methods([missing, alone])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("compare-*.yaml")), ids=lambda path: path.stem)

@@ -24,7 +24,7 @@ from lowrank_kv.stores.token_plans import TokenPlans
 _OVERSAMPLING, _PASSES = 4, 3
 _LARGEST_CODE = 127
 # A text is reckoned to become so many times as long as the prompt that directions are found in (docs/log/bit-plans.md).
-GOES_ON = 2
+TEXT_PER_PROMPT = 2
 _MOST_ROWS = 1024  # of a prompt, in which directions are sought
 _BITS_PER_BYTE = 8
 
@@ -133,7 +133,7 @@ class OwnDirections:
         place_K = before_K + torch.arange(len(before_K), device=before_K.device)
         is_held_NK = place_K < rank_N[:, None]
         saved_K = ((dropped_NC @ vector_CK).square() * is_held_NK).mean(dim=0)
-        pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (GOES_ON * tokens)
+        pays_K = saved_K > 1 + _BITS_PER_BYTE * cls.nbytes(width, 1) / (TEXT_PER_PROMPT * tokens)
         if not pays_K.any():
             return None
         return cls(
