@@ -133,7 +133,6 @@ def test_an_attached_model_saves_itself_whole(ids, tmp_path):
     assert not dynakv.is_attached(stock)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_a_model_that_shares_its_config_with_a_compressed_one_is_told_so(ids):
     one = tiny_model()
     other = type(one)(one.config)
@@ -147,6 +146,7 @@ def test_a_model_that_shares_its_config_with_a_compressed_one_is_told_so(ids):
     assert torch.equal(other(ids).logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_wrapped_models_are_refused_by_name(tmp_path):
     trained = tiny_model()
     dynakv_model(trained, 0.4)

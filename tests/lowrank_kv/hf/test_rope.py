@@ -262,8 +262,9 @@ def test_a_module_that_does_more_than_its_frequencies_say_is_left_to_itself():
     rotary = Rotary.from_model(model_of("default"))
     rotary.module.register_forward_hook(lambda _, __, tables: tuple(2 * table for table in tables))
     assert not rotary.follows_frequencies
-    history = RopeHistory(rotary)
-    history.extend(rope_of(model_of("default"), torch.arange(7)[None]), 7)
+    history, positions = RopeHistory(rotary), torch.arange(7)[None]
+    history.extend(Rope(rotary.function, *rotary.cos_sin(positions, torch.float32), position_BT=positions), 7)
+    assert not history.keeps_rows
     assert torch.equal(
         history.rotation(0, torch.device("cpu")).table.cos_BTF[0],
         rotary.cos_sin(torch.arange(7)[None], torch.float32)[0][0, :, :8],
