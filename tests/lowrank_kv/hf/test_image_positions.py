@@ -4,20 +4,14 @@ import copy
 
 import pytest
 import torch
+from families import SIZES
 from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import dynakv
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+TEXT = SIZES | {
     "head_dim": 16,
-    "max_position_embeddings": 256,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
