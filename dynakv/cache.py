@@ -51,6 +51,12 @@ def token_compressors(model: PreTrainedModel) -> list[TokenCompressor]:
     return [side for layer in compressors(model).values() for side in layer.sides.values()]
 
 
+def forget_changed_matrices(model: PreTrainedModel) -> None:
+    """Let caches that are made now rest on parameters as they are, also where these were written through `.data`."""
+    for compressor in token_compressors(model):
+        compressor.projection.forget_if_changed()
+
+
 def initial_bases(layers: Mapping[int, LayerCompressor]) -> dict[int, tuple[InitialBasis, InitialBasis]]:
     """What caches of compressors with plans start from: layer index → (of keys, of values)."""
     found, group = {}, []
@@ -81,6 +87,7 @@ class DynaKVCache(LowRankCache):
     def maker(cls, model: PreTrainedModel) -> Callable[[], "DynaKVCache"]:
         """A maker of caches that keep to the compressors as they are set now, also once these are taken off the model."""
         layers, config = compressors(model), settings_of(model)
+        forget_changed_matrices(model)
         if not config.has_plan:
             codecs = {index: layer.codec() for index, layer in layers.items()}
             return lambda: cls(model, {index: RaggedLayer(codec) for index, codec in codecs.items()})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.cache import DynaKVCache, compressors, settings_of
+from dynakv.cache import DynaKVCache, compressors, forget_changed_matrices, settings_of
 from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.paged_layer import PagedLayer
 from lowrank_kv.hf.geometry import geometry_of
@@ -61,6 +61,7 @@ class PagedDynaKVCache(DynaKVCache):
         for is_wrong, what in refused:
             if is_wrong:
                 raise UserError(f"a paged cache does not serve {what}; use DynaKVCache.from_model(model)")
+        forget_changed_matrices(model)
         codecs = {index: layer.codec() for index, layer in compressors(model).items()}
         pages = SharedPagePool(
             max_length=max_length,

@@ -41,7 +41,9 @@ class Projection(nn.Module):
             self.register_buffer("start", torch.eye(width))
             self.register_buffer("start_inverse", torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
-        self._fixed: dict[tuple, tuple] = {}  # (dtype, device) → versions of the parameters, U, V
+        self._fixed: dict[
+            tuple, tuple
+        ] = {}  # (dtype, device) → versions of the parameters, U, V, sums of the parameters' bits
 
     @torch.no_grad()
     def initialize(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
@@ -106,6 +108,8 @@ class Projection(nn.Module):
     def fixed_matrices(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(U, V) for inference, an inverse taken in fp64 and rounded once; computed anew only when a parameter has changed.
 
+        A write through a parameter's `.data` leaves no trace that each call could see; :meth:`forget_if_changed` does.
+
         Raises:
             UserError: U is offloaded or not finite, or must be inverted and is singular or has a condition number above 10⁴.
         """
@@ -116,9 +120,21 @@ class Projection(nn.Module):
             # Only here: entering them takes longer than all else where nothing has changed. Not in inference mode: what is
             # kept may next be asked for by a pass with gradients.
             with torch.inference_mode(False), torch.no_grad():
-                found = (versions, *(matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()))
-            self._fixed[dtype, device] = found
+                matrices = [matrix.to(device, dtype).contiguous() for matrix in self._in_fp64()]
+            found = self._fixed[dtype, device] = versions, *matrices, self._bit_sums()
         return found[1], found[2]
+
+    def forget_if_changed(self) -> None:
+        """Forget :meth:`fixed_matrices` of parameters that hold other numbers by now, however they came there. Reads all
+        parameters: to be called when a cache is made."""
+        if self._fixed:
+            sums = self._bit_sums()
+            self._fixed = {key: found for key, found in self._fixed.items() if found[-1] == sums}
+
+    def _bit_sums(self) -> tuple[int, ...]:
+        return tuple(
+            int(each.detach().view(torch.int32).sum()) for each in self._parameters.values() if not each.is_meta
+        )
 
     @torch.no_grad()
     def check_condition(self) -> None:
