@@ -61,9 +61,8 @@ class PagedLayer(CodecLayer):
         self.appends = [self._append_of(codec) for codec in (self.codec.key, self.codec.value)]
         log_choice("paged_attention", "triton", self.dtype, self.device)
         if None in self.appends:
-            self.shared_page_pool.appends_without_kernels = (
-                True  # before any layer decodes: all start in a text's first call
-            )
+            # Before any layer decodes: all of them start in a text's first call.
+            self.shared_page_pool.appends_without_kernels = True
             because = f"a codec has no gate whose weights a kernel could take in {self.dtype}"
             log_choice("gated_append", "eager", self.dtype, self.device, because)
         else:
