@@ -163,8 +163,10 @@ class RopeHistory:
     def _is_told_by_positions(self, rope: Rope) -> bool:
         """Whether a call's rotation is that of its position ids. A token by itself is not looked at: it is rotated as those
         before it were, and decoding would pay for the look."""
-        if rope.position_BT is None or rope.cos_BTE.shape[1] == 1:
-            return rope.position_BT is not None
+        if rope.position_BT is None:
+            return False
+        if rope.cos_BTE.shape[1] == 1:
+            return True
         found = self.rotary.cos_sin(rope.position_BT, rope.cos_BTE.dtype)
         return all(map(_is_about, found, (rope.cos_BTE, rope.sin_BTE)))
 
