@@ -41,9 +41,8 @@ class Projection(nn.Module):
             self.register_buffer("start", torch.eye(width))
             self.register_buffer("start_inverse", torch.eye(width))
         self._inverted: tuple[Tensor, Tensor] | None = None  # the latest U that was inverted, and its inverse
-        self._fixed: dict[
-            tuple, tuple
-        ] = {}  # (dtype, device) → versions of the parameters, U, V, sums of the parameters' bits
+        # (dtype, device) → versions of the parameters, U, V, sums of the parameters' bits
+        self._fixed: dict[tuple, tuple] = {}
 
     @torch.no_grad()
     def initialize(self, basis_CC: Tensor, inverse_CC: Tensor) -> None:
