@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_dynakv_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.compressor import AnyGate, kind_of_projection
+from dynakv.compressor import kind_of_projection
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
+from dynakv.gates import AnyGate
 from dynakv.layer_compressor import LayerCompressor, layer_compressor, projection_widths
 from dynakv.packed_projections import unpacked
 from lowrank_kv.hf import full_checkpoint

@@ -7,24 +7,13 @@ cumulative sum and mask again from the gate's probabilities (of half-precision s
 Shapes: B batch, T tokens, C joint width.
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from dynakv.gate import probabilities, soft_mask
+from dynakv.mask import Truncation, probabilities, soft_mask
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.codec import prefix_mask
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Truncation:
-    """How a gate's output becomes a mask: τ, rounding, and whether the hard mask is trained on (straight-through)."""
-
-    threshold: float
-    granularity: int
-    on_hard_mask: bool
 
 
 def gated_reconstruction(

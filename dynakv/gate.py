@@ -9,10 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dynakv.fused_reconstruction import gated_reconstruction
+from dynakv.mask import Truncation, cumulative
+from dynakv.rank_gate import RankGate
 from lowrank_kv.bases.hard_rank import hard_rank
 
 
-class Gate(nn.Module):
+class Gate(RankGate):
     """p = softmax(x̃ W + b); m = flip(cumsum(p)) (equations 5 and 6).
 
     p is a distribution over how many trailing coefficients to drop, m falls from 1 to p₀ along the coefficients.
@@ -28,12 +31,7 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def initialize(self, energy_C: Tensor, decay: float) -> None:
-        """Start with one mask for all tokens that keeps nearly everything.
-
-        Args:
-            energy_C: second moment of each coefficient.
-            decay: p falls as exp(−decay · i / C) with the number i of dropped coefficients.
-        """
+        """Start with one mask for all tokens: p falls as exp(−decay · i / C) with the number i of dropped coefficients."""
         self._start(energy_C, -decay * torch.arange(self.bias.shape[0]) / self.bias.shape[0])
 
     @torch.no_grad()
@@ -65,13 +63,12 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def open(self) -> None:
-        """Keep every coefficient of every token, exactly: p₀ = 1 and m = 1."""
+        """Let p₀ = 1 and m = 1."""
         self.weight.zero_()
         self.bias.zero_()
         self.bias[0] = 200.0
 
     def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """What keeps tensors of the right shapes and dtypes from being a gate; None where nothing does."""
         is_positive = bool((tensors["input_scale"] > 0).all())
         return None if is_positive else "input_scale has numbers that are not positive"
 
@@ -93,26 +90,9 @@ class Gate(nn.Module):
             return cumulative(coef_BTC @ weight_CC + bias_C)
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """How many coefficients of each token are kept, (B, T) int64 (see :func:`lowrank_kv.bases.hard_rank.hard_rank`)."""
         return hard_rank(self(coef_BTC), threshold, granularity)
 
-
-def probabilities(logit_BTC: Tensor) -> Tensor:
-    """p of equation 5, in fp32 at least: over 1,000 coefficients a bf16 sum would stand still."""
-    return logit_BTC.softmax(dim=-1, dtype=torch.promote_types(logit_BTC.dtype, torch.float32))
-
-
-def cumulative(logit_BTC: Tensor) -> Tensor:
-    """cumsum(p), rising from p₀ to 1."""
-    return probabilities(logit_BTC).cumsum(dim=-1)
-
-
-def entropy(cumulative_BTC: Tensor) -> Tensor:
-    """Entropy of p over each token's cutoffs, (B, T), in nats: 0 for a gate that knows, log C for one that does not."""
-    probability_BTC = torch.cat([cumulative_BTC[..., :1], cumulative_BTC.diff(dim=-1)], dim=-1)
-    return torch.special.entr(probability_BTC).sum(dim=-1)
-
-
-def soft_mask(cumulative_BTC: Tensor) -> Tensor:
-    """m of equation 6 from the gate's output."""
-    return cumulative_BTC.flip(-1)
+    def rebuilt(
+        self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gated_reconstruction(states_BTC, basis_CC, decoder_CC, *self.affine(states_BTC.dtype), truncation)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from dynakv.cache import compressors
 from dynakv.compressor import TokenCompressor
-from dynakv.gate import cumulative
+from dynakv.mask import cumulative
 from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.bases.pca import pca_basis
@@ -87,7 +87,7 @@ def initialize_from_coders(model: PreTrainedModel, coders: Coders) -> None:
             coded together → {"key_value": of both}.
     """
     for (index, side), compressor in _sides(model).items():
-        compressor.initialize_coded(coders[index][side])
+        compressor.initialize(coders[index][side])
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

@@ -3,6 +3,7 @@
 Shapes: B batch, G KV heads, T tokens, D head dim, C = G·D joint width.
 """
 
+import abc
 import copy
 import itertools
 from collections import Counter
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from dynakv.compressor import TokenCompressor
 from dynakv.config import DynaKVConfig
+from dynakv.planned_compressor import PlannedCompressor
+from dynakv.ranked_compressor import RankedCompressor
 from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, VALUE
 from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.layer import join_heads, split_heads
@@ -34,14 +37,12 @@ class RebuiltStates(NamedTuple):
     hard_2: Tensor
 
 
-class LayerCompressor(nn.Module):
-    """The compressors of one layer's keys (before rotation) and values; sits on the attention module."""
+class LayerCompressor(nn.Module, abc.ABC):
+    """Compresses one layer's keys (before rotation) and values; sits on the attention module."""
 
-    def __init__(self, width: int, head_dim: int, config: DynaKVConfig, layer_idx: int):
+    def __init__(self, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
-        self.key = TokenCompressor(width, config, f"layer {layer_idx} keys")
-        self.value = TokenCompressor(width, config, f"layer {layer_idx} values")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LayerCompressor":
         # `model.to(torch.bfloat16)` is of the backbone: a basis and its inverse, rounded apart, would not fit together. And
@@ -59,6 +60,7 @@ class LayerCompressor(nn.Module):
         """The compressors that are this layer's own, by what they compress."""
         return dict(self.named_children())
 
+    @abc.abstractmethod
     def forward(
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,14 +73,27 @@ class LayerCompressor(nn.Module):
             rebuilt keys and values, same shapes and dtypes; soft and hard retain rates of (keys, values), each (2,), which
             :class:`dynakv.objective.RateRecorder` records.
         """
-        key_BTC, *key_rates = self.key(join_heads(unrotated(key_BGTD, rope)), position_BT)
-        value_BTC, *value_rates = self.value(join_heads(value_BGTD), position_BT)
-        soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
-        return self._as_heads(RebuiltStates(key_BTC, value_BTC, soft_2, hard_2), rope)
 
     def _as_heads(self, rebuilt: RebuiltStates, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         key_BGTD, value_BGTD = (split_heads(each, self.head_dim) for each in (rebuilt.key_BTC, rebuilt.value_BTC))
         return rotated(key_BGTD, rope), value_BGTD, rebuilt.soft_2, rebuilt.hard_2
+
+
+class SingleLayerCompressor(LayerCompressor):
+    """The compressor of one layer's keys, and that of its values."""
+
+    def __init__(self, width: int, head_dim: int, config: DynaKVConfig, layer_idx: int):
+        super().__init__(head_dim)
+        self.key = _token_compressor(width, config, f"layer {layer_idx} keys")
+        self.value = _token_compressor(width, config, f"layer {layer_idx} values")
+
+    def forward(
+        self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        key_BTC, *key_rates = self.key(join_heads(unrotated(key_BGTD, rope)), position_BT)
+        value_BTC, *value_rates = self.value(join_heads(value_BGTD), position_BT)
+        soft_2, hard_2 = (torch.stack(pair) for pair in zip(key_rates, value_rates, strict=True))
+        return self._as_heads(RebuiltStates(key_BTC, value_BTC, soft_2, hard_2), rope)
 
     def codec(self) -> LayerCodec:
         """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""
@@ -100,11 +115,11 @@ class JointLayerCompressor(LayerCompressor):
     """
 
     def __init__(self, width: int, head_dim: int, config: DynaKVConfig, group: tuple[int, ...], layer_idx: int):
-        nn.Module.__init__(self)
-        self.head_dim, self.layer_idx = head_dim, layer_idx
+        super().__init__(head_dim)
+        self.layer_idx = layer_idx
         if layer_idx == group[-1]:
             name = f"layers {group[0]} to {layer_idx}" if len(group) > 1 else f"layer {layer_idx}"
-            self.key_value = TokenCompressor(2 * len(group) * width, config, f"{name}, keys and values")
+            self.key_value = _token_compressor(2 * len(group) * width, config, f"{name}, keys and values")
 
     def forward(
         self,
@@ -132,10 +147,15 @@ class JointLayerCompressor(LayerCompressor):
         return self._as_heads(RebuiltStates(*moved), rope)
 
 
+def _token_compressor(width: int, config: DynaKVConfig, name: str) -> TokenCompressor:
+    kind = PlannedCompressor if config.has_plan else RankedCompressor
+    return kind(width, config, name)
+
+
 def layer_compressor(geometry: KVGeometry, config: DynaKVConfig, layer_idx: int) -> LayerCompressor:
     """What one attention module of a model of this shape needs."""
     if not config.joint_layers:
-        return LayerCompressor(geometry.width, geometry.head_dim, config, layer_idx)
+        return SingleLayerCompressor(geometry.width, geometry.head_dim, config, layer_idx)
     [group] = (each for each in layer_groups(geometry.layers, config.joint_layers) if layer_idx in each)
     return JointLayerCompressor(geometry.width, geometry.head_dim, config, group, layer_idx)
 

@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dynakv.checkpoint import WEIGHTS, CheckpointConfig, check_gate
-from dynakv.compressor import AnyGate, make_gate
+from dynakv.gates import AnyGate, make_gate
 from dynakv.layer_compressor import by_layer, row_widths
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.token_plans import TokenPlans

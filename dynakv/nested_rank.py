@@ -9,10 +9,13 @@ Shapes: B batch, T tokens, C joint width.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from dynakv.mask import Truncation
+from dynakv.rank_gate import RankGate
 
 
-class NestedRank(nn.Module):
+class NestedRank(RankGate):
     """Takes the place of a gate: the same rank for every token.
 
     Attributes:
@@ -28,18 +31,15 @@ class NestedRank(nn.Module):
 
     @torch.no_grad()
     def initialize(self, energy_C: Tensor, decay: float) -> None:
-        """Take the energies of the coefficients (`decay` has no meaning here) and keep all of them."""
         self.energy.copy_(energy_C)
         self.open()
 
     @torch.no_grad()
     def open(self) -> None:
-        """Keep every coefficient of every token."""
         self.drawn = self.energy.shape[0]
         self.rank.fill_(self.drawn)
 
     def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """What keeps tensors of the right shapes and dtypes from being a rank; None where nothing does."""
         rank, width = int(tensors["rank"]), len(tensors["energy"])
         return None if 1 <= rank <= width else f"rank is {rank}, and must be from 1 to {width}"
 
@@ -49,7 +49,7 @@ class NestedRank(nn.Module):
         return int(self.rank) / len(self.energy)
 
     def energies(self) -> Tensor:
-        """Second moment of each coefficient, (C,) fp32: calibrated, or measured after training."""
+        """As calibrated, or measured after training."""
         return self.energy.float()
 
     def forward(self, coef_BTC: Tensor) -> Tensor:
@@ -57,5 +57,12 @@ class NestedRank(nn.Module):
         return self.rank.expand(coef_BTC.shape[:-1])
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """As :meth:`forward`; threshold and granularity were spent on choosing the rank."""
         return self(coef_BTC)
+
+    def rebuilt(
+        self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With as many coefficients as were drawn."""
+        rank = self.drawn
+        rate = basis_CC.new_tensor(rank / len(self.energy), dtype=torch.float32)
+        return states_BTC @ basis_CC[:, :rank] @ decoder_CC[:rank], rate, rate

@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dynakv.mask import Truncation
+from dynakv.rank_gate import RankGate
+
 _OPEN = -200.0  # θ of which softplus is zero in fp32
 _LEAST = 1e-3  # of σ over the largest: directions that the text never used have none
 _START = 0.5  # share of itself that the least σ loses at the start: ranks begin to fall as soon as thresholds move
 
 
-class SoftThreshold(nn.Module):
+class SoftThreshold(RankGate):
     """Takes the place of a gate: the same rank for every token.
 
     Attributes:
@@ -37,14 +40,13 @@ class SoftThreshold(nn.Module):
 
     @torch.no_grad()
     def initialize(self, energy_C: Tensor, decay: float) -> None:
-        """Take the energies of the coefficients (`decay` has no meaning here) and keep each, shrunk."""
+        """Keep every coefficient, shrunk."""
         self.energy.copy_(energy_C)
         self.theta.fill_(math.log(math.expm1(_START * float(self._sigma()[-1]))))
         self.learn()
 
     @torch.no_grad()
     def open(self) -> None:
-        """Keep every coefficient as it is."""
         self.theta.fill_(_OPEN)
         self.learn()
 
@@ -62,7 +64,6 @@ class SoftThreshold(nn.Module):
         return int(self.rank) > 0
 
     def fault_in(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """What keeps tensors of the right shapes and dtypes from being a threshold; None where nothing does."""
         rank, energy_C = int(tensors["rank"]), tensors["energy"]
         if not 0 <= rank <= len(energy_C):
             return f"rank is {rank}, and must be from 0 to {len(energy_C)}"
@@ -95,7 +96,6 @@ class SoftThreshold(nn.Module):
         return int(self.rank) or len(self.factors())
 
     def energies(self) -> Tensor:
-        """Calibrated second moment of each coefficient, (C,) fp32."""
         return self.energy.float()
 
     def forward(self, coef_BTC: Tensor) -> Tensor:
@@ -103,5 +103,13 @@ class SoftThreshold(nn.Module):
         return torch.full(coef_BTC.shape[:-1], self._num_kept(), device=coef_BTC.device)
 
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
-        """As :meth:`forward`; threshold and granularity are of gates."""
         return self(coef_BTC)
+
+    def rebuilt(
+        self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With coefficients times their :meth:`factors`."""
+        factor_R, width = self.factors(), len(self.energy)
+        rank = len(factor_R)
+        coef_BTR = states_BTC @ basis_CC[:, :rank] * factor_R.to(states_BTC.dtype)
+        return coef_BTR @ decoder_CC[:rank], factor_R.sum() / width, factor_R.new_tensor(rank / width)

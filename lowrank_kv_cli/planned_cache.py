@@ -16,6 +16,7 @@ from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
+from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry, heads_of_layer
 from lowrank_kv.hf.rope import POSITION_BYTES
@@ -23,7 +24,7 @@ from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
-from ojakv.byte_budget import PlannedSequence, planned_rate
+from ojakv.byte_budget import planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max
 

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.compressor import TokenCompressor
-from dynakv.gate import Gate, entropy
 from dynakv.layer_compressor import by_layer
-from dynakv.planned_bits import PlannedBits
+from dynakv.mask import entropy
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.hf.geometry import geometry_of
 
@@ -70,18 +69,19 @@ def inspect(model: PreTrainedModel, sentence_T: Tensor) -> Inspection:
     Args:
         sentence_T: token ids, int64.
     """
-    layers, places = dynakv.compressors(model), by_layer(geometry_of(model), dynakv.settings_of(model))
+    layers, settings = dynakv.compressors(model), dynakv.settings_of(model)
+    places = by_layer(geometry_of(model), settings)
     sides = {side.gate: side for side in dynakv.token_compressors(model)}
     rates: dict[nn.Module, Tensor] = {}
     entropies: dict[nn.Module, Tensor] = {}
 
     def record(gate: nn.Module, arguments: tuple, output: Tensor) -> None:
-        if isinstance(gate, PlannedBits):
+        if settings.has_plan:
             rates[gate] = gate.token_rates(arguments[0])[0]
             return
-        if isinstance(gate, Gate):
+        if settings.has_gates:
             entropies[gate] = entropy(output).mean()
-            output = hard_rank(output, sides[gate].config.threshold, sides[gate].config.granularity)
+            output = hard_rank(output, settings.threshold, settings.granularity)
         rates[gate] = output[0] / sides[gate].width
 
     def per_side(read: Callable[[TokenCompressor], Tensor]) -> Tensor:

@@ -259,8 +259,8 @@ def _schedule(engine: Engine, step: int) -> None:
         group["lr"] = group["peak"] * factor
     # From the step alone, so that a resumed run draws what the uninterrupted one would have drawn.
     torch.manual_seed((config.seed * 1_000_003 + step) * engine.world + engine.accelerator.process_index)
-    late = step >= config.straight_through_from * settings.steps
-    for compressor in dynakv.token_compressors(engine.model):
-        compressor.train_on_hard_mask = late and config.compressor.mask == "straight_through"
+    if config.compressor.mask == "straight_through":
+        for compressor in dynakv.token_compressors(engine.model):
+            compressor.train_on_hard_mask = step >= config.straight_through_from * settings.steps
     if config.compressor.rank_policy == SOFT_THRESHOLD:
         learn_or_fix(engine, step)

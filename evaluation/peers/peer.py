@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.hf.cache.windowed.planned_sequence import planned_layers
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVConfig
-from ojakv.byte_budget import planned_layers
 
 MakeCache = Callable[[], Cache]
 

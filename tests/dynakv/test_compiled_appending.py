@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dynakv.config import DynaKVConfig
-from dynakv.layer_compressor import LayerCompressor
+from dynakv.layer_compressor import SingleLayerCompressor
 from lowrank_kv.ops import native
 from lowrank_kv.ops.native.library import library
 from lowrank_kv.ops.native.ragged_view import view_of
@@ -16,7 +16,7 @@ from lowrank_kv.stores.ragged import RaggedStore
 def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
     if library() is None:
         pytest.skip("there is no C compiler")
-    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=8), 0).eval()
+    layer = SingleLayerCompressor(64, 16, DynaKVConfig(granularity=8), 0).eval()
     generator = torch.Generator().manual_seed(0)
     for side in (layer.key, layer.value):
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)
@@ -42,7 +42,7 @@ def test_compiled_appending_rounds_to_what_the_store_holds(dtype):
 def test_compiled_appending_leaves_positions_that_int16_does_not_count_to_the_store():
     if library() is None:
         pytest.skip("there is no C compiler")
-    codec = LayerCompressor(64, 16, DynaKVConfig(granularity=64), 0).eval().codec()  # all ranks are 64
+    codec = SingleLayerCompressor(64, 16, DynaKVConfig(granularity=64), 0).eval().codec()  # all ranks are 64
     encoder = native.encoder_of(*(side.token_gate(torch.float32) for side in (codec.key, codec.value)), torch.float32)
     most = torch.iinfo(torch.int16).max
     stores = [RaggedStore(64, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import dynakv
 from dynakv.config import DynaKVConfig
-from dynakv.gate import Gate, soft_mask
-from dynakv.layer_compressor import LayerCompressor
+from dynakv.gate import Gate
+from dynakv.layer_compressor import SingleLayerCompressor
+from dynakv.mask import soft_mask
 from dynakv.objective import RateRecorder, objective
 from dynakv.projection import Projection
 from lowrank_kv.bases.hard_rank import hard_rank
@@ -244,7 +245,7 @@ def test_bfloat16_decodes_as_it_prefills(tmp_path):
 def test_gates_of_small_states_choose_the_same_ranks_in_fp16(is_training, is_autocast):
     """Their weights, scaled by the states' energies, leave its range."""
     generator = torch.Generator().manual_seed(0)
-    side = LayerCompressor(64, 32, DynaKVConfig(), 0).key.train(is_training)
+    side = SingleLayerCompressor(64, 32, DynaKVConfig(), 0).key.train(is_training)
     side.gate.initialize(torch.logspace(-6, -9, 64), decay=2.0)
     side.gate.weight.copy_(3 * torch.randn(64, 64, generator=generator))
     states = (torch.randn(2, 50, 64, generator=generator) * torch.logspace(-3, -4.5, 64)).half()
@@ -267,7 +268,7 @@ def test_compiled_encoding_is_that_of_the_modules(rotary, cache_dtype, dtype):
     if library() is None:
         pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
-    layer = LayerCompressor(64, 16, DynaKVConfig(granularity=4, cache_dtype=cache_dtype), 0).eval()
+    layer = SingleLayerCompressor(64, 16, DynaKVConfig(granularity=4, cache_dtype=cache_dtype), 0).eval()
     for side in (layer.key, layer.value):
         side.projection.weight.add_(torch.randn(64, 64, generator=generator) / 20)
         side.gate.weight.copy_(torch.randn(64, 64, generator=generator) / 4)

@@ -6,8 +6,8 @@ from methods import dynakv_model, tiny_model
 from torch import Tensor
 
 import dynakv
-from dynakv.fused_reconstruction import Truncation, gated_reconstruction
-from dynakv.gate import soft_mask
+from dynakv.fused_reconstruction import gated_reconstruction
+from dynakv.mask import Truncation, soft_mask
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.codec import prefix_mask
 from lowrank_kv.hf.rope import Rope

@@ -10,7 +10,8 @@ from methods import calibration_moments, dynakv_model, spread_gates, tiny_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import dynakv
-from dynakv.gate import Gate, entropy
+from dynakv.gate import Gate
+from dynakv.mask import entropy
 from dynakv.objective import RateRecorder, RetainRates, objective
 from lowrank_kv.utils.errors import UserError
 from training.data import Batch
