@@ -11,6 +11,8 @@ from lowrank_kv.ops.arena_append.triton import PageWriter
 from lowrank_kv.ops.arena_attention.page_reader import PageReader
 from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.pages import NewTokens
+from lowrank_kv.ops.page_reading import PageReading
+from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv_vllm.layer import Layer
 from lowrank_kv_vllm.rotation import rotated
 from lowrank_kv_vllm.step import Prompt, Step
@@ -31,8 +33,8 @@ class KernelPages:
         shape = {"num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
         self._reader = PageReader(page_XY, layer.layout, **shape, dtype=layer.dtype)
         self._writer = PageWriter(page_XY, layer.layout)
-        self._decoders = Decoders(layer.key.decoder_RC, layer.value.decoder_RC)
-        self._rotation = layer.rotation.cos_BTF[0], layer.rotation.sin_BTF[0]
+        decoders = Decoders(layer.key.decoder_RC, layer.value.decoder_RC)
+        self._reading = PageReading(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)
 
     @property
     def cut(self) -> Tensor:
@@ -52,18 +54,7 @@ class KernelPages:
         return False  # each of its parts is a kernel
 
     def attend(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
-        self._reader.attend(
-            query_THD,
-            new,
-            step.sequences,
-            step.decoding_N,
-            self._decoders,
-            self._rotation,
-            scaling=self._layer.scale,
-            softcap=None,
-            output_THD=output_THD,
-            sees_itself=self._layer.sees_itself,
-        )
+        self._reader.attend(query_THD, new, step.sequences, step.decoding_N, self._reading, output_THD)
 
     def rows(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._reader.rows(page_P, count, self._layer.dtype)

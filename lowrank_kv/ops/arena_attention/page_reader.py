@@ -10,10 +10,8 @@ from torch import Tensor
 from lowrank_kv.ops.arena_attention.operands import ArenaPages
 from lowrank_kv.ops.arena_attention.triton import arena_attention
 from lowrank_kv.ops.arena_attention.triton_rebuild import arena_rows
-from lowrank_kv.ops.decoders import Decoders
 from lowrank_kv.ops.native.pages import NewTokens, Sequences
-from lowrank_kv.ops.rotation import RotaryTable
-from lowrank_kv.ops.scoring import Scoring
+from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.triton.availability import has_kernels, launching_on
 from lowrank_kv.stores.arena import PageLayout
 from lowrank_kv.utils.errors import UserError
@@ -69,13 +67,8 @@ class PageReader:
         new: NewTokens,
         sequences: Sequences,
         served_N: Tensor,
-        decoders: Decoders,
-        rotation: tuple[Tensor, Tensor],
-        *,
-        scaling: float,
-        softcap: float | None,
+        reading: PageReading,
         output_THD: Tensor,
-        sees_itself: bool = True,
     ) -> None:
         """Attention of some sequences' new tokens, one of each, over their pages and, exactly, over themselves.
 
@@ -85,28 +78,24 @@ class PageReader:
             query_THD: rotated queries of all sequences, in the pages' dtype.
             sequences: on the pages' device; the table as short as what is known of the lengths lets it be.
             served_N: the sequences to serve, int64, each of one new token.
-            decoders: of the R coefficients that rows keep, (R, C) each in the pages' dtype.
-            rotation: cos and sin of each place and pair.
-            scaling, softcap: of scores.
-            output_THD: any floating dtype; rows of sequences that are not served stay as they are.
-            sees_itself: False where a token sees its own row instead, which has been written.
+            reading: its decoders are of the R coefficients that rows keep, (R, C) each in the pages' dtype.
+            output_THD: any floating dtype, written; rows of sequences that are not served stay as they are.
         """
         token_N = sequences.first_B[served_N].long()
         past_N = sequences.length_B[served_N]
         new_NGD = None
-        if sees_itself:
+        if reading.sees_itself:
             past_N = past_N - 1
             new_NGD = new.key_TGD[token_N], new.value_TGD[token_N]
-        cos_XF, sin_XF = rotation
         with launching_on(self._device):
             found_NHD = arena_attention(
                 query_THD[token_N],
                 self._pages,
                 sequences.page_BP[served_N],
                 past_N,
-                decoders,
-                Scoring(scaling, softcap),
-                rotation=RotaryTable(cos_XF[None], sin_XF[None]),
+                reading.decoders,
+                reading.scoring,
+                rotation=reading.rotary,
                 new_BGD=new_NGD,
             )
         output_THD[token_N] = found_NHD.to(output_THD.dtype)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowrank_kv.ops.native.attention import PackedDecoders
 from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.packed_plan import PackedClasses, packed_plan
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
 from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED
+from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.stores.arena import PageLayout, SideLayout
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
@@ -171,62 +171,29 @@ class Pages:
         new: NewTokens,
         sequences: Sequences,
         served_N: Tensor,
-        decoders: "PageDecoders",
-        rotation: tuple[Tensor, Tensor],
-        *,
-        scaling: float,
-        softcap: float | None,
+        reading: PageReading,
         output_THD: Tensor,
-        sees_itself: bool = True,
-        slow_from: int | None = None,
     ) -> None:
         """Attention of some sequences' new tokens over their pages and, exactly, over the new tokens up to their own.
 
         Args:
             query_THD: rotated queries of all sequences.
-            served_N: the sequences to serve, int64.
-            rotation: cos and sin of each place and pair, fp32, contiguous.
-            scaling, softcap: of scores.
-            output_THD: fp32, contiguous; rows of sequences that are not served stay as they are.
-            sees_itself: False where a token sees its own row instead; each sequence served then has one new token, which has
-                been written.
-            slow_from: of the rotation, see :class:`lowrank_kv.ops.rotation.RotaryTable`.
+            served_N: the sequences to serve, int64. Where tokens see their own rows, each has one new token.
+            reading: of rows.
+            output_THD: fp32, contiguous, written; rows of sequences that are not served stay as they are.
         """
         query_THD = contiguous_fp32(query_THD)
         call = querying(
             (query_THD.data_ptr(), output_THD.data_ptr()),
             (*states_of(new.key_TGD), *states_of(new.value_TGD)),
             sequences.members(served_N),
-            (*rotation_members(rotation, slow_from), *decoders.members, query_THD.shape[1], sees_itself),
+            reading_members(reading, query_THD.shape[1]),
             torch.get_num_threads(),
-            scaling,
-            softcap,
+            reading.scoring.scaling,
+            reading.scoring.softcap,
         )
         if library().attend_pages(self.address, call):
             raise MemoryError("no memory for the scratch space of attention over pages")
-
-
-class PageDecoders:
-    """The maps from coefficients to keys and values, as :meth:`Pages.attend` reads them.
-
-    Args:
-        key_RC, value_RC: rebuild keys, and values, from coefficients.
-        head_dim: D, where coefficients are packed by plans of bits, and the model computes in bf16: they are then rounded to
-            it. None where they are not.
-    """
-
-    def __init__(self, key_RC: Tensor, value_RC: Tensor, *, head_dim: int | None):
-        rows = PackedDecoders(key_RC[None], value_RC)
-        pairs = None if head_dim is None else PackedDecoders(key_RC[None], value_RC, head_dim=head_dim)
-        self._keepalive = rows, pairs
-        self.members = (
-            rows.key_address,
-            *((0, 0) if pairs is None else (pairs.key_address, pairs.column_address)),
-            rows.key_stride,
-            0 if pairs is None else pairs.key_stride,
-            rows.value_address,
-            value_RC.shape[1],
-        )
 
 
 class _PackedSide:
@@ -267,11 +234,13 @@ def states_of(state_TGD: Tensor) -> tuple[int, int, int]:
     return state_TGD.data_ptr(), *(stride * state_TGD.itemsize for stride in state_TGD.stride()[:2])
 
 
-def rotation_members(rotation: tuple[Tensor, Tensor], slow_from: int | None) -> tuple[int, int, int, int]:
-    """Where the cos and sin of each place and pair are, how many pairs there are, and from which one on they turn slowly."""
-    cos_XF, sin_XF = rotation
-    pairs = cos_XF.shape[1]
-    return cos_XF.data_ptr(), sin_XF.data_ptr(), pairs, pairs if slow_from is None else slow_from
+def reading_members(reading: PageReading, num_heads: int) -> tuple[int, ...]:
+    """What :func:`querying` is told of a layer: where the rotation of each place is, how many pairs it has and from which
+    one on they turn slowly; where the decoders are; how many heads queries have, and whether a token sees itself."""
+    cos_XF, sin_XF = reading.rotary.cos_BTF[0], reading.rotary.sin_BTF[0]
+    pairs, slow_from = cos_XF.shape[1], reading.rotary.slow_from
+    rotation = cos_XF.data_ptr(), sin_XF.data_ptr(), pairs, pairs if slow_from is None else slow_from
+    return *rotation, *reading.decoders.members, num_heads, reading.sees_itself
 
 
 def writing(
@@ -309,6 +278,6 @@ def querying(
         in_and_out: addresses of queries and of the output.
         states: as for :func:`writing`.
         sequences: see :meth:`Sequences.members`.
-        layer: :func:`rotation_members`, those of the decoders, query heads, and whether a token sees itself.
+        layer: see :func:`reading_members`.
     """
     return _QUERYING.pack(*in_and_out, *states, *sequences, *layer, threads, scaling, softcap or 0.0)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.native.library import CStruct, library
-from lowrank_kv.ops.native.pages import PageDecoders, Pages, Sequences, querying, rotation_members
+from lowrank_kv.ops.native.pages import Pages, Sequences, querying, reading_members
 from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.ops.native.store_view import KINDS
+from lowrank_kv.ops.page_reading import PageReading
 
 # The members of the structs in serve.c, in their order.
 _LAYER, _STEP, _STATES = struct.Struct("q"), struct.Struct("10q"), struct.Struct("16q")
@@ -48,34 +49,21 @@ class ServedLayer:
     Args:
         pages: of it.
         projection: gives coefficients.
-        decoders: of keys and values.
-        rotation: cos and sin of each place and pair, fp32, contiguous.
-        slow_from: of the rotation, see :class:`lowrank_kv.ops.rotation.RotaryTable`.
+        reading: of rows.
         num_heads: H.
-        scaling: of scores.
-        sees_itself: see :meth:`lowrank_kv.ops.native.pages.Pages.attend`.
     """
 
-    def __init__(
-        self,
-        pages: Pages,
-        projection: Projection,
-        decoders: PageDecoders,
-        rotation: tuple[Tensor, Tensor],
-        *,
-        slow_from: int | None,
-        num_heads: int,
-        scaling: float,
-        sees_itself: bool,
-    ):
+    def __init__(self, pages: Pages, projection: Projection, reading: PageReading, *, num_heads: int):
         self._dtype, no_states = pages.dtype, (_OF_A_STEP,) * 6
-        members = *rotation_members(rotation, slow_from), *decoders.members, num_heads, sees_itself
+        members, scoring = reading_members(reading, num_heads), reading.scoring
         memory = _LAYER.pack(pages.address)
         memory += projection.packed(
             no_states, KINDS[pages.dtype], (_OF_A_STEP,) * 2, _OF_A_STEP, _OF_A_STEP, _OF_A_STEP
         )
-        memory += querying((_OF_A_STEP,) * 2, no_states, (_OF_A_STEP,) * 6, members, _OF_A_STEP, scaling, None)
-        self._struct = CStruct(memory, keepalive=(pages, projection, decoders, rotation))
+        memory += querying(
+            (_OF_A_STEP,) * 2, no_states, (_OF_A_STEP,) * 6, members, _OF_A_STEP, scoring.scaling, scoring.softcap
+        )
+        self._struct = CStruct(memory, keepalive=(pages, projection, reading))
         self._address, self._serve = self._struct.address, library().serve_pages
 
     def __call__(

@@ -13,7 +13,11 @@ from paged_rows import FORMS, HEAD_DIM, HEADS, LAYOUTS, RANKED, WIDTH, coefficie
 from torch import Tensor
 from written_pages import MOST, Written
 
-from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Sequences
+from lowrank_kv.ops.native.page_decoders import PageDecoders
+from lowrank_kv.ops.native.pages import NewTokens, Sequences
+from lowrank_kv.ops.page_reading import PageReading
+from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 
 QUERY_HEADS = 6
 
@@ -133,12 +137,13 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         NewTokens(key_TGD, value_TGD, torch.empty(0), torch.empty(0)),
         Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
         served_N,
-        PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 and classes not in RANKED else None),
-        (cos_XF, sin_XF),
-        scaling=0.25,
-        softcap=softcap,
-        output_THD=output_THD,
-        sees_itself=sees_itself,
+        PageReading(
+            PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 and classes not in RANKED else None),
+            RotaryTable(cos_XF[None], sin_XF[None]),
+            Scoring(0.25, softcap),
+            sees_itself,
+        ),
+        output_THD,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for b in served_N.tolist():

@@ -6,9 +6,13 @@ from paged_rows import HEAD_DIM, HEADS, WIDTH, layout_of
 from written_pages import MOST, Written
 
 from lowrank_kv.ops import native
-from lowrank_kv.ops.native.pages import PageDecoders, Sequences
+from lowrank_kv.ops.native.page_decoders import PageDecoders
+from lowrank_kv.ops.native.pages import Sequences
 from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.ops.native.serving import ServedLayer, ServedTokens
+from lowrank_kv.ops.page_reading import PageReading
+from lowrank_kv.ops.rotation import RotaryTable
+from lowrank_kv.ops.scoring import Scoring
 
 QUERY_HEADS, SCALING = 6, 0.25
 LENGTHS = [70, 33, 3]  # of which the last token of each is new
@@ -24,35 +28,28 @@ class Case:
         generator = torch.Generator().manual_seed(3)
         ranks = [side.row_format.num_coefficients for side in (layout.keys, layout.values)]
         frequency_F = torch.logspace(0, -4, HEAD_DIM // 2)  # of which some turn slowly
-        self.slow_from = native.slow_from(frequency_F)
         angle_XF = torch.arange(MOST)[:, None] * frequency_F
-        self.rotation = angle_XF.cos(), angle_XF.sin()
+        rotary = RotaryTable(angle_XF.cos()[None], angle_XF.sin()[None], native.slow_from(frequency_F))
         back = angle_XF.cos(), -angle_XF.sin()
         key_CR, value_CR = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(2))
         self.projection = Projection(key_CR, value_CR, back, num_kv_heads=HEADS)
         decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
-        self.decoders = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
+        in_c = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
+        self.reading = PageReading(in_c, rotary, Scoring(SCALING), sees_itself)
         self.new = self.tokens.step([(b, length - 1, length) for b, length in enumerate(LENGTHS)])[0]
         count = len(LENGTHS)
         first_B, length_B = torch.arange(count + 1).int(), torch.tensor(LENGTHS, dtype=torch.int32)
         self.sequences, self.served_N = Sequences(first_B, length_B, self.tokens.page_BP), torch.arange(count)
         self.query_THD = torch.randn(count, QUERY_HEADS, HEAD_DIM, generator=generator).to(dtype)
-        self.sees_itself = sees_itself
 
     def in_three_calls(self) -> tuple[int, torch.Tensor]:
         cut = self.tokens.pages.write(self.new, *self.projection(self.new))
         output_THD = torch.empty(self.query_THD.shape)
-        self.tokens.pages.attend(
-            self.query_THD, self.new, self.sequences, self.served_N, self.decoders, self.rotation,
-            scaling=SCALING, softcap=None, output_THD=output_THD, sees_itself=self.sees_itself, slow_from=self.slow_from,
-        )  # fmt: skip
+        self.tokens.pages.attend(self.query_THD, self.new, self.sequences, self.served_N, self.reading, output_THD)
         return cut, output_THD.to(self.query_THD.dtype)
 
     def in_one_call(self, query_THD: torch.Tensor, output_THD: torch.Tensor) -> int | None:
-        layer = ServedLayer(
-            self.tokens.pages, self.projection, self.decoders, self.rotation,
-            slow_from=self.slow_from, num_heads=QUERY_HEADS, scaling=SCALING, sees_itself=self.sees_itself,
-        )  # fmt: skip
+        layer = ServedLayer(self.tokens.pages, self.projection, self.reading, num_heads=QUERY_HEADS)
         step = ServedTokens(self.new.position_T, self.new.slot_T, self.sequences, self.served_N)
         return layer(query_THD, self.new.key_TGD, self.new.value_TGD, step, output_THD)
 

@@ -10,7 +10,9 @@ from written_pages import MOST, Written
 from lowrank_kv.ops import native
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
-from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Pages, Sequences
+from lowrank_kv.ops.native.page_decoders import PageDecoders
+from lowrank_kv.ops.native.pages import NewTokens, Pages, Sequences
+from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
@@ -224,13 +226,13 @@ def test_pages_are_interpolated_too(classes, new):
             NewTokens(none, none, torch.empty(0), torch.empty(0)),
             Sequences(torch.tensor([0, new, 2 * new]).int(), torch.tensor(lengths).int(), tokens.page_BP),
             torch.arange(2),
-            PageDecoders(*decoders, head_dim=head_dim),
-            (table.cos_BTF[0], table.sin_BTF[0]),
-            scaling=0.1,
-            softcap=None,
-            output_THD=output_THD,
-            sees_itself=False,
-            slow_from=slow_from,
+            PageReading(
+                PageDecoders(*decoders, head_dim=head_dim),
+                RotaryTable(table.cos_BTF, table.sin_BTF, slow_from),
+                Scoring(0.1),
+                sees_itself=False,
+            ),
+            output_THD,
         )
         found.append(output_THD)
     assert torch.equal(*found) != (interpolates() and new == 1)

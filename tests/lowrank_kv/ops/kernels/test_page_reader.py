@@ -3,12 +3,12 @@
 import pytest
 import torch
 from errors import check_near
+from page_readings import page_readings
 from paged_rows import HEAD_DIM, HEADS, RANKED, WIDTH, layout_of
-from written_pages import MOST, Written
+from written_pages import Written
 
 from lowrank_kv.ops.arena_attention.page_reader import PageReader
-from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Sequences
+from lowrank_kv.ops.native.pages import NewTokens, Sequences
 
 QUERY_HEADS = 4
 
@@ -74,22 +74,17 @@ def test_attention_is_that_of_compiled_code(device, generator, row_format, dtype
     served_N = torch.tensor([3, 0])
     ranks = [side.row_format.num_coefficients for side in (tokens.layout.keys, tokens.layout.values)]
     decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
-    angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
-    rotation = angle_XF.cos(), angle_XF.sin()
-    in_c = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
+    in_c, on_device = page_readings(decoders, device, generator, sees_itself=sees_itself, softcap=softcap)
     expected_THD = torch.full((token_count, QUERY_HEADS, HEAD_DIM), 9.0)
-    options = {"scaling": 0.25, "softcap": softcap, "sees_itself": sees_itself}
-    tokens.pages.attend(query_THD, step, sequences, served_N, in_c, rotation, output_THD=expected_THD, **options)
+    tokens.pages.attend(query_THD, step, sequences, served_N, in_c, expected_THD)
     found_THD = torch.full_like(expected_THD, 9.0, dtype=dtype, device=device)
     reader_of(tokens, device).attend(
         query_THD.to(device),
         NewTokens(*(each.to(device) for each in step)),
         Sequences(*(each.to(device) for each in sequences)),
         served_N.to(device),
-        Decoders(*(each.to(device) for each in decoders)),
-        tuple(each.to(device) for each in rotation),
-        output_THD=found_THD,
-        **options,
+        on_device,
+        found_THD,
     )
     served, others = [0, 5], [1, 2, 3, 4]
     check_near(found_THD.cpu()[served], expected_THD[served], dtype)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from errors import check_near
+from page_readings import page_readings
 from paged_rows import HEAD_DIM, HEADS, WIDTH, layout_of
-from written_pages import MOST, Written
+from written_pages import Written
 
 from lowrank_kv.ops.arena_append.triton import PageWriter
 from lowrank_kv.ops.arena_attention.page_reader import PageReader
-from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.native.pages import NewTokens, PageDecoders, Sequences
+from lowrank_kv.ops.native.pages import NewTokens, Sequences
 
 QUERY_HEADS, STEPS = 4, 4
 
@@ -24,9 +24,8 @@ def test_steps_that_write_and_attend_are_those_of_compiled_code(device, generato
     reader, writer = PageReader(page_XY, tokens.layout, **shape), PageWriter(page_XY, tokens.layout)
     sides = tokens.layout.keys, tokens.layout.values
     decoders = [torch.randn(side.row_format.num_coefficients, WIDTH, generator=generator) / 6 for side in sides]
-    on_device, in_c = Decoders(*(each.to(device) for each in decoders)), PageDecoders(*decoders, head_dim=None)
-    angle_XF = torch.rand(MOST, HEAD_DIM // 2, generator=generator) * 6
-    rotation, served_N, cut = (angle_XF.cos(), angle_XF.sin()), torch.tensor([0, 1]), 0
+    in_c, on_device = page_readings(decoders, device, generator, sees_itself=sees_itself)
+    served_N, cut = torch.tensor([0, 1]), 0
 
     def write(spans: list[tuple[int, int, int]]) -> NewTokens:
         nonlocal cut
@@ -44,16 +43,12 @@ def test_steps_that_write_and_attend_are_those_of_compiled_code(device, generato
             torch.arange(3, dtype=torch.int32), torch.tensor(now, dtype=torch.int32) + 1, tokens.page_BP
         )
         query_THD = torch.randn(2, QUERY_HEADS, HEAD_DIM, generator=generator)
-        options = {"scaling": 0.25, "softcap": None, "sees_itself": sees_itself}
         expected_THD = torch.empty_like(query_THD)
-        tokens.pages.attend(
-            query_THD, new, sequences, served_N, in_c, rotation, output_THD=expected_THD, **options
-        )  # fmt: skip
+        tokens.pages.attend(query_THD, new, sequences, served_N, in_c, expected_THD)
         found_THD = torch.empty_like(query_THD, device=device)
         reader.attend(
-            query_THD.to(device), on(device, new), on(device, sequences), served_N.to(device), on_device,
-            tuple(each.to(device) for each in rotation), output_THD=found_THD, **options,
-        )  # fmt: skip
+            query_THD.to(device), on(device, new), on(device, sequences), served_N.to(device), on_device, found_THD
+        )
         check_near(found_THD.cpu(), expected_THD, torch.float32)
     assert torch.equal(page_XY.cpu(), tokens.page_XY)
     assert int(writer.cut) == cut
