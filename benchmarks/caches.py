@@ -16,7 +16,7 @@ import dynakv
 from benchmarks import random_models
 from benchmarks.harness import check_close, count, forget_tuning, use_device
 from benchmarks.random_models import random_ids
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.page_pool import MIN_GRANULE
 from lowrank_kv.stores.quantization import MIXED

@@ -29,7 +29,7 @@ import dynakv
 from benchmarks.harness import count, write_results
 from benchmarks.openai_server import COMPRESSED, Answer, Server, add_settings, settings_words
 from benchmarks.right_texts import Distance, Expected, Reference, Text, controls, limits
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.paths import demo_model, home

@@ -1,70 +1,45 @@
-"""DynaKV checkpoints on disk: the compressor alone, or the whole model for `from_pretrained`.
+"""Compressor checkpoints (:mod:`dynakv.checkpoint_files`): from a model's compressors, and back onto a model."""
 
-A compressor checkpoint is a directory of `compressor.safetensors` (4·C² numbers a layer, 6·C² with a plan of bits, 12·N·C²
-where that codes N layers together, fewer if exported: :mod:`dynakv.packed_projections`) and `config.json`, which says what
-model shape it is for and has the SHA-256 of the tensors and of its own entries. A full checkpoint is an ordinary
-transformers directory (:mod:`lowrank_kv.hf.full_checkpoint`).
-"""
-
-import dataclasses
-import hashlib
-import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_dynakv_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.compressor import kind_of_projection
-from dynakv.config import METHOD, WEIGHTS_DEPEND_ON, DynaKVConfig
+from dynakv.checkpoint_files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointConfig,
+    checked_state,
+    read_config,
+    write_files,
+)
+from dynakv.config import METHOD, WEIGHTS_DEPEND_ON
 from dynakv.gates import AnyGate
-from dynakv.layer_compressor import LayerCompressor, layer_compressor, projection_widths
-from dynakv.packed_projections import unpacked
+from dynakv.layer_compressor import LayerCompressor, layer_compressor
 from lowrank_kv.hf import full_checkpoint
-from lowrank_kv.hf.attention import TRANSFORM
-from lowrank_kv.hf.geometry import KVGeometry, check_not_offloaded, geometry_of, warn_of_another
+from lowrank_kv.hf.geometry import check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.utils.atomic_write import copy_all_but, new_directory, put_back
-from lowrank_kv.utils.config import build, check_entries, require, to_dict
+from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
+from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
-
-WEIGHTS, CONFIG = "compressor.safetensors", "config.json"
-SHA256 = "sha256"  # entry of `config.json`: name of a file → its hash, of `config.json` that of all else in it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """What `config.json` of a compressor checkpoint says.
-
-    Attributes:
-        weights_sha256: of the tensors' file; None of a checkpoint that was written before there were hashes.
-    """
-
-    method: str
-    base_model: str
-    geometry: KVGeometry
-    compressor: DynaKVConfig
-    summary: dict[str, Any]
-    weights_sha256: str | None = None
 
 
 def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """``layers.{index}.{key|value|key_value}.…`` → tensor, on the CPU."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous()
-        for name, tensor in _tensors_of(compressors(model)).items()
+        for name, tensor in tensors_of(compressors(model)).items()
     }
 
 
-def _tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
+def tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
+    """The same names → the compressors' own tensors."""
     return {
         f"layers.{index}.{name}": tensor
         for index, layer in layers.items()
@@ -103,27 +78,6 @@ def write_compressor(
     write_files(directory, state, config)
 
 
-def write_files(directory: Path, state: Mapping[str, Tensor], config: CheckpointConfig) -> None:
-    """Write tensors and the configuration that has their hash into an existing directory."""
-    save_file(dict(state), directory / WEIGHTS)
-    # As they are read back: in JSON the keys of a mapping are text, and sort otherwise than numbers.
-    entries = json.loads(json.dumps(to_dict(config)))
-    del entries["weights_sha256"]
-    entries[SHA256] = {WEIGHTS: _hash_of_file(directory / WEIGHTS)}
-    entries[SHA256][CONFIG] = _hash_of_entries(entries)
-    text = json.dumps(entries, indent=2) + "\n"
-    (directory / CONFIG).write_text(text, encoding="utf-8")
-
-
-def _hash_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash_of_entries(entries: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode("utf-8")).hexdigest()
-
-
 def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: dict[str, Any] | None = None) -> None:
     """Write a compressor checkpoint, whole or not at all; an earlier one in `directory` is replaced.
 
@@ -158,60 +112,6 @@ def _save(
         if beside is not None:
             copy_all_but((WEIGHTS, CONFIG), beside, partial)
         write_compressor(model, partial, compressor_state(model), summary, base_model=base_model)
-
-
-def read_config(directory: str | Path) -> CheckpointConfig:
-    """The configuration of a compressor checkpoint. Raises :class:`UserError` when it is not one."""
-    path = Path(directory) / CONFIG
-    put_back(directory)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        runs = Path(directory) / "checkpoint"  # of a training run
-        hint = f"did you mean `{runs}`?" if (runs / CONFIG).is_file() else "`lowrank-kv train` writes one"
-        raise UserError(
-            f"`{directory}` is no DynaKV checkpoint: cannot read {path}: {error.strerror}; {hint}"
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); restore the checkpoint or train it again") from error
-    if not isinstance(values, dict) or values.get("method") != METHOD:
-        raise UserError(
-            f"`{directory}` is no DynaKV compressor checkpoint: {path} names no `method: {METHOD}`; `lowrank-kv "
-            f"train` writes one, and a calibration is given to `lowrank_kv.compress`, or as `--bases`"
-        )
-    check_entries(values, {"base_model": str, "geometry": dict, "compressor": dict, "summary": dict}, path)
-    unknown = values.keys() - {field.name for field in dataclasses.fields(CheckpointConfig)} - {SHA256}
-    if unknown:
-        raise UserError(
-            f"{path} is damaged: it has an entry `{min(unknown)}`; restore the checkpoint or train it again"
-        )
-    return CheckpointConfig(
-        method=METHOD,
-        base_model=values["base_model"],
-        geometry=KVGeometry.from_json(values["geometry"], path),
-        compressor=build(DynaKVConfig, values["compressor"], source=str(path)),
-        summary=values["summary"],
-        weights_sha256=_checked_hash(values, path),
-    )
-
-
-def _checked_hash(values: dict[str, Any], path: Path) -> str | None:
-    """The hash of the tensors' file that a configuration names, once its own is right."""
-    hashes = values.get(SHA256)
-    if hashes is None:
-        warnings.warn(
-            f"{path} has no `{SHA256}`: the checkpoint was written before there were hashes, and damage to it may not show; "
-            f"save it again with dynakv.save_compressor",
-            stacklevel=4,
-        )
-        return None
-    others = {name: value for name, value in hashes.items() if name != CONFIG} if isinstance(hashes, dict) else {}
-    if others.keys() != {WEIGHTS} or hashes.get(CONFIG) != _hash_of_entries({**values, SHA256: others}):
-        raise UserError(
-            f"{path} is damaged or was changed by hand: its SHA-256 is not the recorded one; restore it, and change "
-            f"settings where it is attached, as in dynakv.attach(model, directory, eviction={{'keep_ratio': 0.3}})"
-        )
-    return hashes[WEIGHTS]
 
 
 def attach(
@@ -278,31 +178,6 @@ def _check_model(model: PreTrainedModel, config: CheckpointConfig, directory: st
     warn_of_another(model, config.base_model, what, "attach it to the model it was trained on, or train one for this")
 
 
-def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, unpacked. Raises :class:`UserError` for a file that is damaged."""
-    path = Path(directory) / WEIGHTS
-    state = read_state(path)
-    if config.weights_sha256 is not None and _hash_of_file(path) != config.weights_sha256:
-        raise UserError(
-            f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
-            f"checkpoint"
-        )
-    return unpacked(
-        state, kind_of_projection(config.compressor), projection_widths(config.geometry, config.compressor), str(path)
-    )
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises :class:`UserError` for a missing or truncated one."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); the file is missing or truncated, so copy it again or go back to an "
-            f"earlier checkpoint"
-        ) from error
-
-
 def load_state(model: PreTrainedModel, state: dict[str, Tensor], origin: str) -> None:
     """Fill the compressors of `model`; names, shapes and dtypes must match, all numbers be finite and gates be
     ones that can serve, and nothing is filled unless all do."""
@@ -330,7 +205,7 @@ def load_compressors(directory: str | Path, **overrides: Any) -> dict[int, Layer
 
 @torch.no_grad()
 def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: str) -> None:
-    targets = _tensors_of(layers)
+    targets = tensors_of(layers)
     if targets.keys() != state.keys():
         missing, extra = sorted(targets.keys() - state.keys()), sorted(state.keys() - targets.keys())
         raise UserError(f"`{origin}` does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}")
@@ -343,12 +218,12 @@ def _fill(layers: dict[int, LayerCompressor], state: dict[str, Tensor], origin: 
         if tensor.dtype != state[name].dtype:
             found, needed = (str(each.dtype).removeprefix("torch.") for each in (state[name], tensor))
             raise UserError(f"`{origin}` does not fit this model: {name} is of {found}, needed is {needed}")
-    _check_numbers(layers, state, origin)
+    check_numbers(layers, state, origin)
     for name, tensor in targets.items():
         tensor.copy_(state[name])
 
 
-def _check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tensor], origin: str) -> None:
+def check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tensor], origin: str) -> None:
     """Raise :class:`UserError` unless all numbers are finite and the gates are ones that can serve."""
     for name, tensor in state.items():
         if not bool(tensor.isfinite().all()):
@@ -363,38 +238,3 @@ def check_gate(gate: AnyGate, tensors: Mapping[str, Tensor], place: str, origin:
     """Raise :class:`UserError` unless these tensors, whose names begin with `place` in `origin`, can fill the gate."""
     if fault := gate.fault_in(tensors):
         raise UserError(f"{place}{fault}; `{origin}` is damaged: restore it or go back to an earlier checkpoint")
-
-
-def save_full(model: PreTrainedModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """Write a full checkpoint: after ``import dynakv``, ``AutoModelForCausalLM.from_pretrained(directory)`` loads it.
-
-    Args:
-        model: an attached model.
-        directory: to write; an existing one is replaced.
-        state: the tensors to write instead of the model's own, by their names in a stock model with compressors; sharded
-            training gathers them first.
-    """
-    full_checkpoint.save_full(model, directory, METHOD, to_dict(settings_of(model)), state)
-
-
-def _before_loading(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    add_compressors(model, build(DynaKVConfig, settings, source="`quantization_config` of the checkpoint"))
-    # Whatever dtype the backbone is loaded in, U, W and b stay as they were trained.
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), TRANSFORM}
-
-
-def _after_loading(model: PreTrainedModel) -> None:
-    layers = {
-        index: layer
-        for index, layer in compressors(model).items()
-        if not any(tensor.is_meta for tensor in layer.state_dict().values())  # an offloaded one is not there yet
-    }
-    state, origin = _tensors_of(layers), str(model.config._name_or_path)
-    # transformers marks what it loads; it warns of what is missing, and leaves that as the memory was.
-    if missing := [name for name, tensor in state.items() if not getattr(tensor, "_is_hf_initialized", False)]:
-        raise UserError(f"`{origin}` has no {missing[0]}; the checkpoint is incomplete, so copy it again")
-    _check_numbers(layers, state, origin)
-    use_dynakv_cache(model)
-
-
-full_checkpoint.register_method(METHOD, before_loading=_before_loading, after_loading=_after_loading)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dynakv.checkpoint import CONFIG, WEIGHTS, checked_state, read_config, read_state, write_files
+from dynakv.checkpoint_files import CONFIG, WEIGHTS, checked_state, read_config, read_state, write_files
 from dynakv.compressor import kind_of_projection
 from dynakv.layer_compressor import projection_widths
 from dynakv.packed_projections import PACKABLE, is_packed, packed, projections_in, unpacked

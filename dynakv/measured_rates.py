@@ -6,7 +6,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dynakv.checkpoint import WEIGHTS, CheckpointConfig, check_gate
+from dynakv.checkpoint import check_gate
+from dynakv.checkpoint_files import WEIGHTS, CheckpointConfig
 from dynakv.gates import AnyGate, make_gate
 from dynakv.layer_compressor import by_layer, row_widths
 from lowrank_kv.hf.geometry import KVGeometry

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from lowrank_kv.calibration.known_text import warn_of_known_text
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer

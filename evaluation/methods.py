@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Cache, PreTrainedModel
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.config import configuration, option, require, to_dict, within
 from lowrank_kv.utils.errors import UserError, nearest

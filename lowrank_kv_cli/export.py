@@ -9,7 +9,7 @@ which takes a tenth of the bytes with a plan of bits. A gate's own weights stay 
 
 from pathlib import Path
 
-from dynakv.checkpoint import WEIGHTS
+from dynakv.checkpoint_files import WEIGHTS
 from dynakv.export import export_compressor
 from lowrank_kv.utils.arguments import ArgumentParser
 

@@ -16,7 +16,7 @@ from transformers import TextStreamer
 
 import dynakv
 import lowrank_kv
-from dynakv.checkpoint import CONFIG, WEIGHTS, read_config
+from dynakv.checkpoint_files import CONFIG, WEIGHTS, read_config
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
 from lowrank_kv.hf.loading import (

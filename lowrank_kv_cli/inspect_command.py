@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import GRADIENTS, Calibration
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of

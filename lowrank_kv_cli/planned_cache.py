@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from dynakv.checkpoint import CheckpointConfig
+from dynakv.checkpoint_files import CheckpointConfig
 from dynakv.layer_compressor import row_widths
 from dynakv.measured_rates import Rates
 from lowrank_kv.bases.rank_allocation import uniform_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from dynakv.checkpoint import CONFIG, read_config
+from dynakv.checkpoint_files import CONFIG, read_config
 from dynakv.config import METHOD, DynaKVConfig
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration import calibration

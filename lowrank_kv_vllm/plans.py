@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from dynakv.cache import initial_bases
-from dynakv.checkpoint import CheckpointConfig, load_compressors, read_config
+from dynakv.checkpoint import load_compressors
+from dynakv.checkpoint_files import CheckpointConfig, read_config
 from dynakv.layer_compressor import LayerCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration

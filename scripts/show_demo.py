@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, installed or not
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from evaluation.page.demo import continuation, demo_page
 from evaluation.wide_products import load_measured
 from lowrank_kv.hf.loading import DTYPES, load_tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from dynakv.initialization import Moments
 from dynakv.measured_rates import measured_rates
 from dynakv.training_config import TrainConfig

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv.checkpoint import read_config, save_again
+from dynakv.checkpoint import save_again
+from dynakv.checkpoint_files import read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, parse_config

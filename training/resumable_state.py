@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dynakv.checkpoint import WEIGHTS, compressor_state, load_state, read_state, write_compressor
+from dynakv.checkpoint import compressor_state, load_state, write_compressor
+from dynakv.checkpoint_files import WEIGHTS, read_state
 from lowrank_kv.utils.atomic_write import new_directory, put_back
 from lowrank_kv.utils.errors import UserError
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dynakv
-from dynakv.checkpoint import CONFIG, WEIGHTS, write_compressor
+from dynakv.checkpoint import write_compressor
+from dynakv.checkpoint_files import CONFIG, WEIGHTS
 from lowrank_kv.utils import atomic_write
 from lowrank_kv.utils.errors import UserError
 
@@ -333,7 +334,7 @@ def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, ove
 
 STEPS = {  # of attaching: the function that fails, and how often it does not
     "making compressors": ("dynakv.attach", "layer_compressor", 1),
-    "reading weights": ("dynakv.checkpoint", "read_state", 0),
+    "reading weights": ("dynakv.checkpoint_files", "read_state", 0),
     "filling compressors": ("dynakv.checkpoint", "_fill", 0),
     "preparing the model": ("lowrank_kv.hf.prepare", "rotary_function", 1),
     "setting the cache": ("dynakv.attach", "set_default_cache", 0),

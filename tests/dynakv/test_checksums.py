@@ -8,7 +8,8 @@ import pytest
 from methods import dynakv_model, tiny_model
 
 import dynakv
-from dynakv.checkpoint import CONFIG, SHA256, WEIGHTS, load_compressors, read_config
+from dynakv.checkpoint import load_compressors
+from dynakv.checkpoint_files import CONFIG, SHA256, WEIGHTS, read_config
 from lowrank_kv.utils.errors import UserError
 
 FLIPS = 300

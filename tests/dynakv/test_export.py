@@ -6,7 +6,8 @@ from methods import dynakv_model, planned_model, tiny_model
 from safetensors.torch import load_file
 
 import dynakv
-from dynakv.checkpoint import WEIGHTS, load_compressors, read_config, write_files
+from dynakv.checkpoint import load_compressors
+from dynakv.checkpoint_files import WEIGHTS, read_config, write_files
 from dynakv.packed_projections import CODES, SCALE
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import export as command

@@ -8,7 +8,7 @@ from methods import dynakv_model, tiny_model
 from tensors_held import found_tensors
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from dynakv.config import DECODERS
 from dynakv.measured_rates import measured_rates
 from dynakv.objective import RateRecorder, objective

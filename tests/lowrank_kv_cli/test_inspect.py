@@ -9,7 +9,7 @@ import torch
 from methods import spread_gates
 
 import dynakv
-from dynakv.checkpoint import CheckpointConfig, read_config
+from dynakv.checkpoint_files import CheckpointConfig, read_config
 from dynakv.config import DynaKVConfig
 from dynakv.measured_rates import Rates
 from dynakv.objective import RateRecorder

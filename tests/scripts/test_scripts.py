@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 import dynakv
-from dynakv.checkpoint import read_config
+from dynakv.checkpoint_files import read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record

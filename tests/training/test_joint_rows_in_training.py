@@ -6,7 +6,8 @@ from methods import planned_model, tiny_model
 from training_runs import EXACT, PLANNED, STILL, assert_learned, launch, launched, losses, merged, summary, train_here
 
 import dynakv
-from dynakv.checkpoint import load_compressors, read_config
+from dynakv.checkpoint import load_compressors
+from dynakv.checkpoint_files import read_config
 from dynakv.joint_rows import rebuilt_states, states_of_pass
 from dynakv.measured_rates import measured_rates
 from dynakv.objective import RateRecorder, objective

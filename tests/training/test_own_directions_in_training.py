@@ -177,7 +177,7 @@ def test_a_run_learns_with_the_directions_in_the_loop(training_values, tmp_path)
         compressor = {"learned_classes": True, "own_directions": count, "own_directions_from": 8}
         values = merged(merged(PLANNED, changes), {"compressor": compressor, **more})
         checkpoint = train_here(training_values, tmp_path / name, **values)
-        assert dynakv.checkpoint.read_config(checkpoint).compressor.own_directions == count
+        assert dynakv.checkpoint_files.read_config(checkpoint).compressor.own_directions == count
         [heldout] = summary(tmp_path / name)["heldout"].values()
         return [*losses(tmp_path / name), heldout["kl"]]
 

@@ -165,7 +165,7 @@ def test_predicted_bytes_are_those_of_a_cache(tmp_path, joint_layers):
     model = tiny_model()
     planned_model(model, 0.2, joint_layers=joint_layers)
     dynakv.save_compressor(model, tmp_path / "c")
-    config = dynakv.checkpoint.read_config(tmp_path / "c")
+    config = dynakv.checkpoint_files.read_config(tmp_path / "c")
     rates = measured_rates(tmp_path / "c", config)
     for tokens in (30, 120):
         cache = model(token_ids(1, tokens)).past_key_values

@@ -117,7 +117,7 @@ def test_heldout_rates_are_those_of_the_text(training_values, text_file, tmp_pat
     rates = [found["heldout"][name]["hard_rate"] for name in ("text.jsonl", "other.jsonl")]
     assert rates[1] > 1.05 * rates[0]
     expected = found["measured_classes"]
-    saved = measured_rates(checkpoint, dynakv.checkpoint.read_config(checkpoint))
+    saved = measured_rates(checkpoint, dynakv.checkpoint_files.read_config(checkpoint))
     assert saved.mean == pytest.approx(expected["hard_rate"], abs=1e-4)
     assert saved.source.endswith("as those of the training text")
 
@@ -165,7 +165,7 @@ def test_a_plan_is_trained_on_towards_its_own_rate(planned, training_values, tmp
     values = merged(training_values, PLANNED)
     on = train_here(values, tmp_path / "run", initial_checkpoint=str(planned), optimizer={"steps": 1})
     bits = [
-        dynakv.checkpoint.read_state(each / "compressor.safetensors")["layers.0.key.gate.bits"]
+        dynakv.checkpoint_files.read_state(each / "compressor.safetensors")["layers.0.key.gate.bits"]
         for each in (planned, on)
     ]
     assert torch.equal(*bits)
@@ -179,7 +179,7 @@ def test_a_measurement_reads_as_training_did_and_keeps_the_base_model(training_v
     arguments = ["--checkpoint", str(checkpoint), "--name", str(text_file), "--model", str(tmp_path / "copy")]
     with pytest.warns(UserWarning, match="trained on"):
         measure_command([*arguments, "--tokens", "256", "--length", "64"])
-    saved = dynakv.checkpoint.read_config(checkpoint)
+    saved = dynakv.checkpoint_files.read_config(checkpoint)
     assert saved.base_model == str(tiny_dir)
     measured = saved.summary["heldout"]["text.jsonl"]
     for key in ("hard_rate", "perplexity", "kl"):

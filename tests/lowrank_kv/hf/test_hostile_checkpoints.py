@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import dynakv
 from dynakv.cache import compressors
-from dynakv.checkpoint import CONFIG, WEIGHTS, compressor_state, read_config, write_compressor
+from dynakv.checkpoint import compressor_state, write_compressor
+from dynakv.checkpoint_files import CONFIG, WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import MOMENTS, Calibration
 from lowrank_kv.ops.native.packing import PackedGate
@@ -84,7 +85,7 @@ def test_hostile_tensors_are_refused_with_little_memory(saved, name, content, tm
 
 def _sign(directory: Path, name: str) -> None:
     """Make the hashes right, as whoever made the directory can."""
-    from dynakv.checkpoint import SHA256, _hash_of_entries, _hash_of_file
+    from dynakv.checkpoint_files import SHA256, _hash_of_entries, _hash_of_file
 
     values = json.loads((directory / CONFIG).read_text())
     if name == MOMENTS:

@@ -16,7 +16,7 @@ from methods import calibration_of, dynakv_model, tiny_model
 from safetensors.torch import save_file
 
 import dynakv
-from dynakv.checkpoint import CONFIG, WEIGHTS
+from dynakv.checkpoint_files import CONFIG, WEIGHTS
 from lowrank_kv.utils import atomic_write
 from lowrank_kv.utils.atomic_write import append_line, new_directory, put_back, write_text
 from lowrank_kv.utils.disk_errors import writing
