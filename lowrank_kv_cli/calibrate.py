@@ -13,7 +13,8 @@ With `--read_gradients true` it also writes what plans of bits are made from, by
 
 from pathlib import Path
 
-from lowrank_kv.calibration.calibration import JOINT_LAYERS, MOMENTS, Calibration
+from lowrank_kv.calibration.calibration import JOINT_LAYERS, Calibration
+from lowrank_kv.calibration.calibration_files import MOMENTS
 from lowrank_kv.hf.loading import (
     AUTO,
     DEVICE_HELP,

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from dynakv.checkpoint_files import CONFIG, read_config
 from dynakv.config import METHOD, DynaKVConfig
 from dynakv.measured_rates import measured_rates
-from lowrank_kv.calibration import calibration
+from lowrank_kv.calibration import calibration_files
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import load_shape
-from lowrank_kv.utils.config import build, check_entries, to_dict
+from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import RUN_FILE
 
@@ -32,8 +32,8 @@ def describe(path: str | Path) -> dict[str, Any]:
     config = _read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
     if config.get("method") == METHOD:
         described = _describe_compressor(directory)
-    elif config.get("format") == calibration.FORMAT:
-        described = _describe_calibration(directory, config)
+    elif config.get("format") == calibration_files.FORMAT:
+        described = _describe_calibration(directory)
     elif (config.get("quantization_config") or {}).get("quant_method") == METHOD:
         described = _describe_full(directory, config)
     else:
@@ -70,11 +70,8 @@ def _describe_full(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_calibration(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    path, moments = directory / CONFIG, directory / calibration.MOMENTS
-    check_entries(
-        config, {"model": str, "geometry": dict, "sha256": str, "joint_layers": int | None, **calibration.RECORD}, path
-    )
+def _describe_calibration(directory: Path) -> dict[str, Any]:
+    config, moments = calibration_files.read_config(directory), directory / calibration_files.MOMENTS
     try:
         with safe_open(moments, framework="pt") as file:
             sides = sorted({name.rpartition(".")[2] for name in file.keys()})  # noqa: SIM118 - no mapping
@@ -82,12 +79,12 @@ def _describe_calibration(directory: Path, config: dict[str, Any]) -> dict[str, 
         raise UserError(f"{moments} cannot be read ({error}); calibrate again") from error
     return {
         "kind": "calibration",
-        "model": config["model"],
-        "shape": _shape(KVGeometry.from_json(config["geometry"], path)),
+        "model": config.model,
+        "shape": _shape(config.geometry),
         "moments": sides,
-        "joint_layers": config.get("joint_layers"),
-        **{key: config.get(key) for key in calibration.RECORD},
-        "sha256": config["sha256"],
+        "joint_layers": config.joint_layers,
+        **{key: config.record.get(key) for key in calibration_files.RECORD},
+        "sha256": config.sha256,
     }
 
 

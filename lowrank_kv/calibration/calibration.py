@@ -9,19 +9,17 @@ Shapes: C = G·D joint width.
 
 import dataclasses
 import hashlib
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, SIDES, VALUE, calibrate
+from lowrank_kv.calibration.calibration_files import MOMENTS, RECORD, read_config, read_tensors, write_calibration
 from lowrank_kv.calibration.checked_tensor import checked_tensor
 from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.calibration.read_moments import read_moments
@@ -31,28 +29,13 @@ from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, layer_groups, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
 from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import check_entries, require
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
 
-MOMENTS, CONFIG = "moments.safetensors", "config.json"
-FORMAT = "lowrank-kv calibration"
 # Moments that a calibration may have or not.
 GRADIENTS = {KEY: "key_gradient", VALUE: "value_gradient"}
 # How many layers a calibration can code together, unless it is told: as many as the preset `joint-mixed` does.
 JOINT_LAYERS = 3
-_ENTRIES = {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, "joint_layers": int | None}
-# What says which text was read, beside its tokens.
-RECORD = {
-    "text": list | None,
-    "subset": str | None,
-    "split": str | None,
-    "text_field": str | None,
-    "heldout_share": float | int | None,
-    "length": int | None,
-    "tokens": int | None,
-    "tokens_sha256": str | None,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,23 +169,15 @@ class Calibration:
             for side, moment in sides.items()
         }
         flat |= tensors_of(self.read or {})
-        data = save(flat)
-        config = {
-            "format": FORMAT,
-            "model": model,
-            "weights": self.weights,
-            "geometry": dataclasses.asdict(self.geometry),
-            "text": text,
-            **record,
-            "tokens": self.tokens,
-            "tokens_sha256": self.tokens_sha256,
-            "joint_layers": self.joint_layers,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        with new_directory(directory, MOMENTS) as partial:
-            (partial / MOMENTS).write_bytes(data)
-            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        return config["sha256"]
+        return write_calibration(
+            directory,
+            flat,
+            model=model,
+            geometry=self.geometry,
+            weights=self.weights,
+            joint_layers=self.joint_layers,
+            record={"text": text, **record, "tokens": self.tokens, "tokens_sha256": self.tokens_sha256},
+        )
 
     @staticmethod
     def is_in(directory: str | Path) -> bool:
@@ -217,40 +192,19 @@ class Calibration:
             UserError: the directory is no calibration, or a damaged one.
         """
         directory = Path(directory).expanduser()
-        path, moments_path = directory / CONFIG, directory / MOMENTS
-        put_back(directory)
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            data = moments_path.read_bytes()
-        except FileNotFoundError as error:
-            lost = Path(error.filename).name
-            why = f"it has no `{lost}`" if directory.is_dir() else "there is no such directory"
-            raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`") from error
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`"
-            ) from error
-        if not isinstance(config, dict) or config.get("format") != FORMAT:
-            raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
-        check_entries(config, {**_ENTRIES, **RECORD}, path)
-        geometry = KVGeometry.from_json(config["geometry"], path)
-        if hashlib.sha256(data).hexdigest() != config["sha256"]:
-            raise UserError(f"{moments_path} is damaged: its SHA-256 is not the recorded one; calibrate again")
-        try:
-            flat = load(data)  # the very bytes that were hashed: the file may have changed since
-        except SafetensorError as error:
-            raise UserError(f"{moments_path} cannot be read ({error}); calibrate again") from error
+        config = read_config(directory)
+        flat, joint_layers = read_tensors(directory, config), config.joint_layers or 0
         return cls(
-            geometry=geometry,
-            moments=_unflattened(flat, geometry, moments_path),
-            read=read_from(flat, geometry, config.get("joint_layers") or 0, moments_path),
-            joint_layers=config.get("joint_layers") or 0,
+            geometry=config.geometry,
+            moments=_unflattened(flat, config.geometry, directory / MOMENTS),
+            read=read_from(flat, config.geometry, joint_layers, directory / MOMENTS),
+            joint_layers=joint_layers,
             origin=f"the calibration `{directory}`",
-            model=config["model"],
-            weights=config.get("weights") or {},
-            tokens=config.get("tokens"),
-            tokens_sha256=config.get("tokens_sha256"),
-            record={key: config[key] for key in RECORD if key in config},
+            model=config.model,
+            weights=config.weights,
+            tokens=config.record.get("tokens"),
+            tokens_sha256=config.record.get("tokens_sha256"),
+            record=config.record,
         )
 
     def second_moments(self) -> dict[int, dict[str, SecondMoment]]:

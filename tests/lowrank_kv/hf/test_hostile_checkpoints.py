@@ -22,7 +22,8 @@ from dynakv.cache import compressors
 from dynakv.checkpoint import compressor_state, write_compressor
 from dynakv.checkpoint_files import CONFIG, WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
-from lowrank_kv.calibration.calibration import MOMENTS, Calibration
+from lowrank_kv.calibration.calibration import Calibration
+from lowrank_kv.calibration.calibration_files import MOMENTS
 from lowrank_kv.ops.native.packing import PackedGate
 from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.utils.errors import UserError

@@ -1,0 +1,132 @@
+"""What a calibration is on disk: a directory of `moments.safetensors`, and of `config.json`, which has the hash of that."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.utils.atomic_write import new_directory, put_back
+from lowrank_kv.utils.config import check_entries
+from lowrank_kv.utils.errors import UserError
+
+MOMENTS, CONFIG = "moments.safetensors", "config.json"
+FORMAT = "lowrank-kv calibration"
+_ENTRIES = {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, "joint_layers": int | None}
+# What says which text was read, beside its tokens.
+RECORD = {
+    "text": list | None,
+    "subset": str | None,
+    "split": str | None,
+    "text_field": str | None,
+    "heldout_share": float | int | None,
+    "length": int | None,
+    "tokens": int | None,
+    "tokens_sha256": str | None,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """What `config.json` says.
+
+    Attributes:
+        model: name of the model that was read.
+        geometry: its shape.
+        weights: marks of its weights; older calibrations have none.
+        joint_layers: how many layers are coded together; None of a calibration that was made before any were.
+        record: what says which text was read, of :data:`RECORD`; older calibrations say less.
+        sha256: of the moments' file.
+    """
+
+    model: str
+    geometry: KVGeometry
+    weights: dict[str, str]
+    joint_layers: int | None
+    record: dict[str, Any]
+    sha256: str
+
+
+def write_calibration(
+    directory: str | Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    model: str,
+    geometry: KVGeometry,
+    weights: dict[str, str],
+    joint_layers: int,
+    record: dict[str, Any],
+) -> str:
+    """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
+
+    Raises:
+        UserError: `directory` holds something else; nothing is written.
+    """
+    data = save(dict(tensors))
+    config = {
+        "format": FORMAT,
+        "model": model,
+        "weights": weights,
+        "geometry": dataclasses.asdict(geometry),
+        **record,
+        "joint_layers": joint_layers,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    with new_directory(directory, MOMENTS) as partial:
+        (partial / MOMENTS).write_bytes(data)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config["sha256"]
+
+
+def read_config(directory: Path) -> CalibrationConfig:
+    """The configuration of a calibration. Raises :class:`UserError` where the directory holds none, or a damaged one."""
+    path = directory / CONFIG
+    put_back(directory)
+    try:
+        values = json.loads(_bytes_of(path))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(_no_calibration(directory, error)) from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
+    check_entries(values, {**_ENTRIES, **RECORD}, path)
+    return CalibrationConfig(
+        model=values["model"],
+        geometry=KVGeometry.from_json(values["geometry"], path),
+        weights=values.get("weights") or {},
+        joint_layers=values.get("joint_layers"),
+        record={key: values[key] for key in RECORD if key in values},
+        sha256=values["sha256"],
+    )
+
+
+def read_tensors(directory: Path, config: CalibrationConfig) -> dict[str, Tensor]:
+    """The tensors of a calibration. Raises :class:`UserError` where they are damaged."""
+    path = directory / MOMENTS
+    data = _bytes_of(path)
+    if hashlib.sha256(data).hexdigest() != config.sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one; calibrate again")
+    try:
+        return load(data)  # the very bytes that were hashed: the file may have changed since
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}); calibrate again") from error
+
+
+def _bytes_of(path: Path) -> bytes:
+    directory = path.parent
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        why = f"it has no `{path.name}`" if directory.is_dir() else "there is no such directory"
+        raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`") from error
+    except OSError as error:
+        raise UserError(_no_calibration(directory, error)) from error
+
+
+def _no_calibration(directory: Path, error: Exception) -> str:
+    return f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`"
