@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import dynakv
-from dynakv import checkpoint
+from dynakv import checkpoint_files
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import check_model
@@ -68,7 +68,7 @@ def compress(
         found = Calibration.load(directory)
         preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
         return _with_preset(model, preset, rate, found, settings, self_check)
-    if (directory / checkpoint.WEIGHTS).is_file():
+    if (directory / checkpoint_files.WEIGHTS).is_file():
         _refuse(
             "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
         )
@@ -116,9 +116,9 @@ def _refuse(name: str, value: Any, why: str) -> None:
 
 
 def _remedy(source: str, directory: Path) -> str:
-    if (directory / checkpoint.CONFIG).is_file():
+    if (directory / checkpoint_files.CONFIG).is_file():
         return "a full checkpoint loads with `import dynakv` and `AutoModelForCausalLM.from_pretrained(DIRECTORY)`"
-    if (directory / "checkpoint" / checkpoint.WEIGHTS).is_file():
+    if (directory / "checkpoint" / checkpoint_files.WEIGHTS).is_file():
         return f"did you mean `{directory / 'checkpoint'}`?"
     if directory.is_dir():
         return "such a directory was written by `lowrank-kv calibrate` or `lowrank-kv train`"
