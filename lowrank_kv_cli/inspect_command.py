@@ -39,7 +39,7 @@ from lowrank_kv_cli.planned_cache import (
 )
 from lowrank_kv_cli.saved import describe
 from ojakv import PRESETS, Plan
-from ojakv.byte_budget import break_even
+from ojakv.planned_bytes import break_even
 
 # Keys of a training run's configuration that the text shows; `--json` has all.
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")

@@ -24,7 +24,7 @@ from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
-from ojakv.byte_budget import planned_rate
+from ojakv.planned_bytes import planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max
 

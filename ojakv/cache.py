@@ -18,9 +18,10 @@ from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from ojakv.basis_plan import make_plan
-from ojakv.byte_budget import break_even, plan_for_budget, planned_rate
+from ojakv.byte_budget import plan_for_budget
 from ojakv.config import OjaKVConfig
 from ojakv.online_store import OnlineStore, new_store
+from ojakv.planned_bytes import break_even, planned_rate
 
 
 class OjaKVLayer(WindowedLayer):

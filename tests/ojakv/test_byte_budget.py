@@ -8,7 +8,8 @@ from methods import calibration_of, tiny_model
 
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, break_even_tokens, make_plan
-from ojakv.byte_budget import plan_for_bytes, planned_rate, token_nbytes
+from ojakv.byte_budget import plan_for_bytes
+from ojakv.planned_bytes import planned_rate, token_nbytes
 
 LENGTH = 200
 

@@ -7,7 +7,7 @@ from online_caches import PER_HEAD, filled
 from transformers import DynamicCache
 
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan, plan_for_bytes
-from ojakv.byte_budget import planned_rate
+from ojakv.planned_bytes import planned_rate
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from online_caches import filled
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
 from ojakv import OjaKVConfig, make_plan
-from ojakv.byte_budget import planned_rate
+from ojakv.planned_bytes import planned_rate
 
 SETTINGS = {"num_sink_tokens": 4, "recent_window": 16, "update_period": 8}
 

@@ -11,7 +11,7 @@ from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv_cli.planned_cache import _shapes_of
 from ojakv import OjaKVConfig
-from ojakv.byte_budget import break_even_tokens
+from ojakv.planned_bytes import break_even_tokens
 
 PAGE = Path(__file__).parents[2] / "docs/bytes.md"
 BF16, TOKENS, MIB = 2, 32_768, 2**20

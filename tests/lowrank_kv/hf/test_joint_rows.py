@@ -22,7 +22,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig, make_plan
-from ojakv.byte_budget import planned_rate
+from ojakv.planned_bytes import planned_rate
 
 SHORT = {"update_period": 4, "recent_window": 3, "num_sink_tokens": 2}
 
