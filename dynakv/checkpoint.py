@@ -10,17 +10,11 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_dynakv_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.checkpoint_files import (
-    CONFIG,
-    WEIGHTS,
-    CheckpointConfig,
-    checked_state,
-    read_config,
-    write_files,
-)
+from dynakv.checkpoint_files import CONFIG, WEIGHTS, CheckpointConfig, checked_state, read_config, write_files
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON
-from dynakv.gates import AnyGate
 from dynakv.layer_compressor import LayerCompressor, layer_compressor
+from dynakv.planned_bits import PlannedBits
+from dynakv.rank_gate import RankGate
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.geometry import check_not_offloaded, geometry_of, warn_of_another
 from lowrank_kv.hf.self_check import self_check as check_by_itself
@@ -31,7 +25,7 @@ from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 
 
 def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """``layers.{index}.{key|value|key_value}.…`` → tensor, on the CPU."""
+    """The tensors of a model's compressors by their names in a checkpoint, on the CPU."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in tensors_of(compressors(model)).items()
@@ -39,7 +33,7 @@ def compressor_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def tensors_of(layers: dict[int, LayerCompressor]) -> dict[str, Tensor]:
-    """The same names → the compressors' own tensors."""
+    """``layers.{index}.{key|value|key_value}.…`` → the compressors' own tensors."""
     return {
         f"layers.{index}.{name}": tensor
         for index, layer in layers.items()
@@ -234,7 +228,7 @@ def check_numbers(layers: dict[int, LayerCompressor], state: Mapping[str, Tensor
             check_gate(gate, {name: state[place + name] for name in gate.state_dict()}, place, origin)
 
 
-def check_gate(gate: AnyGate, tensors: Mapping[str, Tensor], place: str, origin: str | Path) -> None:
+def check_gate(gate: RankGate | PlannedBits, tensors: Mapping[str, Tensor], place: str, origin: str | Path) -> None:
     """Raise :class:`UserError` unless these tensors, whose names begin with `place` in `origin`, can fill the gate."""
     if fault := gate.fault_in(tensors):
         raise UserError(f"{place}{fault}; `{origin}` is damaged: restore it or go back to an earlier checkpoint")

@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dynakv.compressor import kind_of_projection
 from dynakv.config import METHOD, DynaKVConfig
-from dynakv.layer_compressor import projection_widths
+from dynakv.layer_compressor import kind_of_compressor, projection_widths
 from dynakv.packed_projections import unpacked
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.atomic_write import put_back
@@ -130,9 +129,9 @@ def checked_state(directory: str | Path, config: CheckpointConfig) -> dict[str, 
             f"{path} is damaged: its SHA-256 is not the one recorded in {CONFIG}; copy it again or go back to an earlier "
             f"checkpoint"
         )
-    return unpacked(
-        state, kind_of_projection(config.compressor), projection_widths(config.geometry, config.compressor), str(path)
-    )
+    settings = config.compressor
+    decoder = kind_of_compressor(settings).kind_of_projection(settings)
+    return unpacked(state, decoder, projection_widths(config.geometry, settings), str(path))
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -8,13 +8,7 @@ import abc
 from torch import Tensor, nn
 
 from dynakv.config import DynaKVConfig
-from dynakv.gates import make_gate
-from dynakv.projection import RELATIVE, Projection
-
-
-def kind_of_projection(config: DynaKVConfig) -> str:
-    """The `decoder` of :class:`Projection` that a compressor of these settings has."""
-    return RELATIVE if config.has_plan else config.decoder
+from dynakv.projection import Projection
 
 
 class TokenCompressor(nn.Module, abc.ABC):
@@ -23,8 +17,18 @@ class TokenCompressor(nn.Module, abc.ABC):
     def __init__(self, width: int, config: DynaKVConfig, name: str):
         super().__init__()
         self.width, self.config, self.name = width, config, name
-        self.projection = Projection(width, decoder=kind_of_projection(config), name=name)
-        self.gate = make_gate(width, config)
+        self.projection = Projection(width, decoder=self.kind_of_projection(config), name=name)
+        self.gate = self.make_gate(width, config)
+
+    @staticmethod
+    @abc.abstractmethod
+    def kind_of_projection(config: DynaKVConfig) -> str:
+        """The `decoder` of :class:`Projection` that a compressor of these settings has."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def make_gate(width: int, config: DynaKVConfig) -> nn.Module:
+        """What decides how much is kept of a token of `width` numbers."""
 
     @abc.abstractmethod
     def forward(self, states_BTC: Tensor, position_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

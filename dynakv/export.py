@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dynakv.checkpoint_files import CONFIG, WEIGHTS, checked_state, read_config, read_state, write_files
-from dynakv.compressor import kind_of_projection
-from dynakv.layer_compressor import projection_widths
+from dynakv.layer_compressor import kind_of_compressor, projection_widths
 from dynakv.packed_projections import PACKABLE, is_packed, packed, projections_in, unpacked
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.errors import UserError
@@ -31,7 +30,7 @@ def export_compressor(directory: str | Path, output: str | Path) -> None:
     """
     directory, output = Path(directory), Path(output)
     config = read_config(directory)
-    decoder = kind_of_projection(config.compressor)
+    decoder = kind_of_compressor(config.compressor).kind_of_projection(config.compressor)
     if decoder not in PACKABLE:
         raise UserError(
             f"`{directory}` was trained with `compressor.decoder: {decoder}`, and only `exact` keeps its quality in eight "

@@ -13,6 +13,7 @@ from dynakv.fused_reconstruction import gated_reconstruction
 from dynakv.mask import Truncation, cumulative
 from dynakv.rank_gate import RankGate
 from lowrank_kv.bases.hard_rank import hard_rank
+from lowrank_kv.codec import TokenGate
 
 
 class Gate(RankGate):
@@ -28,6 +29,8 @@ class Gate(RankGate):
         self.weight = nn.Parameter(torch.zeros(width, width))
         self.bias = nn.Parameter(torch.zeros(width))
         self.register_buffer("input_scale", torch.ones(width))
+        # dtype → U, and (U, s, W, b) for compiled code, which all caches with this gate share.
+        self._compiled_forms: dict[torch.dtype, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     @torch.no_grad()
     def initialize(self, energy_C: Tensor, decay: float) -> None:
@@ -92,7 +95,32 @@ class Gate(RankGate):
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
         return hard_rank(self(coef_BTC), threshold, granularity)
 
-    def rebuilt(
+    def reconstruct(
         self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
     ) -> tuple[Tensor, Tensor, Tensor]:
         return gated_reconstruction(states_BTC, basis_CC, decoder_CC, *self.affine(states_BTC.dtype), truncation)
+
+    def token_gate(self, basis_CC: Tensor, threshold: float, granularity: int) -> TokenGate:
+        basis_CC, scale_C, weight_CC, bias_C = self._compiled_weights(basis_CC)
+        return TokenGate(
+            basis_CC=basis_CC,
+            scale_C=scale_C,
+            weight_CC=weight_CC,
+            bias_C=bias_C,
+            threshold=threshold,
+            granularity=granularity,
+        )
+
+    def _compiled_weights(self, basis_CC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(U, s, W, b) of a :class:`TokenGate`; the same tensors until U or a parameter changes."""
+        dtype = basis_CC.dtype
+        if dtype == torch.float32:
+            return basis_CC, self.input_scale, self.weight, self.bias
+        # As in Projection: compared by content, and what is kept outlives the mode of this pass.
+        with torch.inference_mode(False), torch.no_grad():
+            weight_CC, bias_C = (tensor.float() for tensor in self.affine(dtype))
+            found, kept = self._compiled_forms.get(dtype, (None, ()))
+            if found is not basis_CC or not (torch.equal(kept[2], weight_CC) and torch.equal(kept[3], bias_C)):
+                kept = basis_CC.float(), torch.ones_like(bias_C), weight_CC, bias_C
+                self._compiled_forms[dtype] = basis_CC, kept
+        return kept

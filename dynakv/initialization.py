@@ -5,14 +5,17 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from dynakv.cache import compressors
+from dynakv.cache import compressors, settings_of
 from dynakv.compressor import TokenCompressor
+from dynakv.config import PLAN
 from dynakv.mask import cumulative
+from dynakv.ranked_compressor import RankedCompressor
 from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.bases.pca import pca_basis
 from lowrank_kv.bases.rank_allocation import waterfill_ranks
 from lowrank_kv.calibration.bit_plans import CodedBasis
+from lowrank_kv.utils.config import require
 
 Moments = dict[int, dict[str, SecondMoment]]
 Coders = dict[int, dict[str, CodedBasis]]
@@ -23,8 +26,11 @@ def initialize_from_moments(model: PreTrainedModel, moments: Moments) -> None:
 
     Args:
         moments: layer index → {"key": of unrotated joint keys, "value": of joint values}.
+
+    Raises:
+        UserError: a plan of bits, which starts from coders.
     """
-    for (index, side), compressor in _sides(model).items():
+    for (index, side), compressor in _ranked_sides(model).items():
         compressor.initialize(pca_basis(moments[index][side].mean()[None]))
 
 
@@ -57,9 +63,10 @@ def initialize_from_gradients(
         coefficient would add as much to α R² as it took from the loss.
 
     Raises:
-        UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA.
+        UserError: orthogonal projections, or one rank for all tokens, which can start only from a PCA, or a plan of bits,
+            which starts from coders.
     """
-    sides = _sides(model)
+    sides = _ranked_sides(model)
     next(iter(sides.values())).config.check_gradient_start()
     bases = [weighted_basis(moments[index][side].mean(), gradients[index][side].mean()) for index, side in sides]
     costs = [key_cost if side == "key" else 1.0 for _, side in sides]
@@ -85,9 +92,20 @@ def initialize_from_coders(model: PreTrainedModel, coders: Coders) -> None:
     Args:
         coders: layer index → {"key": of unrotated joint keys, "value": of joint values}, or the last of layers that are
             coded together → {"key_value": of both}.
+
+    Raises:
+        UserError: there is no plan of bits.
     """
+    policy = settings_of(model).rank_policy
+    require(policy == PLAN, "rank_policy", policy, f"{PLAN} to start from coders of bits")
     for (index, side), compressor in _sides(model).items():
-        compressor.initialize(coders[index][side])
+        compressor.initialize_coded(coders[index][side])
+
+
+def _ranked_sides(model: PreTrainedModel) -> dict[tuple[int, str], RankedCompressor]:
+    policy = settings_of(model).rank_policy
+    require(policy != PLAN, "rank_policy", policy, "one that keeps ranks; a plan starts from coders of bits")
+    return _sides(model)
 
 
 def _sides(model: PreTrainedModel) -> dict[tuple[int, str], TokenCompressor]:

@@ -84,8 +84,9 @@ class SingleLayerCompressor(LayerCompressor):
 
     def __init__(self, width: int, head_dim: int, config: DynaKVConfig, layer_idx: int):
         super().__init__(head_dim)
-        self.key = _token_compressor(width, config, f"layer {layer_idx} keys")
-        self.value = _token_compressor(width, config, f"layer {layer_idx} values")
+        kind = kind_of_compressor(config)
+        self.key = kind(width, config, f"layer {layer_idx} keys")
+        self.value = kind(width, config, f"layer {layer_idx} values")
 
     def forward(
         self, key_BGTD: Tensor, value_BGTD: Tensor, rope: Rope | None, position_BT: Tensor | None
@@ -96,7 +97,7 @@ class SingleLayerCompressor(LayerCompressor):
         return self._as_heads(RebuiltStates(key_BTC, value_BTC, soft_2, hard_2), rope)
 
     def codec(self) -> LayerCodec:
-        """This layer's codec for a compressed cache: it reads the current parameters, and keeps to the present settings."""
+        """This layer's codec for a cache of ranks: it reads the current parameters, and keeps to the present settings."""
         config = self.key.config
         return LayerCodec(
             key=copy.copy(self.key),
@@ -119,7 +120,7 @@ class JointLayerCompressor(LayerCompressor):
         self.layer_idx = layer_idx
         if layer_idx == group[-1]:
             name = f"layers {group[0]} to {layer_idx}" if len(group) > 1 else f"layer {layer_idx}"
-            self.key_value = _token_compressor(2 * len(group) * width, config, f"{name}, keys and values")
+            self.key_value = PlannedCompressor(2 * len(group) * width, config, f"{name}, keys and values")
 
     def forward(
         self,
@@ -147,9 +148,9 @@ class JointLayerCompressor(LayerCompressor):
         return self._as_heads(RebuiltStates(*moved), rope)
 
 
-def _token_compressor(width: int, config: DynaKVConfig, name: str) -> TokenCompressor:
-    kind = PlannedCompressor if config.has_plan else RankedCompressor
-    return kind(width, config, name)
+def kind_of_compressor(config: DynaKVConfig) -> type[TokenCompressor]:
+    """What compresses keys, or values, by these settings."""
+    return PlannedCompressor if config.has_plan else RankedCompressor
 
 
 def layer_compressor(geometry: KVGeometry, config: DynaKVConfig, layer_idx: int) -> LayerCompressor:

@@ -1,4 +1,4 @@
-"""A mask that falls along a token's coefficients, from a gate's logits (DynaKV, equations 5 and 6).
+"""A mask that falls along a token's coefficients, from a gate's logits (DynaKV, equations 5, 6 and 8).
 
 Shapes: B batch, T tokens, C joint width.
 """

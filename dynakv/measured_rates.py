@@ -8,8 +8,9 @@ from safetensors import SafetensorError, safe_open
 
 from dynakv.checkpoint import check_gate
 from dynakv.checkpoint_files import WEIGHTS, CheckpointConfig
-from dynakv.gates import AnyGate, make_gate
-from dynakv.layer_compressor import by_layer, row_widths
+from dynakv.layer_compressor import by_layer, kind_of_compressor, row_widths
+from dynakv.planned_bits import PlannedBits
+from dynakv.rank_gate import RankGate
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.errors import UserError
@@ -60,8 +61,9 @@ def _rates_in_weights(path: Path, config: CheckpointConfig) -> Rates:
     """Of ranks, or of plans of bits."""
     geometry, has_plan = config.geometry, config.compressor.has_plan
 
-    def gate(weights: Any, index: int, side: str, width: int) -> AnyGate:
-        found, prefix = make_gate(width, config.compressor), f"layers.{index}.{side}.gate."
+    def gate(weights: Any, index: int, side: str, width: int) -> RankGate | PlannedBits:
+        found = kind_of_compressor(config.compressor).make_gate(width, config.compressor)
+        prefix = f"layers.{index}.{side}.gate."
         tensors = {name: weights.get_tensor(prefix + name) for name in found.state_dict()}
         found.load_state_dict(tensors)
         check_gate(found, tensors, prefix, path)

@@ -16,7 +16,7 @@ from dynakv.rank_gate import RankGate
 
 
 class NestedRank(RankGate):
-    """Takes the place of a gate: the same rank for every token.
+    """One rank for all tokens.
 
     Attributes:
         rank: how many coefficients are kept at inference, int64 scalar.
@@ -59,7 +59,7 @@ class NestedRank(RankGate):
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
         return self(coef_BTC)
 
-    def rebuilt(
+    def reconstruct(
         self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """With as many coefficients as were drawn."""

@@ -1,4 +1,4 @@
-"""A compressor that keeps of each token the coefficients, and so many bits of each, that a plan gives them.
+"""A compressor that keeps of each token the coefficients that a plan gives bits, in these bits.
 
 Shapes: B batch, T tokens, C width of the states, R coefficients that have bits at most.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 from dynakv.compressor import TokenCompressor
 from dynakv.config import DynaKVConfig
 from dynakv.document_directions import DocumentDirections
+from dynakv.planned_bits import PlannedBits
+from dynakv.projection import RELATIVE
 from lowrank_kv.calibration.bit_plans import CodedBasis
 from lowrank_kv.hf.cache.windowed.own_directions import SharedSpace
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
@@ -25,7 +27,15 @@ class PlannedCompressor(TokenCompressor):
         super().__init__(width, config, name)
         self._made_initial: tuple[tuple, Any] | None = None  # U, plan and settings, and what was made of them
 
-    def initialize(self, coder: CodedBasis) -> None:
+    @staticmethod
+    def kind_of_projection(config: DynaKVConfig) -> str:
+        return RELATIVE
+
+    @staticmethod
+    def make_gate(width: int, config: DynaKVConfig) -> PlannedBits:
+        return PlannedBits(width, learns_classes=bool(config.learned_classes))
+
+    def initialize_coded(self, coder: CodedBasis) -> None:
         """Start from a training-free coder."""
         self.projection.initialize(coder.encoder_CC, coder.decoder_CC)
         self.gate.initialize(coder.plan, coder.importance_C)
@@ -55,7 +65,7 @@ class PlannedCompressor(TokenCompressor):
         return self._initial(InitialBasis.coded)
 
     def initial_bases(self, layers: int) -> list[tuple[InitialBasis, InitialBasis]]:
-        """The same of rows of so many layers: what each layer's keys and values start from."""
+        """The same of rows of `layers` layers: what each layer's keys and values start from."""
         return self._initial(functools.partial(InitialBasis.coded_together, layers=layers))
 
     def _initial(self, make: Callable[..., Any]) -> Any:

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from dynakv.mask import Truncation
+from lowrank_kv.codec import TokenGate
 
 
 class RankGate(nn.Module, abc.ABC):
-    """Keeps the first coefficients of each token: as many as it finds in the token, or one number for all."""
+    """Keeps the first coefficients of each token: as many as it finds in the token, or one number for all.
+
+    Those of one number have the share of the coefficients that is kept at inference as ``rate``.
+    """
 
     @abc.abstractmethod
     def initialize(self, energy_C: Tensor, decay: float) -> None:
@@ -36,6 +40,10 @@ class RankGate(nn.Module, abc.ABC):
         """About the second moment of each coefficient, (C,) fp32."""
 
     @abc.abstractmethod
+    def forward(self, coef_BTC: Tensor) -> Tensor:
+        """What it finds in tokens, which :meth:`keep` calls and hooks observe: of one number for all, that, (B, T) int64."""
+
+    @abc.abstractmethod
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
         """How many coefficients of each token are kept at inference, (B, T) int64.
 
@@ -45,7 +53,7 @@ class RankGate(nn.Module, abc.ABC):
         """
 
     @abc.abstractmethod
-    def rebuilt(
+    def reconstruct(
         self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """States of a training pass, compressed and rebuilt; carries gradients.
@@ -59,3 +67,12 @@ class RankGate(nn.Module, abc.ABC):
             the rebuilt states, same shape and dtype; the soft rate, a scalar that carries gradients where the gate learns
             what it keeps; the hard rate, a scalar that does not.
         """
+
+    def token_gate(self, basis_CC: Tensor, threshold: float, granularity: int) -> TokenGate | None:
+        """What compiled code computes to find how many coefficients a token keeps; None where it cannot.
+
+        Args:
+            basis_CC: U in the cache's dtype.
+            threshold, granularity: as of :meth:`keep`.
+        """
+        return None

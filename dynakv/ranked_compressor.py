@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from dynakv.compressor import TokenCompressor
-from dynakv.config import DynaKVConfig
+from dynakv.config import GATE, NESTED, SOFT_THRESHOLD, DynaKVConfig
+from dynakv.gate import Gate
 from dynakv.mask import Truncation, soft_mask
+from dynakv.nested_rank import NestedRank
+from dynakv.rank_gate import RankGate
+from dynakv.soft_threshold import SoftThreshold
 from lowrank_kv.bases.hard_rank import hard_rank
 from lowrank_kv.bases.loss_weighted import WeightedBasis
 from lowrank_kv.bases.pca import Basis
 from lowrank_kv.codec import TokenGate, prefix_mask
+
+_GATES = {GATE: Gate, NESTED: NestedRank, SOFT_THRESHOLD: SoftThreshold}
 
 
 class RankedCompressor(TokenCompressor):
@@ -22,8 +28,14 @@ class RankedCompressor(TokenCompressor):
         super().__init__(width, config, name)
         # Late in training a straight-through run moves from the soft mask to the hard one.
         self.train_on_hard_mask = False
-        # dtype → U, and (U, s, W, b) for compiled code, which all caches of this compressor share.
-        self._gate_forms: dict[torch.dtype, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    @staticmethod
+    def kind_of_projection(config: DynaKVConfig) -> str:
+        return config.decoder
+
+    @staticmethod
+    def make_gate(width: int, config: DynaKVConfig) -> RankGate:
+        return _GATES[config.rank_policy](width)
 
     def initialize(self, basis: Basis) -> None:
         """Start from a PCA basis of the joint states (one part) with a gate that keeps nearly everything."""
@@ -54,7 +66,7 @@ class RankedCompressor(TokenCompressor):
             on_hard_mask=self.train_on_hard_mask,
         )
         basis_CC, decoder_CC = (matrix.to(states_BTC.dtype) for matrix in self.projection.matrices())
-        return self.gate.rebuilt(states_BTC, basis_CC, decoder_CC, truncation)
+        return self.gate.reconstruct(states_BTC, basis_CC, decoder_CC, truncation)
 
     def encode(self, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """(coef_BTC, rank_BT) as stored at inference (equations 1, 5, 6 and 8)."""
@@ -75,29 +87,7 @@ class RankedCompressor(TokenCompressor):
         return self.projection.fixed_matrices(dtype, device)[1]
 
     def token_gate(self, dtype: torch.dtype) -> TokenGate | None:
-        if self.config.mask == "soft_prefix" or not self.config.has_gates:
+        if self.config.mask == "soft_prefix":
             return None
-        basis_CC, scale_C, weight_CC, bias_C = self._gate_weights(dtype)
-        return TokenGate(
-            basis_CC=basis_CC,
-            scale_C=scale_C,
-            weight_CC=weight_CC,
-            bias_C=bias_C,
-            threshold=self.config.threshold,
-            granularity=self.config.granularity,
-        )
-
-    def _gate_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(U, s, W, b) of a :class:`TokenGate`; the same tensors until a parameter changes."""
-        gate = self.gate
-        basis_CC, _ = self.projection.fixed_matrices(dtype, gate.weight.device)
-        if dtype == torch.float32:
-            return basis_CC, gate.input_scale, gate.weight, gate.bias
-        # As in Projection: compared by content, and what is kept outlives the mode of this pass.
-        with torch.inference_mode(False), torch.no_grad():
-            weight_CC, bias_C = (tensor.float() for tensor in gate.affine(dtype))
-            found, kept = self._gate_forms.get(dtype, (None, ()))
-            if found is not basis_CC or not (torch.equal(kept[2], weight_CC) and torch.equal(kept[3], bias_C)):
-                kept = basis_CC.float(), torch.ones_like(bias_C), weight_CC, bias_C
-                self._gate_forms[dtype] = basis_CC, kept
-        return kept
+        basis_CC, _ = self.projection.fixed_matrices(dtype, self.projection.weight.device)
+        return self.gate.token_gate(basis_CC, self.config.threshold, self.config.granularity)

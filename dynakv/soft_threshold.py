@@ -24,7 +24,7 @@ _START = 0.5  # share of itself that the least σ loses at the start: ranks begi
 
 
 class SoftThreshold(RankGate):
-    """Takes the place of a gate: the same rank for every token.
+    """One rank for all tokens.
 
     Attributes:
         theta: θ, (1,). The threshold is softplus(θ) times the root mean square of σ.
@@ -105,7 +105,7 @@ class SoftThreshold(RankGate):
     def keep(self, coef_BTC: Tensor, threshold: float, granularity: int) -> Tensor:
         return self(coef_BTC)
 
-    def rebuilt(
+    def reconstruct(
         self, states_BTC: Tensor, basis_CC: Tensor, decoder_CC: Tensor, truncation: Truncation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """With coefficients times their :meth:`factors`."""

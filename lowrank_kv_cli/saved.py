@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError, safe_open
 
 from dynakv.checkpoint_files import CONFIG, read_config
 from dynakv.config import METHOD, DynaKVConfig
@@ -71,12 +70,8 @@ def _describe_full(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_calibration(directory: Path) -> dict[str, Any]:
-    config, moments = calibration_files.read_config(directory), directory / calibration_files.MOMENTS
-    try:
-        with safe_open(moments, framework="pt") as file:
-            sides = sorted({name.rpartition(".")[2] for name in file.keys()})  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{moments} cannot be read ({error}); calibrate again") from error
+    config = calibration_files.read_config(directory)
+    sides = sorted({name.rpartition(".")[2] for name in calibration_files.tensor_names(directory)})
     return {
         "kind": "calibration",
         "model": config.model,

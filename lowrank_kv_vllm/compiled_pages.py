@@ -6,11 +6,11 @@ Shapes: see :mod:`lowrank_kv_vllm.layer`; X pages of Y bytes.
 import torch
 from torch import Tensor
 
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Pages
 from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.ops.native.serving import ServedLayer
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv_vllm.layer import Layer
 from lowrank_kv_vllm.prompts import PromptPages
@@ -41,14 +41,14 @@ class CompiledPages:
         in_pairs = key.multiplies_pairs and value.multiplies_pairs
         head_dim = layer.head_dim if in_pairs else None
         decoders = PageDecoders(key.decoder_RC, value.decoder_RC, head_dim=head_dim)
-        self._reading = PageReading(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)
+        self._attention = LayerAttention(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)
         self._projection: Projection | None = None
         self._served: ServedLayer | None = None
         if key.vectors_CR is not None:
             back = layer.rotation.inverse
             turn_back = back.cos_BTF[0].contiguous(), back.sin_BTF[0].contiguous()
             self._projection = Projection(key.vectors_CR, value.vectors_CR, turn_back, num_kv_heads=layer.num_kv_heads)
-            self._served = ServedLayer(self._pages, self._projection, self._reading, num_heads=layer.num_heads)
+            self._served = ServedLayer(self._pages, self._projection, self._attention, num_heads=layer.num_heads)
 
     def decode(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, step: Step, output_THD: Tensor) -> bool:
         if self._served is None or step.prompts:
@@ -70,7 +70,7 @@ class CompiledPages:
     def attend(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
         is_direct = output_THD.dtype == torch.float32 and output_THD.is_contiguous()
         found_THD = output_THD if is_direct else torch.empty(output_THD.shape, dtype=torch.float32)
-        self._pages.attend(query_THD, new, step.sequences, step.decoding_N, self._reading, found_THD)
+        self._pages.attend(query_THD, new, step.sequences, step.decoding_N, self._attention, found_THD)
         if is_direct:
             return
         if step.decoding_rows is None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowrank_kv.ops.arena_append.triton import PageWriter
 from lowrank_kv.ops.arena_attention.page_reader import PageReader
 from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.pages import NewTokens
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv_vllm.layer import Layer
 from lowrank_kv_vllm.rotation import rotated
@@ -34,7 +34,7 @@ class KernelPages:
         self._reader = PageReader(page_XY, layer.layout, **shape, dtype=layer.dtype)
         self._writer = PageWriter(page_XY, layer.layout)
         decoders = Decoders(layer.key.decoder_RC, layer.value.decoder_RC)
-        self._reading = PageReading(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)
+        self._attention = LayerAttention(decoders, layer.rotation, Scoring(layer.scale), layer.sees_itself)
 
     @property
     def cut(self) -> Tensor:
@@ -54,7 +54,7 @@ class KernelPages:
         return False  # each of its parts is a kernel
 
     def attend(self, query_THD: Tensor, new: NewTokens, step: Step, output_THD: Tensor) -> None:
-        self._reader.attend(query_THD, new, step.sequences, step.decoding_N, self._reading, output_THD)
+        self._reader.attend(query_THD, new, step.sequences, step.decoding_N, self._attention, output_THD)
 
     def rows(self, page_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._reader.rows(page_P, count, self._layer.dtype)

@@ -13,7 +13,7 @@ import torch
 from dynakv.cache import initial_bases
 from dynakv.checkpoint import load_compressors
 from dynakv.checkpoint_files import CheckpointConfig, read_config
-from dynakv.layer_compressor import LayerCompressor
+from dynakv.layer_compressor import SingleLayerCompressor
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
@@ -167,7 +167,7 @@ def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.de
 
 
 def _ranked_sides(
-    layer: LayerCompressor, key_rate: float, value_rate: float, dtype: torch.dtype, device: torch.device
+    layer: SingleLayerCompressor, key_rate: float, value_rate: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Side, Side]:
     """Of a layer whose gates keep these shares of the coefficients on average."""
     codec, granularity = layer.codec(), layer.key.config.granularity

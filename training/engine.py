@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, broadcast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.layer_compressor import JointLayerCompressor, LayerCompressor
+from dynakv.layer_compressor import JointLayerCompressor, LayerCompressor, SingleLayerCompressor
 from dynakv.training_config import FULL, TrainConfig
 from lowrank_kv.hf.loading import dtype_for, shard_while_loading
 from lowrank_kv.utils.build_locks import await_builds, torch_folders
@@ -172,7 +172,7 @@ class Engine:
                 "0 with ZeRO-3, which gathers a layer's compressor when that layer runs; train with DDP or ZeRO-2, which "
                 "hold a compressor easily",
             )
-            set_z3_leaf_modules(model, [LayerCompressor])
+            set_z3_leaf_modules(model, [SingleLayerCompressor])
             # DeepSpeed reduces the gradients of a module gathered as one when those of its inputs arrive, and too early if
             # no input requires any, as after a frozen embedding.
             model.enable_input_require_grads()

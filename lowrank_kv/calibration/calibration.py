@@ -1,8 +1,4 @@
-"""Calibration on disk: the second moments that every basis of every layout and rank is computed from.
-
-A calibration is a directory of `moments.safetensors` and `config.json`, which says what model shape it is for, what text it
-saw, and the SHA-256 of the moments. A layer has 4·C² numbers, with the loss's gradients 2·C² more, and with what is read of
-a compressed cache 4·C² more and some rows; of L layers that are coded together 4·L·C² more each.
+"""Calibration: the second moments that every basis of every layout and rank is computed from.
 
 Shapes: C = G·D joint width.
 """
@@ -55,7 +51,8 @@ class Calibration:
             have none.
         tokens: how many tokens were read, if known.
         tokens_sha256: of their ids, if known.
-        record: what a saved calibration says of the text that was read (:data:`RECORD`); older ones say less.
+        record: what a saved calibration says of the text that was read
+            (:data:`lowrank_kv.calibration.calibration_files.RECORD`); older ones say less.
         rotation_bytes: what a cache of the model keeps of each token's rotation; the model says it, no file does.
     """
 

@@ -1,4 +1,11 @@
-"""What a calibration is on disk: a directory of `moments.safetensors`, and of `config.json`, which has the hash of that."""
+"""What a calibration is on disk: a directory of `moments.safetensors` and `config.json`.
+
+The second says what model shape it is for, what text was read, and the SHA-256 of the first. A layer has 4·C² numbers, with
+the loss's gradients 2·C² more, and with what is read of a compressed cache 4·C² more and some rows; of L layers that are
+coded together 4·L·C² more each.
+
+Shapes: C = G·D joint width.
+"""
 
 import dataclasses
 import hashlib
@@ -7,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -84,14 +91,19 @@ def write_calibration(
     return config["sha256"]
 
 
-def read_config(directory: Path) -> CalibrationConfig:
+def read_config(directory: str | Path) -> CalibrationConfig:
     """The configuration of a calibration. Raises :class:`UserError` where the directory holds none, or a damaged one."""
+    directory = Path(directory).expanduser()
     path = directory / CONFIG
     put_back(directory)
+    for name in (CONFIG, MOMENTS):  # before anything else: a model's or a compressor's directory lacks one of them
+        if not (directory / name).is_file():
+            why = f"it has no `{name}`" if directory.is_dir() else "there is no such directory"
+            raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`")
     try:
-        values = json.loads(_bytes_of(path))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(_no_calibration(directory, error)) from error
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
     check_entries(values, {**_ENTRIES, **RECORD}, path)
@@ -105,28 +117,30 @@ def read_config(directory: Path) -> CalibrationConfig:
     )
 
 
-def read_tensors(directory: Path, config: CalibrationConfig) -> dict[str, Tensor]:
+def tensor_names(directory: str | Path) -> list[str]:
+    """The names of a calibration's tensors. Raises :class:`UserError` where they cannot be read."""
+    path = Path(directory).expanduser() / MOMENTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise UserError(_unreadable(path, error)) from error
+
+
+def read_tensors(directory: str | Path, config: CalibrationConfig) -> dict[str, Tensor]:
     """The tensors of a calibration. Raises :class:`UserError` where they are damaged."""
-    path = directory / MOMENTS
-    data = _bytes_of(path)
+    path = Path(directory).expanduser() / MOMENTS
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(_unreadable(path, error)) from error
     if hashlib.sha256(data).hexdigest() != config.sha256:
         raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one; calibrate again")
     try:
         return load(data)  # the very bytes that were hashed: the file may have changed since
     except SafetensorError as error:
-        raise UserError(f"{path} cannot be read ({error}); calibrate again") from error
+        raise UserError(_unreadable(path, error)) from error
 
 
-def _bytes_of(path: Path) -> bytes:
-    directory = path.parent
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        why = f"it has no `{path.name}`" if directory.is_dir() else "there is no such directory"
-        raise UserError(f"`{directory}` is no calibration: {why}; make one with `lowrank-kv calibrate`") from error
-    except OSError as error:
-        raise UserError(_no_calibration(directory, error)) from error
-
-
-def _no_calibration(directory: Path, error: Exception) -> str:
-    return f"`{directory}` is no calibration ({error}); make one with `lowrank-kv calibrate`"
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} cannot be read ({error}); calibrate again"

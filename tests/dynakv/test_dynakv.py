@@ -384,3 +384,16 @@ def test_no_token_of_a_short_prompt_sees_the_next(length, cache_dtype):
     torch.testing.assert_close(
         found, tiny_model()(ids).logits[:, :-1], atol=1.0 if cache_dtype == "int4" else 0.1, rtol=0
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "start", "message"),
+    [
+        ({"rank_policy": "plan"}, dynakv.initialize_from_moments, "`rank_policy` must be one that keeps ranks"),
+        ({"rank_policy": "gate"}, dynakv.initialize_from_coders, "`rank_policy` must be plan to start from coders"),
+    ],
+)
+def test_a_start_of_the_other_kind_is_refused(settings, start, message):
+    model = dynakv.add_compressors(tiny_model(), DynaKVConfig(**settings))
+    with pytest.raises(UserError, match=message):
+        start(model, {})

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,12 +85,18 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
     assert torch.equal(*logits)
 
 
+def rewrite_as(path: Path, encoding: str) -> None:
+    path.write_text(path.read_text(encoding="utf-8"), encoding=encoding)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: (path / "config.json").unlink(), "is no calibration: it has no `config.json`; make one with"),
         (shutil.rmtree, "is no calibration: there is no such directory; make one with"),
         (lambda path: (path / "config.json").write_text("{}"), "names no `format: lowrank-kv calibration`"),
+        (lambda path: (path / "moments.safetensors").unlink(), "it has no `moments.safetensors`; make one with"),
+        (lambda path: rewrite_as(path / "config.json", "utf-16"), "is no calibration .* make one with"),
         (
             lambda path: (path / "moments.safetensors").write_bytes((path / "moments.safetensors").read_bytes()[:-9]),
             "is damaged: its SHA-256 is not the recorded one",
@@ -99,7 +106,7 @@ def test_a_saved_calibration_gives_the_same_cache(model, calibration, ids, tmp_p
             "is damaged: it has no `geometry`",
         ),
     ],
-    ids=["missing", "gone", "foreign", "truncated", "incomplete"],
+    ids=["missing", "gone", "foreign", "a model's", "of another encoding", "truncated", "incomplete"],
 )
 def test_damaged_calibrations_are_refused(model, calibration, tmp_path, damage, message):
     calibration.save(tmp_path / "bases", model="tiny", text=["random"])

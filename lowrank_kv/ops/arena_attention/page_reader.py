@@ -10,8 +10,9 @@ from torch import Tensor
 from lowrank_kv.ops.arena_attention.operands import ArenaPages
 from lowrank_kv.ops.arena_attention.triton import arena_attention
 from lowrank_kv.ops.arena_attention.triton_rebuild import arena_rows
+from lowrank_kv.ops.decoders import Decoders
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.pages import NewTokens, Sequences
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.triton.availability import has_kernels, launching_on
 from lowrank_kv.stores.arena import PageLayout
 from lowrank_kv.utils.errors import UserError
@@ -67,7 +68,7 @@ class PageReader:
         new: NewTokens,
         sequences: Sequences,
         served_N: Tensor,
-        reading: PageReading,
+        layer: LayerAttention[Decoders],
         output_THD: Tensor,
     ) -> None:
         """Attention of some sequences' new tokens, one of each, over their pages and, exactly, over themselves.
@@ -78,13 +79,13 @@ class PageReader:
             query_THD: rotated queries of all sequences, in the pages' dtype.
             sequences: on the pages' device; the table as short as what is known of the lengths lets it be.
             served_N: the sequences to serve, int64, each of one new token.
-            reading: its decoders are of the R coefficients that rows keep, (R, C) each in the pages' dtype.
+            layer: how its rows are read, by decoders of the R coefficients that rows keep, (R, C) each in the pages' dtype.
             output_THD: any floating dtype, written; rows of sequences that are not served stay as they are.
         """
         token_N = sequences.first_B[served_N].long()
         past_N = sequences.length_B[served_N]
         new_NGD = None
-        if reading.sees_itself:
+        if layer.sees_itself:
             past_N = past_N - 1
             new_NGD = new.key_TGD[token_N], new.value_TGD[token_N]
         with launching_on(self._device):
@@ -93,9 +94,9 @@ class PageReader:
                 self._pages,
                 sequences.page_BP[served_N],
                 past_N,
-                reading.decoders,
-                reading.scoring,
-                rotation=reading.rotary,
+                layer.decoders,
+                layer.scoring,
+                rotation=layer.rotary,
                 new_BGD=new_NGD,
             )
         output_THD[token_N] = found_NHD.to(output_THD.dtype)

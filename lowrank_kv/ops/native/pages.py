@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.packed_plan import PackedClasses, packed_plan
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
+from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.store_view import INTEGER_KINDS, KINDS, PLANNED
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.stores.arena import PageLayout, SideLayout
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.token_plans import MOST_CLASSES, TokenPlans
@@ -171,7 +172,7 @@ class Pages:
         new: NewTokens,
         sequences: Sequences,
         served_N: Tensor,
-        reading: PageReading,
+        layer: LayerAttention[PageDecoders],
         output_THD: Tensor,
     ) -> None:
         """Attention of some sequences' new tokens over their pages and, exactly, over the new tokens up to their own.
@@ -179,7 +180,7 @@ class Pages:
         Args:
             query_THD: rotated queries of all sequences.
             served_N: the sequences to serve, int64. Where tokens see their own rows, each has one new token.
-            reading: of rows.
+            layer: how its rows are read.
             output_THD: fp32, contiguous, written; rows of sequences that are not served stay as they are.
         """
         query_THD = contiguous_fp32(query_THD)
@@ -187,10 +188,10 @@ class Pages:
             (query_THD.data_ptr(), output_THD.data_ptr()),
             (*states_of(new.key_TGD), *states_of(new.value_TGD)),
             sequences.members(served_N),
-            reading_members(reading, query_THD.shape[1]),
+            attention_members(layer, query_THD.shape[1]),
             torch.get_num_threads(),
-            reading.scoring.scaling,
-            reading.scoring.softcap,
+            layer.scoring.scaling,
+            layer.scoring.softcap,
         )
         if library().attend_pages(self.address, call):
             raise MemoryError("no memory for the scratch space of attention over pages")
@@ -234,13 +235,13 @@ def states_of(state_TGD: Tensor) -> tuple[int, int, int]:
     return state_TGD.data_ptr(), *(stride * state_TGD.itemsize for stride in state_TGD.stride()[:2])
 
 
-def reading_members(reading: PageReading, num_heads: int) -> tuple[int, ...]:
+def attention_members(layer: LayerAttention[PageDecoders], num_heads: int) -> tuple[int, ...]:
     """What :func:`querying` is told of a layer: where the rotation of each place is, how many pairs it has and from which
     one on they turn slowly; where the decoders are; how many heads queries have, and whether a token sees itself."""
-    cos_XF, sin_XF = reading.rotary.cos_BTF[0], reading.rotary.sin_BTF[0]
-    pairs, slow_from = cos_XF.shape[1], reading.rotary.slow_from
-    rotation = cos_XF.data_ptr(), sin_XF.data_ptr(), pairs, pairs if slow_from is None else slow_from
-    return *rotation, *reading.decoders.members, num_heads, reading.sees_itself
+    rotary, pairs = layer.rotary, layer.rotary.cos_BTF.shape[2]
+    rotation = rotary.cos_BTF.data_ptr(), rotary.sin_BTF.data_ptr(), pairs
+    slow_from = pairs if rotary.slow_from is None else rotary.slow_from
+    return *rotation, slow_from, *layer.decoders.members, num_heads, layer.sees_itself
 
 
 def writing(
@@ -278,6 +279,6 @@ def querying(
         in_and_out: addresses of queries and of the output.
         states: as for :func:`writing`.
         sequences: see :meth:`Sequences.members`.
-        layer: see :func:`reading_members`.
+        layer: see :func:`attention_members`.
     """
     return _QUERYING.pack(*in_and_out, *states, *sequences, *layer, threads, scaling, softcap or 0.0)

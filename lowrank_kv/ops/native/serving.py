@@ -12,11 +12,12 @@ import struct
 import torch
 from torch import Tensor
 
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.library import CStruct, library
-from lowrank_kv.ops.native.pages import Pages, Sequences, querying, reading_members
+from lowrank_kv.ops.native.page_decoders import PageDecoders
+from lowrank_kv.ops.native.pages import Pages, Sequences, attention_members, querying
 from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.ops.native.store_view import KINDS
-from lowrank_kv.ops.page_reading import PageReading
 
 # The members of the structs in serve.c, in their order.
 _LAYER, _STEP, _STATES = struct.Struct("q"), struct.Struct("10q"), struct.Struct("16q")
@@ -49,13 +50,13 @@ class ServedLayer:
     Args:
         pages: of it.
         projection: gives coefficients.
-        reading: of rows.
+        layer: how its rows are read.
         num_heads: H.
     """
 
-    def __init__(self, pages: Pages, projection: Projection, reading: PageReading, *, num_heads: int):
+    def __init__(self, pages: Pages, projection: Projection, layer: LayerAttention[PageDecoders], *, num_heads: int):
         self._dtype, no_states = pages.dtype, (_OF_A_STEP,) * 6
-        members, scoring = reading_members(reading, num_heads), reading.scoring
+        members, scoring = attention_members(layer, num_heads), layer.scoring
         memory = _LAYER.pack(pages.address)
         memory += projection.packed(
             no_states, KINDS[pages.dtype], (_OF_A_STEP,) * 2, _OF_A_STEP, _OF_A_STEP, _OF_A_STEP
@@ -63,7 +64,7 @@ class ServedLayer:
         memory += querying(
             (_OF_A_STEP,) * 2, no_states, (_OF_A_STEP,) * 6, members, _OF_A_STEP, scoring.scaling, scoring.softcap
         )
-        self._struct = CStruct(memory, keepalive=(pages, projection, reading))
+        self._struct = CStruct(memory, keepalive=(pages, projection, layer))
         self._address, self._serve = self._struct.address, library().serve_pages
 
     def __call__(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import dynakv
 import lowrank_kv
 import ojakv
-from dynakv.checkpoint import settings_of
+from dynakv.cache import settings_of
 from lowrank_kv.hf import prepare as prepare_module
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import restore

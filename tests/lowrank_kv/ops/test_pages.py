@@ -13,11 +13,12 @@ from paged_rows import FORMS, HEAD_DIM, HEADS, LAYOUTS, RANKED, WIDTH, coefficie
 from torch import Tensor
 from written_pages import MOST, Written
 
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Sequences
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
+from lowrank_kv.utils.errors import UserError
 
 QUERY_HEADS = 6
 
@@ -137,7 +138,7 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         NewTokens(key_TGD, value_TGD, torch.empty(0), torch.empty(0)),
         Sequences(first_B, torch.tensor(lengths, dtype=torch.int32), tokens.page_BP),
         served_N,
-        PageReading(
+        LayerAttention(
             PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 and classes not in RANKED else None),
             RotaryTable(cos_XF[None], sin_XF[None]),
             Scoring(0.25, softcap),
@@ -152,3 +153,9 @@ def test_attention_is_that_of_rebuilt_tokens(classes, dtype, lengths, new, num_s
         torch.testing.assert_close(output_THD[rows].double(), expected, atol=tolerance, rtol=tolerance)
     if len(lengths) > 1:
         assert (output_THD[first_B[-2] :] == 9).all()
+
+
+def test_sinks_of_heads_are_refused():
+    table_1XF = torch.ones(1, MOST, HEAD_DIM // 2)
+    with pytest.raises(UserError, match="`scoring.sink_H` must be None for pages"):
+        LayerAttention(None, RotaryTable(table_1XF, table_1XF), Scoring(0.25, sink_H=torch.zeros(QUERY_HEADS)))

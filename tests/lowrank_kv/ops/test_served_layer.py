@@ -6,11 +6,11 @@ from paged_rows import HEAD_DIM, HEADS, WIDTH, layout_of
 from written_pages import MOST, Written
 
 from lowrank_kv.ops import native
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import Sequences
 from lowrank_kv.ops.native.projection import Projection
 from lowrank_kv.ops.native.serving import ServedLayer, ServedTokens
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
 
@@ -35,7 +35,7 @@ class Case:
         self.projection = Projection(key_CR, value_CR, back, num_kv_heads=HEADS)
         decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
         in_c = PageDecoders(*decoders, head_dim=HEAD_DIM if dtype == torch.bfloat16 else None)
-        self.reading = PageReading(in_c, rotary, Scoring(SCALING), sees_itself)
+        self.attention = LayerAttention(in_c, rotary, Scoring(SCALING), sees_itself)
         self.new = self.tokens.step([(b, length - 1, length) for b, length in enumerate(LENGTHS)])[0]
         count = len(LENGTHS)
         first_B, length_B = torch.arange(count + 1).int(), torch.tensor(LENGTHS, dtype=torch.int32)
@@ -45,11 +45,11 @@ class Case:
     def in_three_calls(self) -> tuple[int, torch.Tensor]:
         cut = self.tokens.pages.write(self.new, *self.projection(self.new))
         output_THD = torch.empty(self.query_THD.shape)
-        self.tokens.pages.attend(self.query_THD, self.new, self.sequences, self.served_N, self.reading, output_THD)
+        self.tokens.pages.attend(self.query_THD, self.new, self.sequences, self.served_N, self.attention, output_THD)
         return cut, output_THD.to(self.query_THD.dtype)
 
     def in_one_call(self, query_THD: torch.Tensor, output_THD: torch.Tensor) -> int | None:
-        layer = ServedLayer(self.tokens.pages, self.projection, self.reading, num_heads=QUERY_HEADS)
+        layer = ServedLayer(self.tokens.pages, self.projection, self.attention, num_heads=QUERY_HEADS)
         step = ServedTokens(self.new.position_T, self.new.slot_T, self.sequences, self.served_N)
         return layer(query_THD, self.new.key_TGD, self.new.value_TGD, step, output_THD)
 

@@ -8,11 +8,11 @@ from threads import threads_of
 from written_pages import MOST, Written
 
 from lowrank_kv.ops import native
+from lowrank_kv.ops.layer_attention import LayerAttention
 from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Pages, Sequences
-from lowrank_kv.ops.page_reading import PageReading
 from lowrank_kv.ops.rotation import RotaryTable, Rotation
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
@@ -226,7 +226,7 @@ def test_pages_are_interpolated_too(classes, new):
             NewTokens(none, none, torch.empty(0), torch.empty(0)),
             Sequences(torch.tensor([0, new, 2 * new]).int(), torch.tensor(lengths).int(), tokens.page_BP),
             torch.arange(2),
-            PageReading(
+            LayerAttention(
                 PageDecoders(*decoders, head_dim=head_dim),
                 RotaryTable(table.cos_BTF, table.sin_BTF, slow_from),
                 Scoring(0.1),

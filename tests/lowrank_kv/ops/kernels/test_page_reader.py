@@ -3,7 +3,7 @@
 import pytest
 import torch
 from errors import check_near
-from page_readings import page_readings
+from layer_attentions import layer_attentions
 from paged_rows import HEAD_DIM, HEADS, RANKED, WIDTH, layout_of
 from written_pages import Written
 
@@ -74,7 +74,7 @@ def test_attention_is_that_of_compiled_code(device, generator, row_format, dtype
     served_N = torch.tensor([3, 0])
     ranks = [side.row_format.num_coefficients for side in (tokens.layout.keys, tokens.layout.values)]
     decoders = [(torch.randn(rank, WIDTH, generator=generator) / 6).to(dtype) for rank in ranks]
-    in_c, on_device = page_readings(decoders, device, generator, sees_itself=sees_itself, softcap=softcap)
+    in_c, on_device = layer_attentions(decoders, device, generator, sees_itself=sees_itself, softcap=softcap)
     expected_THD = torch.full((token_count, QUERY_HEADS, HEAD_DIM), 9.0)
     tokens.pages.attend(query_THD, step, sequences, served_N, in_c, expected_THD)
     found_THD = torch.full_like(expected_THD, 9.0, dtype=dtype, device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from errors import check_near
-from page_readings import page_readings
+from layer_attentions import layer_attentions
 from paged_rows import HEAD_DIM, HEADS, WIDTH, layout_of
 from written_pages import Written
 
@@ -24,7 +24,7 @@ def test_steps_that_write_and_attend_are_those_of_compiled_code(device, generato
     reader, writer = PageReader(page_XY, tokens.layout, **shape), PageWriter(page_XY, tokens.layout)
     sides = tokens.layout.keys, tokens.layout.values
     decoders = [torch.randn(side.row_format.num_coefficients, WIDTH, generator=generator) / 6 for side in sides]
-    in_c, on_device = page_readings(decoders, device, generator, sees_itself=sees_itself)
+    in_c, on_device = layer_attentions(decoders, device, generator, sees_itself=sees_itself)
     served_N, cut = torch.tensor([0, 1]), 0
 
     def write(spans: list[tuple[int, int, int]]) -> NewTokens:
