@@ -8,16 +8,21 @@ from lowrank_kv.ops.rotation import RotaryTable, Rotation
 
 def rotation(tokens: int, head_dim: int, generator: torch.Generator, *, rotary: int | None = None, pairs: bool = True):
     """Random angles for `tokens` positions; without `pairs` the operations must use the function, as there is no table."""
-    rotary = rotary or head_dim
-    half = rotary // 2
-    angle = torch.rand(tokens, half, generator=generator) * 6
+    angle = torch.rand(tokens, (rotary or head_dim) // 2, generator=generator) * 6
+    found = rotation_of(RotaryTable(angle.cos()[None], angle.sin()[None]))
+    return found if pairs else Rotation(found.rotate, None)
+
+
+def rotation_of(table: RotaryTable) -> Rotation:
+    """By a table, of as many pairs as that has."""
+    half = table.cos_BTF.shape[2]
 
     def rotate(key_GND, positions):
-        cos, sin = angle.cos()[positions].to(key_GND), angle.sin()[positions].to(key_GND)
-        first, second = key_GND[..., :half], key_GND[..., half:rotary]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., rotary:]], dim=-1)
+        cos, sin = (each[0, positions].to(key_GND) for each in (table.cos_BTF, table.sin_BTF))
+        first, second = key_GND[..., :half], key_GND[..., half : 2 * half]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, key_GND[..., 2 * half :]], dim=-1)
 
-    return Rotation(rotate, RotaryTable(angle.cos()[None], angle.sin()[None]) if pairs else None)
+    return Rotation(rotate, table)
 
 
 def rotated_tokens(keys: Operands, values: Operands, queries: int, generator: torch.Generator) -> LowRankTokens:

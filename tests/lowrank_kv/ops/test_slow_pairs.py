@@ -4,6 +4,8 @@ import pytest
 import torch
 from even_levels import LEVELS
 from paged_rows import layout_of
+from planned_tokens import planned_tokens
+from rotations import rotation_of
 from threads import threads_of
 from written_pages import MOST, Written
 
@@ -13,7 +15,7 @@ from lowrank_kv.ops.lowrank_attention import LowRankTokens, Operands, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
 from lowrank_kv.ops.native.page_decoders import PageDecoders
 from lowrank_kv.ops.native.pages import NewTokens, Pages, Sequences
-from lowrank_kv.ops.rotation import RotaryTable, Rotation
+from lowrank_kv.ops.rotation import RotaryTable
 from lowrank_kv.ops.scoring import Scoring
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.growable_tensor import GrowingTensor
@@ -56,40 +58,21 @@ def table_of(model: str, positions: int, *, rounds: bool = False) -> RotaryTable
     return RotaryTable(cos_TF[None], sin_TF[None], native.slow_from(frequency_F))
 
 
-def rotation_of(table: RotaryTable) -> Rotation:
-    def rotate(key_GND, positions):
-        cos, sin = table.cos_BTF[0, positions].to(key_GND), table.sin_BTF[0, positions].to(key_GND)
-        first, second = key_GND.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-    return Rotation(rotate, table)
-
-
 def tokens_of(model: str, count: int, form, table: RotaryTable, *, start: int = 7, queries: int = 1) -> LowRankTokens:
     classes, bounds = form
     head_dim, groups, _, _ = MODELS[model]
-    generator = torch.Generator().manual_seed(count)
-    gate = ImportanceGate(
-        linear_C=torch.randn(RANK, generator=generator) / RANK**0.5,
-        square_C=torch.zeros(RANK),
-        rest_3=torch.zeros(3),
-        leading=RANK,
+    return planned_tokens(
+        classes,
+        torch.tensor(bounds),
+        table,
+        count,
+        width=RANK,
+        groups=groups,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        queries=queries,
+        start=start,
     )
-    shares = (1 / len(classes),) * len(classes)
-    plans = tuple(BitPlan(bits, LEVELS) for bits in classes)
-    token_plans = TokenPlans(gate=gate, bounds_K=torch.tensor(bounds), plans=plans, shares=shares)
-
-    def operands():
-        coef = TokenwiseCoefficients(token_plans, dtype=torch.bfloat16, device=torch.device("cpu"))
-        coef.append(torch.randn(1, count, RANK, generator=generator))
-        basis = torch.randn(1, groups * head_dim, coef.rank, generator=generator) / coef.rank**0.5
-        whole = torch.randn(groups, 3, head_dim, generator=generator).bfloat16()
-        return Operands(coef, basis.bfloat16(), GrowingTensor(whole, dim=1))
-
-    mask_QT = None
-    if queries > 1:
-        mask_QT = torch.rand(queries, count + 3, generator=generator) < 0.8
-    return LowRankTokens(operands(), operands(), rotation_of(table), slice(start, start + count), mask_QT)
 
 
 def query_of(model: str, queries: int) -> torch.Tensor:
