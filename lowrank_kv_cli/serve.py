@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import typing
@@ -24,6 +25,7 @@ from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.settings import KEY, ServingConfig
 
 _ADDITIONAL = "--additional-config"
+_OF_VLLMS_COMMAND = ("--headless", "--api-server-count", "-asc")
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 
@@ -49,8 +51,15 @@ def main(argv: list[str]) -> None:
     model = hub_id_or_directory(arguments.model)
     given = {key: value for key, value in vars(arguments).items() if key != "model" and value is not None}
     origin_of(build(ServingConfig, given, source="the command line"))
-    if any(re.split("[=.]", word)[0].replace("_", "-") == _ADDITIONAL for word in rest):
+    names = [re.split("[=.]", word)[0].replace("_", "-") for word in rest]
+    if _ADDITIONAL in names:
         raise UserError(f"`{_ADDITIONAL}` is what this command sets; call vLLM itself to give other keys, too")
+    for name in _OF_VLLMS_COMMAND:
+        if name in names:
+            raise UserError(
+                f"`{name}` is read by vLLM's own command, and this one starts a single server; leave it out, or start "
+                f"`vllm serve` with `{_ADDITIONAL}`"
+            )
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "vLLM is not installed here; in a checkout, make an environment for it with `pip install -c "
@@ -59,4 +68,9 @@ def main(argv: list[str]) -> None:
     words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
     importlib.import_module("vllm.plugins").load_general_plugins()
+    if not importlib.import_module("lowrank_kv_vllm.plugin").is_registered():
+        raise UserError(
+            "vLLM has not loaded the plugin of this package, and would serve uncompressed caches: install the package in "
+            f"this environment, and unset $VLLM_PLUGINS, which is {os.environ.get('VLLM_PLUGINS')!r}, or add `lowrank_kv`"
+        )
     importlib.import_module(_SERVER).main()

@@ -2,8 +2,9 @@
 
 A prompt that is read at once is attended exactly, as `generate()` does with `prefill: exact`. What an earlier step read, the
 chunk of a long prompt or a prefix that another request left, is read from its pages: rebuilt for many new tokens, in the
-compressed form for one. The new tokens of a prompt see each other exactly; generated ones see all others in the compressed
-form, also where several are read at once, as guesses or after a preemption.
+compressed form for one. The new tokens of a prompt see each other exactly, and so depend on how it was divided, which a
+preemption may change; generated ones see all others in the compressed form, also where several are read at once, as guesses
+or after a preemption.
 
 Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C = G·D, Q new tokens of one sequence, R
 coefficients.
@@ -97,6 +98,10 @@ class PagedAttention(AttentionImpl[Step]):
         self._key, self._value = self._served.layers[extract_layer_index(layer_name)]
         self._most_tokens = config.model_config.max_model_len + config.cache_config.block_size
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Read the rotation of the model, whose layers are made by now: one that is not served ends the server's start."""
+        self._rotation = rotation_of_model()
+
     def layout(self, block_size: int) -> PageLayout:
         """A page of so many tokens."""
         return PageLayout.of(
@@ -144,7 +149,6 @@ class PagedAttention(AttentionImpl[Step]):
     def _open(self, kv_cache: Tensor) -> None:
         """Look at the pages that the engine has made."""
         count, _, block_size, token_bytes = kv_cache.shape
-        self._rotation = rotation_of_model()
         layer = Layer(
             layout=self.layout(block_size),
             key=self._key,

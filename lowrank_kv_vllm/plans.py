@@ -124,9 +124,11 @@ def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
             f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, "
             f"for which pages that sequences share have no place; save it with `own_directions: 0`"
         )
-    if measured_rates(settings.checkpoint, config) is None:
+    rates = measured_rates(settings.checkpoint, config)
+    if rates is None or rates.is_mean:  # a page of a layer that keeps more than the mean would be full before its end
+        what = "how much its gates keep" if rates is None else "how much its gates keep in each layer"
         raise UserError(
-            f"the checkpoint `{settings.checkpoint}` does not say how much its gates keep, for which pages are made; run "
+            f"the checkpoint `{settings.checkpoint}` does not say {what}, for which pages are made; run "
             f"`lowrank-kv measure --checkpoint {settings.checkpoint} --name TEXT`, which writes it there"
         )
     return config

@@ -32,7 +32,7 @@ _WRAPPED = "_lowrank_kv_wrapped"
 
 def register() -> None:
     """The entry point; calling it again changes nothing."""
-    if hasattr(EngineArgs, _WRAPPED):
+    if is_registered():
         return
     setattr(EngineArgs, _WRAPPED, True)
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
@@ -41,6 +41,11 @@ def register() -> None:
 
         _wrap(Attention, "__init__", _init_attention)
         _wrap(Attention, "get_kv_cache_spec", _get_kv_cache_spec)
+
+
+def is_registered() -> bool:
+    """Whether vLLM has called :func:`register` in this process."""
+    return hasattr(EngineArgs, _WRAPPED)
 
 
 def is_tested() -> bool:
@@ -84,6 +89,11 @@ def _init_attention(original: Callable, self: Attention, *args: Any, **kwargs: A
     if settings is None or kwargs.get("attn_type", AttentionType.DECODER) != AttentionType.DECODER:
         original(self, *args, **kwargs)
         return
+    if kwargs.get("attn_backend") is not None:
+        raise UserError(
+            f"a layer of this model asks for attention of its own ({kwargs['attn_backend'].__name__}), which compressed "
+            f"pages would replace; serve a model of plain causal attention"
+        )
     from lowrank_kv_vllm.backend import PagedBackend
 
     _wrap_runner()

@@ -1,9 +1,11 @@
 """What cannot be served, found before the engine starts."""
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from lowrank_kv.hf.geometry import geometry_of_config, warning_of_another
+from lowrank_kv.ops.native.library import library
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.prompts import HEAD_SIZES
@@ -36,8 +38,10 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
     if str(model.dtype) not in DTYPES:
         raise UserError(f"`dtype` is {model.dtype}; compressed pages are served in float32 or bfloat16")
     if cache.cache_dtype not in ("auto", "bfloat16", "float32"):
+        own = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
         raise UserError(
-            f"`kv_cache_dtype` is {cache.cache_dtype!r}, but the plan says how a cache is stored; leave it at auto"
+            f"`kv_cache_dtype` is {cache.cache_dtype!r}, as it was set or as `auto` reads it from the model's checkpoint, "
+            f"but the plan says how a cache is stored; set `kv_cache_dtype` to {own}"
         )
     if config.lora_config is not None:
         raise UserError("LoRA adapters change keys and values, for which bases were not made; merge one into the model")
@@ -48,8 +52,18 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
             f"speculative decoding with `{config.speculative_config.method}` has a drafter with a cache of its own; only "
             f"`ngram` is served"
         )
+    if model.enable_sleep_mode and not current_platform.is_cpu():  # vLLM ignores it on a CPU
+        raise UserError("sleep mode gives back memory in which the bases are; leave `enable_sleep_mode` out")
     if model.use_mla:
         raise UserError(f"{model.model} keeps latents of its own (MLA), which need no other compression")
+    if model.attn_type != "decoder" or model.is_mm_prefix_lm:
+        raise UserError(
+            f"tokens of {model.model} attend to later ones, too, and compressed pages are read causally; serve a decoder"
+        )
+    if current_platform.is_cpu() and library() is None:
+        raise UserError(
+            "compressed pages need compiled code on a CPU: install a C compiler, and unset $LOWRANK_KV_NATIVE if it is 0"
+        )
     _check_model(config, settings)
 
 
@@ -86,6 +100,11 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
         )
     rope = getattr(text_config, "rope_parameters", None) or {}
     kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict)):
+        raise UserError(
+            f"this {text_config.model_type} model rotates keys by several positions of a token, for images and videos, and "
+            f"pages know one; serve a model of text"
+        )
     for kind in sorted(kinds - ROPE_TYPES):
         raise UserError(
             f"this {text_config.model_type} model rotates keys by `rope_type: {kind}`, whose angles do not depend on the "

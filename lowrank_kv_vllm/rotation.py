@@ -29,7 +29,12 @@ def rotation_of_model() -> RotaryTable:
         raise UserError(f"the model has {len(found)} rotary embeddings; models with one for all layers are served")
     [rope] = found
     kind = type(rope).__name__
-    if kind not in _KINDS or not rope.is_neox_style:
+    if not rope.is_neox_style:
+        raise UserError(
+            "the model rotates neighbouring dims of a head as pairs, as GPT-J does, which is not served; serve a model that "
+            "pairs the halves of a head, as Llama does"
+        )
+    if kind not in _KINDS:
         raise UserError(f"the model rotates keys by {kind}, which is not served; served are: {', '.join(_KINDS)}")
     return _table_of(rope)
 

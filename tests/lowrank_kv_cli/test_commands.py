@@ -98,6 +98,13 @@ def test_nothing_takes_the_place_of_what_serve_tells_vllm(given, tiny_dir, tmp_p
         cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "1"])
 
 
+@pytest.mark.parametrize("given", ["--headless", "--api-server-count=2", "--api_server_count"])
+def test_serve_starts_a_single_server(given, tiny_dir, tmp_path):
+    calibration_of(load_model(str(tiny_dir)), read=True).save(tmp_path / "bases", model="tiny", text=["random"])
+    with pytest.raises(UserError, match="is read by vLLM's own command, and this one starts a single server"):
+        cli.dispatch(["serve", "--model", str(tiny_dir), "--bases", str(tmp_path / "bases"), given, "2"])
+
+
 def test_serve_says_why_it_has_not_every_preset(tiny_dir):
     command = ["serve", "--model", str(tiny_dir), "--bases", "b", "--preset", "adaptive-mixed"]
     with pytest.raises(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
-from served_engines import arguments
+from served_engines import arguments, serving, with_compressor
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
@@ -212,6 +212,78 @@ def test_angles_that_depend_on_the_length_are_refused(files, tmp_path):
     tiny_model(head_dim=32, vocab_size=257, rope_parameters=rope).save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match="`rope_type: dynamic`.*served are default, linear, llama3, yarn"):
         configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_several_positions_of_a_token_are_refused(files, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    tiny_model(head_dim=32, vocab_size=257, rope_parameters=rope).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="several positions of a token"):
+        configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_neighbouring_dims_as_pairs_end_the_start(files, tmp_path):
+    """Only the model says so, once it is made; the first request would be too late."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257, "max_position_embeddings": 256}
+    CohereForCausalLM(CohereConfig(**shape, **heads)).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="as GPT-J does"), serving(files, files.settings, model=str(tmp_path / "model")):
+        pass
+
+
+def test_a_cpu_without_compiled_code_is_refused(files, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("lowrank_kv_vllm.refusals"), "library", lambda: None)
+    with pytest.raises(UserError, match="install a C compiler"):
+        configured(files, files.settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("attn_type", "encoder_only"), ("is_mm_prefix_lm", True)])
+def test_models_that_attend_to_later_tokens_are_refused(files, monkeypatch, name, value):
+    from vllm.config import ModelConfig
+
+    from lowrank_kv_vllm.refusals import check
+
+    config = configured(files, files.settings)
+    monkeypatch.setattr(ModelConfig, name, property(lambda self: value))
+    with pytest.raises(UserError, match="attend to later ones"):
+        check(config, ServingConfig(**files.settings))
+
+
+def test_a_layer_that_asks_for_attention_of_its_own_is_refused(files):
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    config = configured(files, files.settings)
+    with set_current_vllm_config(config), pytest.raises(UserError, match="attention of its own"):
+        Attention(4, 32, 1.0, num_kv_heads=2, prefix="model.layers.0.self_attn.attn", attn_backend=dict)
+
+
+def test_sleeping_is_refused_on_a_gpu(files, monkeypatch):
+    from lowrank_kv_vllm.refusals import check
+
+    config = configured(files, files.settings)
+    on_gpu(monkeypatch)
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    with pytest.raises(UserError, match="leave `enable_sleep_mode` out"):
+        check(config, ServingConfig(**files.settings, untested_gpu=True))
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8"])
+def test_another_way_of_storing_is_refused_and_the_remedy_is_named(files, monkeypatch, cache_dtype):
+    from lowrank_kv_vllm.refusals import check
+
+    config = configured(files, files.settings)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", cache_dtype)  # as from `auto` and a model's own scales
+    with pytest.raises(UserError, match="set `kv_cache_dtype` to float32"):
+        check(config, ServingConfig(**files.settings))
+
+
+def test_gates_of_which_only_the_mean_was_measured_are_refused(files, gated, tmp_path):
+    model = with_compressor(gated)
+    dynakv.save_compressor(model, tmp_path / "checkpoint", summary={"calibrated_threshold": {"hard_rate": 0.4}})
+    with pytest.raises(UserError, match="keep in each layer, .*; run `lowrank-kv measure --checkpoint"):
+        configured(files, {"checkpoint": str(tmp_path / "checkpoint")})
 
 
 def test_a_version_without_a_name_that_the_plugin_uses_is_refused_too(files, monkeypatch):

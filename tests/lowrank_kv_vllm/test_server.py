@@ -134,6 +134,12 @@ def test_another_models_checkpoint_is_one_paragraph(files, tmp_path):
     assert "Traceback" not in said
 
 
+def test_a_server_without_the_plugin_does_not_start(files):
+    said = refused(*COMPRESSED, *words(files), VLLM_PLUGINS="another")
+    assert said.splitlines()[-1].startswith("error: vLLM has not loaded the plugin")
+    assert "$VLLM_PLUGINS, which is 'another'" in said
+
+
 def test_malformed_settings_end_vllms_own_command(files, tmp_path):
     other = tiny_model(head_dim=32, num_hidden_layers=2)
     calibration_of(other, read=True).save(tmp_path / "bases", model="other", text=["random"])
