@@ -10,7 +10,15 @@ from transformers import PreTrainedModel
 
 from dynakv.attach import add_compressors, detach, use_dynakv_cache
 from dynakv.cache import compressors, settings_of, token_compressors
-from dynakv.checkpoint_files import CONFIG, WEIGHTS, CheckpointConfig, checked_state, read_config, write_files
+from dynakv.checkpoint_files import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointConfig,
+    checked_state,
+    read_config,
+    read_state,
+    write_files,
+)
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON
 from dynakv.layer_compressor import LayerCompressor, layer_compressor
 from dynakv.planned_bits import PlannedBits
@@ -79,33 +87,25 @@ def save_compressor(model: PreTrainedModel, directory: str | Path, *, summary: d
         UserError: a projection cannot be inverted, the summary is no dictionary, or `directory` holds something else;
             nothing is written.
     """
-    _save(model, directory, summary, None)
+    for compressor in token_compressors(model):
+        compressor.projection.check_condition()
+    with new_directory(directory, WEIGHTS) as partial:
+        write_compressor(model, partial, compressor_state(model), summary)
 
 
 def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str, Any]) -> None:
     """Write a checkpoint over the one that `model` has from `directory`, whole or not at all; what else lies there, such as
-    its card, stays.
+    its card, stays, and so do the projections, in eight bits where it was exported.
 
     Raises:
-        UserError: as of :func:`save_compressor`.
+        UserError: the summary is no dictionary.
     """
-    _save(model, directory, summary, read_config(directory).base_model, Path(directory))
-
-
-def _save(
-    model: PreTrainedModel,
-    directory: str | Path,
-    summary: dict[str, Any] | None,
-    base_model: str | None,
-    beside: Path | None = None,
-) -> None:
-    """Write a checkpoint, and copies of what lies beside the one in `beside`."""
-    for compressor in token_compressors(model):
-        compressor.projection.check_condition()
+    directory = Path(directory)
+    config, state = read_config(directory), compressor_state(model)
+    kept = {name: state.get(name, tensor) for name, tensor in read_state(directory / WEIGHTS).items()}
     with new_directory(directory, WEIGHTS) as partial:
-        if beside is not None:
-            copy_all_but((WEIGHTS, CONFIG), beside, partial)
-        write_compressor(model, partial, compressor_state(model), summary, base_model=base_model)
+        copy_all_but((WEIGHTS, CONFIG), directory, partial)
+        write_compressor(model, partial, kept, summary, base_model=config.base_model)
 
 
 def attach(

@@ -82,8 +82,9 @@ class DynaKVConfig:
 
     prefill: str | None = option(
         None,
-        help="what a prompt's own attention sees, in training as in serving: exact keys and values, or reconstructed ones; "
-        "by default exact ones with `rank_policy: plan`, else reconstructed ones (paper)",
+        help="what a prompt's own attention sees when it is served: exact keys and values, or reconstructed ones; by "
+        "default exact ones with `rank_policy: plan`, else reconstructed ones (paper). In training each token reads what a "
+        "decoded one would",
         choices=PREFILLS,
     )
     cache_dtype: str = option("model", help=CACHE_DTYPE_HELP, choices=tuple(CACHE_DTYPES))

@@ -298,6 +298,11 @@ class TrainConfig:
             for key, unused in (("alpha", None), ("key_cost", 1.0), ("layer_floor", 0.0)):
                 value, wanted = getattr(self.rate, key), "left out" if unused is None else f"{unused:g}"
                 require(value == unused, f"rate.{key}", value, f"{wanted} where `compressor.rank_policy` is {policy}")
+        if self.compressor.joint_layers:
+            cost = self.rate.key_cost
+            require(
+                cost == 1, "rate.key_cost", cost, "1 with `compressor.joint_layers`: keys and values share their rows"
+            )
         if self.compressor.has_plan:
             start = self.calibration.start
             require(start != PCA, "calibration.start", start, "`gradient`, or left out, with a plan of bits")

@@ -1,5 +1,6 @@
 """The texts that a configuration names: the training stream and the held-out blocks."""
 
+import warnings
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,12 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
         return {}
     documents: dict[str, Documents] = {}
     for label, name in zip(labels_of(dataset.heldout or []), dataset.heldout or [], strict=True):
+        if Path(name).is_file() and any(Path(name).samefile(each) for each in dataset.name if Path(each).is_file()):
+            warnings.warn(
+                f"`dataset.heldout` has {name}, which `dataset.name` trains on: what is measured on it says nothing of "
+                f"unseen text; name another, or give `dataset.heldout_share`, which holds documents of it out",
+                stacklevel=2,
+            )
         documents[label] = load_documents(
             name,
             subset=dataset.heldout_subset,

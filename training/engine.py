@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -75,7 +75,11 @@ class Engine:
             await_builds(torch_folders())
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
-            kwargs_handlers=[InitProcessGroupKwargs(**process_group)],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(**process_group),
+                # Buffers, a plan's bases among them, are equal on all processes, and larger than all gradients of a step.
+                DistributedDataParallelKwargs(broadcast_buffers=False),
+            ],
         )
         kind = self.accelerator.distributed_type
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.DEEPSPEED)

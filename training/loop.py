@@ -31,6 +31,7 @@ from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
 from .initialization import check_continued, given_price
 from .inspection import SENTENCE, inspect, inspection_due
 from .optimizer import build_optimizer
+from .read_share import check_read_compressed
 from .reporting import Reporter, Workload
 from .resumable_state import changed_settings, save_state, saved_states
 from .run_records import begin_record
@@ -40,6 +41,9 @@ from .soft_thresholds import learn_or_fix
 from .step import optimizer_step
 from .stream_places import readers_of
 from .throughput import model_flops
+from .unused_settings import warn_of_unused_settings
+
+_LOOKED_AT = 8  # blocks of a text, for how much of it is read compressed
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Path:
@@ -70,10 +74,16 @@ def _train(config: TrainConfig, resume: bool) -> Path:
         price = given_price(config)
     engine = Engine(config)
     config = engine.config
+    if engine.main:
+        warn_of_unused_settings(config)
     saved = saved_run(states, engine) if resume else None
     tokenizer = load_tokenizer(config.model)
     model = _stock_model(engine)
     stream, heldout = training_stream(config, tokenizer), heldout_blocks(config, tokenizer)
+    if (exact := config.compressor.seen_exactly) is not None:
+        check_read_compressed(stream.first(_LOOKED_AT), exact, "the training text")
+        for name, blocks in heldout.items():
+            check_read_compressed(blocks[:_LOOKED_AT], exact, f"held-out {name}")
     lr_projection = lr_projection_of(config, saved)
     _prepare(engine, model, lr_projection)
     gradient_norms = GradientNorms(engine.parameters, engine.device)
@@ -101,11 +111,14 @@ def _train(config: TrainConfig, resume: bool) -> Path:
         if inspection_due(run.step, steps, config.report.inspect_every):
             _inspect(engine, run.step, tokenizer, sentence, reporter)
         is_due = config.checkpoint_every and run.step % config.checkpoint_every == 0
+        # What comes after the last step may fail, and would take the steps since the last state with it. A mean is of the
+        # states that a run writes on its way.
+        is_last = run.step == steps and bool(config.checkpoint_every) and not config.average_checkpoints
         if is_due or run.step == steps:
             run.places.gather()
-        if is_due:
+        if is_due or is_last:
             _check_projections(engine, run)
-            progress = run.progress(engine) | {"run_id": record["run_id"]}
+            progress = run.progress(engine) | {"run_id": record["run_id"], "inputs": record["inputs"]}
             save_state(states, run.step, engine, progress, config.keep_checkpoints)
     return finish(engine, run, stream, heldout, tokenizer, reporter, record)
 

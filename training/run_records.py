@@ -15,19 +15,23 @@ def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, A
     """The record of the run that begins or is resumed, see :mod:`lowrank_kv.utils.run_record`.
 
     Args:
-        progress: of the state that is resumed, whose run keeps its id; None where a run begins.
+        progress: of the state that is resumed, whose run keeps its id, and what it read, which may be gone by now; None
+            where a run begins.
     """
     config = engine.config
     steps, texts = config.optimizer.steps, [*config.dataset.name, *(config.dataset.heldout or [])]
     starts = {"bases": config.calibration.bases, "checkpoint": config.initial_checkpoint}
-    record = run_record.new_record(
-        "training",
-        config=to_dict(config),
-        inputs=[
+    inputs = None if progress is None else progress.get("inputs")  # states of earlier versions do not say
+    if inputs is None:
+        inputs = [
             *(path_input(role, path) for role, path in starts.items() if path is not None),
             model_input(engine.model),
             *file_inputs("text", dict.fromkeys(texts)),
-        ],
+        ]
+    record = run_record.new_record(
+        "training",
+        config=to_dict(config),
+        inputs=inputs,
         n={"steps": steps, "tokens": steps * engine.blocks_per_step * config.dataset.sequence_length},
         device=str(engine.device),
     )

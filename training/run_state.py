@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from dynakv.config import SOFT_THRESHOLD
 from dynakv.objective import RateController
 from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import to_dict
@@ -55,7 +56,23 @@ def saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
     """
     state, progress = newest_state(states, main=engine.main)
     check_same_run(progress["config"], to_dict(engine.config))
+    _check_settled(progress, engine.config)
     return state, progress
+
+
+def _check_settled(progress: dict[str, Any], config: TrainConfig) -> None:
+    """Raise :class:`UserError` where a target has changed by which bits or ranks were settled already."""
+    before, now = progress["config"]["rate"]["target_retain_rate"], config.rate.target_retain_rate
+    has_fixed = config.compressor.rank_policy == SOFT_THRESHOLD
+    is_settled = config.compressor.has_plan or (
+        has_fixed and progress["step"] > config.rate.fix_ranks_from * progress["config"]["optimizer"]["steps"]
+    )
+    if is_settled and before != now:
+        what = "its plan of bits was made" if config.compressor.has_plan else "its ranks were fixed"
+        raise UserError(
+            f"--resume cannot change `rate.target_retain_rate`: {what} for {before!r}, and now it is {now!r}; set it back, "
+            f"or start another run, without --resume and with another `output`"
+        )
 
 
 def lr_projection_of(config: TrainConfig, saved: tuple[Path, dict[str, Any]] | None) -> float:

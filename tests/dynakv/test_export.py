@@ -6,7 +6,7 @@ from methods import dynakv_model, planned_model, tiny_model
 from safetensors.torch import load_file
 
 import dynakv
-from dynakv.checkpoint import load_compressors
+from dynakv.checkpoint import load_compressors, save_again
 from dynakv.checkpoint_files import WEIGHTS, read_config, write_files
 from dynakv.packed_projections import CODES, SCALE
 from lowrank_kv.utils.errors import UserError
@@ -76,6 +76,15 @@ def test_training_goes_on_from_it(saved, exported):
     dynakv.add_compressors(model, read_config(saved).compressor)
     dynakv.initialize_from_checkpoint(model, exported)
     assert torch.isfinite(model(torch.arange(1, 20)[None], labels=torch.arange(1, 20)[None]).loss)
+
+
+def test_what_is_measured_later_leaves_it_as_small(saved, exported):
+    before, summary = load_file(exported / WEIGHTS), read_config(exported).summary
+    save_again(dynakv.attach(tiny_model(), exported), exported, {**summary, "measured": 1})
+    after = load_file(exported / WEIGHTS)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert read_config(exported).summary == {**summary, "measured": 1}
 
 
 def test_the_command_says_how_many_bytes_it_took(saved, tmp_path, capsys):

@@ -10,10 +10,12 @@ import time
 
 import pytest
 import yaml
+from methods import calibration_of
 from ready_python import program
-from training_runs import ROOT, SINGLE_THREAD, losses, merged, train_here
+from training_runs import PLANNED, ROOT, SINGLE_THREAD, losses, merged, train_here
 
 from dynakv.training_config import TrainConfig
+from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
 from training.initialization import DEFAULT_PRICE
@@ -308,3 +310,48 @@ def test_what_may_change_may_be_missing_from_a_state(training_values):
 def test_a_share_of_the_documents_is_held_out_and_measured(whole):
     measured = json.loads((whole / "checkpoint/config.json").read_text())["summary"]["heldout"]
     assert measured.keys() == {"text.jsonl", "text.jsonl (held-out share)"}
+
+
+def test_a_plan_keeps_the_target_that_it_was_made_for(training_values, tmp_path):
+    changes = merged(PLANNED, {"optimizer": {"steps": 2}, "checkpoint_every": 1})
+    train_here(training_values, tmp_path / "run", **changes)
+    (tmp_path / "run/checkpoint").rename(tmp_path / "kept")
+    other = merged(changes, {"rate": {"target_retain_rate": 0.2}, "optimizer": {"steps": 3}})
+    with pytest.raises(UserError, match="cannot change `rate.target_retain_rate`: its plan of bits was made for 0.12"):
+        train_here(training_values, tmp_path / "run", resume=True, **other)
+
+
+def test_the_last_step_is_saved_before_what_follows_it(training_values, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.loop.finish", fail)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(training_values, tmp_path / "run", checkpoint_every=2, optimizer={"steps": 3})
+    monkeypatch.undo()
+    train_here(training_values, tmp_path / "run", resume=True, checkpoint_every=2, optimizer={"steps": 3})
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_run_goes_on_without_the_bases_it_began_from(training_values, tiny_dir, tmp_path):
+    calibration_of(load_model(str(tiny_dir))).save(tmp_path / "bases", model="tiny", text=["random"])
+    changes = {"calibration": {"bases": str(tmp_path / "bases")}, "checkpoint_every": 1}
+    train_here(training_values, tmp_path / "run", optimizer={"steps": 1}, **changes)
+    shutil.rmtree(tmp_path / "bases")
+    shutil.rmtree(tmp_path / "run/checkpoint")
+    train_here(training_values, tmp_path / "run", resume=True, optimizer={"steps": 2}, **changes)
+    [record] = (tmp_path / "run/training").glob("*.json")
+    assert "bases" in [each["role"] for each in json.loads(record.read_text())["inputs"]]
+
+
+def test_settings_that_change_nothing_are_told(training_values, tmp_path):
+    with pytest.warns(UserWarning, match="`compressor.token_classes` is 2 and changes nothing: it needs .*plan"):
+        train_here(training_values, tmp_path / "run", compressor={"token_classes": 2}, optimizer={"steps": 1})
+
+
+def test_text_that_is_trained_on_is_no_unseen_text(training_values, tmp_path):
+    with pytest.warns(
+        UserWarning, match="which `dataset.name` trains on: what is measured on it says nothing of unseen"
+    ):
+        train_here(training_values, tmp_path / "run", optimizer={"steps": 1})

@@ -1,0 +1,50 @@
+"""How much of a text a pass reads compressed: of short documents little or nothing, for first and latest tokens are exact.
+
+Shapes: B batch, T tokens of a block.
+"""
+
+import warnings
+from collections.abc import Iterable
+
+from lowrank_kv.hf.exact_tokens import ExactTokens
+from lowrank_kv.utils.errors import UserError
+
+from .data import Batch
+
+_LITTLE = 0.2
+
+
+def check_read_compressed(batches: Iterable[Batch], exact: ExactTokens, what: str) -> None:
+    """Look at blocks of a text that is trained, or measured, on.
+
+    Warns where its queries read little compressed.
+
+    Args:
+        batches: some of the text.
+        exact: which tokens a query sees as they are.
+        what: the text, for the message.
+
+    Raises:
+        UserError: they read nothing compressed, so that nothing could be learned, or told.
+    """
+    share = share_read_compressed(batches, exact)
+    documents = f"of {what} queries read {share:.0%} of the tokens before them compressed"
+    remedy = (
+        "its documents, or `dataset.sequence_length`, are short: join them, raise the length, set "
+        "`dataset.isolate_documents` to false, or keep fewer tokens exact (`compressor.exact_tokens`)"
+    )
+    if not share:
+        raise UserError(f"{documents}, so that every cache would look like the uncompressed one; {remedy}")
+    if share < _LITTLE:
+        warnings.warn(f"{documents}: what is measured says little of longer texts; {remedy}", stacklevel=2)
+
+
+def share_read_compressed(batches: Iterable[Batch], exact: ExactTokens) -> float:
+    """Of all tokens that queries may see, the share that they read compressed."""
+    read = seen = 0
+    for batch in batches:
+        document_BT = (batch.position_BT == 0).cumsum(dim=1)
+        is_seen_BTT = (document_BT[:, :, None] == document_BT[:, None]).tril()
+        read += int((is_seen_BTT & exact.is_read_compressed(batch.position_BT)).sum())
+        seen += int(is_seen_BTT.sum())
+    return read / seen

@@ -1,0 +1,68 @@
+"""Settings of a run that change nothing, because another one says otherwise."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dynakv.config import NESTED, SOFT_THRESHOLD
+from dynakv.training_config import LORA, TrainConfig
+
+
+class _Condition(NamedTuple):
+    """When settings say something, and in words what that depends on."""
+
+    holds: Callable[[TrainConfig], bool]
+    what: str
+
+
+_GATES = _Condition(lambda config: config.compressor.has_gates, "`compressor.rank_policy: gate`")
+_PLAN = _Condition(lambda config: config.compressor.has_plan, "`compressor.rank_policy: plan`")
+_TARGET = _Condition(
+    lambda config: config.rate.target_retain_rate is not None and config.compressor.rank_policy != NESTED,
+    "`rate.target_retain_rate` and something that learns what is kept",
+)
+_KEYS = {
+    "compressor.threshold": _GATES,
+    "compressor.gate_decay": _GATES,
+    "compressor.granularity": _Condition(
+        lambda config: not config.compressor.has_plan, "a `compressor.rank_policy` that keeps ranks"
+    ),
+    "compressor.token_classes": _PLAN,
+    "compressor.own_directions_from": _Condition(
+        lambda config: config.compressor.own_directions > 0, "`compressor.own_directions`"
+    ),
+    "rate.gain": _TARGET,
+    "rate.ramp": _TARGET,
+    "rate.fix_ranks_from": _Condition(
+        lambda config: config.compressor.rank_policy == SOFT_THRESHOLD, "`compressor.rank_policy: soft_threshold`"
+    ),
+    "straight_through_from": _Condition(
+        lambda config: config.compressor.mask == "straight_through", "`compressor.mask: straight_through`"
+    ),
+    "lora": _Condition(lambda config: config.trainable == LORA, "`trainable: lora`"),
+}
+
+
+def warn_of_unused_settings(config: TrainConfig) -> None:
+    """Warn of each setting that was given, other than by default, and changes nothing."""
+    for key, condition in _KEYS.items():
+        given, default = _value(config, key), _default(key)
+        if given != default and not condition.holds(config):
+            shown = f"{given!r}" if not dataclasses.is_dataclass(given) else "given"
+            warnings.warn(f"`{key}` is {shown} and changes nothing: it needs {condition.what}", stacklevel=2)
+
+
+def _value(config: TrainConfig, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _default(key: str) -> Any:
+    kind, *rest = TrainConfig, *key.split(".")
+    for part in rest:
+        field = kind.__dataclass_fields__[part]
+        found = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        kind = type(found)
+    return found
