@@ -34,6 +34,7 @@ class Size:
         frozen: numbers that are not trained.
         itemsize: bytes that each of these takes.
         trained: numbers that are trained, each held in fp32.
+        buffers: bytes of what compressors hold beside these, which no engine spreads.
         activations: kept for the backward pass of one forward pass.
         logits: of the pass, with their gradient.
         layer: what one layer keeps while it is recomputed; 0 without recomputation.
@@ -44,6 +45,7 @@ class Size:
     frozen: float
     itemsize: int
     trained: float
+    buffers: float
     activations: float
     logits: float
     layer: float
@@ -86,6 +88,7 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
     itemsize = getattr(torch, "bfloat16" if config.dtype == AUTO else config.dtype).itemsize  # of a GPU
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+    held = (each for compressor in dynakv.token_compressors(model) for each in compressor.buffers())
     tokens = config.optimizer.batch_size * config.dataset.sequence_length
     layer, layers, width = _layer_bytes(model, config, itemsize), *_depth_and_width(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -94,6 +97,7 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
         frozen=float(frozen),
         itemsize=itemsize,
         trained=float(trained),
+        buffers=float(sum(each.numel() * each.itemsize for each in held)),
         activations=float(tokens * layers * (itemsize * width if config.gradient_checkpointing else layer)),
         # In the model's dtype, in fp32, their softmax and its gradient; a teacher's stand beside them.
         logits=float(tokens * vocabulary * (itemsize + 3 * FP32 + (itemsize if teacher else 0))),
@@ -144,7 +148,7 @@ def plans(size: Size, gpus: int) -> list[EnginePlan]:
     gathered = size.passes * (size.forwards * weights + gradients) * (1 - share)
 
     def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
-        gpu = (held + size.of_text) * (1 + _GAPS) + _CONTEXT
+        gpu = (held + size.buffers + size.of_text) * (1 + _GAPS) + _CONTEXT
         return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS), sent=sent)
 
     if gpus == 1:
@@ -178,6 +182,8 @@ def report(config: TrainConfig, *, gpus: int, gpu_memory: float, model: PreTrain
     require(gpu_memory > 0, "--gpu_memory", gpu_memory, "positive")
     size = size_of_run(config, model)
     found = plans(size, gpus)
+    if config.compressor.joint_layers:  # ZeRO-3 gathers a layer's compressor when that layer runs, and refuses these
+        found = [each for each in found if not each.name.startswith("zero3")]
     best = advised(found, gpu_memory * GB)
     frozen = size.frozen * size.itemsize / GB
     lines = [
@@ -187,6 +193,11 @@ def report(config: TrainConfig, *, gpus: int, gpu_memory: float, model: PreTrain
         *table(found, best),
         "",
     ]
+    if config.compressor.has_plan:
+        lines.append(
+            "a pass is counted as one of gates: with a plan of bits it keeps up to two and a half times as much, "
+            "coefficients in fp32 and each class's rows, and with `joint_layers` the rows of all layers, recomputed or not"
+        )
     if best is None:
         lines.append(
             f"none fits {gpu_memory:g} GB: shorten `dataset.sequence_length`, set `gradient_checkpointing: true`, or use "

@@ -22,7 +22,7 @@ def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, A
     steps, texts = config.optimizer.steps, [*config.dataset.name, *(config.dataset.heldout or [])]
     starts = {"bases": config.calibration.bases, "checkpoint": config.initial_checkpoint}
     inputs = None if progress is None else progress.get("inputs")  # states of earlier versions do not say
-    if inputs is None:
+    if inputs is None and engine.main:  # whose record alone is written; texts may be long to hash
         inputs = [
             *(path_input(role, path) for role, path in starts.items() if path is not None),
             model_input(engine.model),
@@ -31,7 +31,7 @@ def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, A
     record = run_record.new_record(
         "training",
         config=to_dict(config),
-        inputs=inputs,
+        inputs=inputs or [],
         n={"steps": steps, "tokens": steps * engine.blocks_per_step * config.dataset.sequence_length},
         device=str(engine.device),
     )

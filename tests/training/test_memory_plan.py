@@ -1,5 +1,6 @@
 """What a plan says a run needs is what a run holds."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,24 @@ def test_trained_numbers_are_those_of_the_optimizer(trainable):
     assert size.trained == sum(each.numel() for group in optimizer.param_groups for each in group["params"])
     everything = sum(each.numel() for each in model.parameters())
     assert (size.frozen, size.itemsize) == (everything - size.trained, 4)
+
+
+@pytest.mark.parametrize("policy", ["gate", "plan"])
+def test_what_compressors_hold_beside_what_they_train_is_counted(policy):
+    config = values(compressor={"rank_policy": policy})
+    size = size_of_run(config, shape_of(small()))
+    model = dynakv.add_compressors(LlamaForCausalLM(small()), config.compressor)
+    held = [each for compressor in dynakv.token_compressors(model) for each in compressor.buffers()]
+    assert size.buffers == sum(each.nbytes for each in held) > 0
+    with_them, without = (plans(dataclasses.replace(size, buffers=each), 8) for each in (size.buffers, 0.0))
+    assert all(one.gpu > other.gpu for one, other in zip(with_them, without, strict=True))
+
+
+def test_layers_that_are_coded_together_are_not_sent_to_an_engine_that_refuses_them():
+    config = values(compressor={"rank_policy": "plan", "joint_layers": 3})
+    found = report(config, gpus=8, gpu_memory=80.0, model=shape_of(small()))
+    assert "zero3" not in found
+    assert "the rows of all layers, recomputed or not" in found
 
 
 def test_an_8b_model_with_a_frozen_backbone_belongs_on_ddp_and_a_trained_one_does_not():
