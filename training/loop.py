@@ -42,6 +42,7 @@ from .step import optimizer_step
 from .stream_places import readers_of
 from .throughput import model_flops
 from .unused_settings import warn_of_unused_settings
+from .worker_errors import WithErrors, without_errors
 
 _LOOKED_AT = 8  # blocks of a text, for how much of it is read compressed
 
@@ -186,7 +187,8 @@ def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[
     )
     # A forked worker inherits locks that the threads of a process with a model and a tokenizer may hold.
     context = "spawn" if workers else None
-    return iter(DataLoader(shard, batch_size=None, num_workers=workers, multiprocessing_context=context))
+    loader = DataLoader(WithErrors(shard), batch_size=None, num_workers=workers, multiprocessing_context=context)
+    return without_errors(iter(loader))
 
 
 def _reporter(engine: Engine, start: int) -> Reporter:

@@ -163,3 +163,13 @@ def test_two_processes_repeat_and_go_on_only_as_two(training_values, tmp_path):
     alone = {"dataset": {"divided_by": "documents"}, "optimizer": {"steps": 8, "batch_size": 2}}
     with pytest.raises(UserError, match="2 processes × 1 readers, and now it is 1 × 1"):
         train_here(training_values, tmp_path / "one", resume=True, **alone)
+
+
+def test_what_a_worker_meets_is_told_in_one_paragraph(training_values, tmp_path):
+    """With documents for the first of two readers alone. Torch would add the worker's traceback to the message."""
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"text": "word " * 500}) + "\n")
+    dataset = {"name": str(path), "divided_by": "documents", "workers": 2}
+    with pytest.raises(UserError, match="^a data set of `dataset.name` has no document to train on") as told:
+        train_here(training_values, tmp_path / "run", dataset=dataset, optimizer={"steps": 4})
+    assert "Traceback" not in str(told.value)
