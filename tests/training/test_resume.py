@@ -169,7 +169,9 @@ def test_a_damaged_state_does_not_stay_before_what_follows(training_values, whol
     (output / "states/step-000008/config.json").unlink()
     rate = {"target_retain_rate": 0.5}
     train_here(training_values, output, checkpoint_every=7, rate=rate, resume=True, **TEXT)
-    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000006", "step-000007"]
+    # The last step has a state of its own again, a whole one.
+    assert sorted(path.name for path in (output / "states").iterdir()) == ["step-000007", "step-000008"]
+    assert (output / "states/step-000008/config.json").exists()
 
 
 def test_killed_while_writing_a_row(training_values, whole, tmp_path):
