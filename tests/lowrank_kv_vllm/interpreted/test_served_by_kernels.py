@@ -24,7 +24,8 @@ def gated(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gated") / "checkpoint"
     model = tiny_model(head_dim=32, vocab_size=257)
     dynakv_model(model, 0.4, granularity=4)
-    dynakv.save_compressor(model, directory, summary={"calibrated_threshold": {"hard_rate": 0.4}})
+    rates = {side: [0.4] * model.config.num_hidden_layers for side in ("keys", "values")}
+    dynakv.save_compressor(model, directory, summary={"heldout": {"text": {"layer_rates": rates}}})
     return directory
 
 
