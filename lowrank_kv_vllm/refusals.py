@@ -5,7 +5,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from lowrank_kv.hf.geometry import geometry_of_config, warning_of_another
-from lowrank_kv.ops.native.library import library
+from lowrank_kv.ops.native.library import WITHOUT_IT, library
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_vllm.plans import origin_of
 from lowrank_kv_vllm.prompts import HEAD_SIZES
@@ -61,9 +61,7 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
             f"tokens of {model.model} attend to later ones, too, and compressed pages are read causally; serve a decoder"
         )
     if current_platform.is_cpu() and library() is None:
-        raise UserError(
-            "compressed pages need compiled code on a CPU: install a C compiler, and unset $LOWRANK_KV_NATIVE if it is 0"
-        )
+        raise UserError(f"compressed pages need compiled code on a CPU: {WITHOUT_IT}")
     _check_model(config, settings)
 
 
@@ -99,13 +97,13 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
             f"which prompts are read, is made for {', '.join(map(str, HEAD_SIZES))}"
         )
     rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict)):
+    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict)]  # one, or one for each kind of layer
+    if any("mrope_section" in each for each in ropes):
         raise UserError(
             f"this {text_config.model_type} model rotates keys by several positions of a token, for images and videos, and "
             f"pages know one; serve a model of text"
         )
-    for kind in sorted(kinds - ROPE_TYPES):
+    for kind in sorted({each.get("rope_type", "default") for each in ropes} - ROPE_TYPES):
         raise UserError(
             f"this {text_config.model_type} model rotates keys by `rope_type: {kind}`, whose angles do not depend on the "
             f"position alone; served are {', '.join(sorted(ROPE_TYPES))}"

@@ -15,6 +15,20 @@ from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
 
 
+def token_plans_of(
+    classes: Sequence[tuple[int, ...]], bounds_K: torch.Tensor, width: int, generator: torch.Generator
+) -> TokenPlans:
+    """With a gate that looks at a random direction of rows of `width` coefficients."""
+    gate = ImportanceGate(
+        linear_C=torch.randn(width, generator=generator) / width**0.5,
+        square_C=torch.zeros(width),
+        rest_3=torch.zeros(3),
+        leading=width,
+    )
+    plans, shares = tuple(BitPlan(bits, LEVELS) for bits in classes), (1 / len(classes),) * len(classes)
+    return TokenPlans(gate=gate, bounds_K=bounds_K, plans=plans, shares=shares)
+
+
 def planned_tokens(
     classes: Sequence[tuple[int, ...]],
     bounds_K: torch.Tensor,
@@ -37,14 +51,7 @@ def planned_tokens(
         width: how many coefficients a row is packed from.
     """
     generator = torch.Generator().manual_seed(count)
-    gate = ImportanceGate(
-        linear_C=torch.randn(width, generator=generator) / width**0.5,
-        square_C=torch.zeros(width),
-        rest_3=torch.zeros(3),
-        leading=width,
-    )
-    plans, shares = tuple(BitPlan(bits, LEVELS) for bits in classes), (1 / len(classes),) * len(classes)
-    token_plans = TokenPlans(gate=gate, bounds_K=bounds_K, plans=plans, shares=shares)
+    token_plans = token_plans_of(classes, bounds_K, width, generator)
 
     def operands() -> Operands:
         coef = TokenwiseCoefficients(token_plans, dtype=dtype, device=torch.device("cpu"))

@@ -15,6 +15,7 @@ from .divergence_guard import DivergenceGuard
 from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
+from .soft_thresholds import learns_at
 from .stream_places import StreamPlaces
 
 
@@ -56,19 +57,18 @@ def saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
     """
     state, progress = newest_state(states, main=engine.main)
     check_same_run(progress["config"], to_dict(engine.config))
-    _check_settled(progress, engine.config)
+    check_settled(progress, engine.config)
     return state, progress
 
 
-def _check_settled(progress: dict[str, Any], config: TrainConfig) -> None:
+def check_settled(progress: dict[str, Any], config: TrainConfig) -> None:
     """Raise :class:`UserError` where a target has changed by which bits or ranks were settled already."""
-    before, now = progress["config"]["rate"]["target_retain_rate"], config.rate.target_retain_rate
-    has_fixed = config.compressor.rank_policy == SOFT_THRESHOLD
-    is_settled = config.compressor.has_plan or (
-        has_fixed and progress["step"] > config.rate.fix_ranks_from * progress["config"]["optimizer"]["steps"]
-    )
-    if is_settled and before != now:
-        what = "its plan of bits was made" if config.compressor.has_plan else "its ranks were fixed"
+    saved, has_plan = progress["config"], config.compressor.has_plan
+    before, now = saved["rate"]["target_retain_rate"], config.rate.target_retain_rate
+    last = progress["step"] - 1, saved["optimizer"]["steps"], config.rate.fix_ranks_from
+    has_fixed_ranks = config.compressor.rank_policy == SOFT_THRESHOLD and not learns_at(*last)
+    if (has_plan or has_fixed_ranks) and before != now:
+        what = "its plan of bits was made" if has_plan else "its ranks were fixed"
         raise UserError(
             f"--resume cannot change `rate.target_retain_rate`: {what} for {before!r}, and now it is {now!r}; set it back, "
             f"or start another run, without --resume and with another `output`"

@@ -11,6 +11,11 @@ from lowrank_kv.bases.rank_allocation import waterfill_ranks
 from .engine import Engine
 
 
+def learns_at(step: int, steps: int, fix_ranks_from: float) -> bool:
+    """Whether thresholds say the ranks in a step, counted from 0, of `steps`; they are fixed after `rate.fix_ranks_from`."""
+    return step < fix_ranks_from * steps
+
+
 def learn_or_fix(engine: Engine, step: int) -> None:
     """Have the thresholds say the ranks in the first `rate.fix_ranks_from` of a run; fix these when that is over.
 
@@ -20,7 +25,7 @@ def learn_or_fix(engine: Engine, step: int) -> None:
     """
     rate, steps = engine.config.rate, engine.config.optimizer.steps
     gates = [side.gate for side in dynakv.token_compressors(engine.model)]
-    if step < rate.fix_ranks_from * steps:
+    if learns_at(step, steps, rate.fix_ranks_from):
         for gate in gates:
             gate.learn()
     elif not all(gate.is_fixed for gate in gates):

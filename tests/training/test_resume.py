@@ -20,6 +20,7 @@ from lowrank_kv.utils.config import build, to_dict
 from lowrank_kv.utils.errors import UserError
 from training.initialization import DEFAULT_PRICE
 from training.resumable_state import check_same_run, saved_states, step_directory
+from training.run_state import check_settled
 
 TEXT = {"dataset": {"heldout_share": 0.2, "streaming": True, "shuffle_buffer": 8}}
 
@@ -357,3 +358,20 @@ def test_text_that_is_trained_on_is_no_unseen_text(training_values, tmp_path):
         UserWarning, match="which `dataset.name` trains on: what is measured on it says nothing of unseen"
     ):
         train_here(training_values, tmp_path / "run", optimizer={"steps": 1})
+
+
+@pytest.mark.parametrize(("done", "is_fixed"), [(4, False), (5, True)])
+def test_fixed_ranks_keep_their_target(training_values, done, is_fixed):
+    """Of seven steps the first four (0 to 3, below 3.5) learn, and the fifth begins with ranks that are fixed."""
+    changes = {"compressor": {"rank_policy": "soft_threshold"}, "optimizer": {"steps": 7}, "output": "none"}
+    before, now = (
+        build(TrainConfig, merged(training_values, {**changes, "rate": {"target_retain_rate": rate}}))
+        for rate in (0.5, 0.4)
+    )
+    progress = {"step": done, "config": to_dict(before)}
+    check_settled(progress, before)
+    if not is_fixed:
+        check_settled(progress, now)
+        return
+    with pytest.raises(UserError, match="its ranks were fixed for 0.5, and now it is 0.4"):
+        check_settled(progress, now)

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")  # made once: by name it is looked up at every call
 
 # Set to 0 to do without compiled code.
 SWITCH = "LOWRANK_KV_NATIVE"
+# What to do where something needs the kernels and there are none.
+WITHOUT_IT = f"install a C compiler, and unset ${SWITCH} if it is 0"
 # Why there is no library, in short; how it came about is warned of once.
 ABSENT = f"there is no compiled code (no C compiler that serves, or {SWITCH}=0)"
 _OF_OTHERS = 0o022  # the right to write, of group and others

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.ops.layer_attention import LayerAttention
-from lowrank_kv.ops.native.library import CPU, CStruct, contiguous_fp32, lanes, library
+from lowrank_kv.ops.native.library import CPU, WITHOUT_IT, CStruct, contiguous_fp32, lanes, library
 from lowrank_kv.ops.native.packed_plan import PackedClasses, packed_plan
 from lowrank_kv.ops.native.packing import PackedCoder, PackedGate
 from lowrank_kv.ops.native.page_decoders import PageDecoders
@@ -98,7 +98,7 @@ class Pages:
         most_tokens: int,
     ):
         if library() is None:
-            raise UserError("pages need compiled code: install a C compiler, and unset $LOWRANK_KV_NATIVE if it is 0")
+            raise UserError(f"pages need compiled code: {WITHOUT_IT}")
         if page_XY.shape[1] < layout.page_bytes:
             raise UserError(f"pages have {page_XY.shape[1]} bytes, and their layout needs {layout.page_bytes}")
         self.layout, self.dtype, self.head_dim = layout, dtype, head_dim

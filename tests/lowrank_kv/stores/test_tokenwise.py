@@ -4,10 +4,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from even_levels import LEVELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import calibration_of, tiny_model
+from planned_tokens import token_plans_of
 from rotations import rotated_tokens
 
 from lowrank_kv.calibration.bit_plans import coded_bases
@@ -17,9 +17,8 @@ from lowrank_kv.ops.lowrank_attention import Operands, eager, reference
 from lowrank_kv.ops.lowrank_attention import native as native_attention
 from lowrank_kv.ops.native import reading
 from lowrank_kv.ops.scoring import Scoring
-from lowrank_kv.stores.bit_plan import WIDTHS, BitPlan
+from lowrank_kv.stores.bit_plan import WIDTHS
 from lowrank_kv.stores.growable_tensor import GrowingTensor
-from lowrank_kv.stores.importance_gate import ImportanceGate
 from lowrank_kv.stores.rows_of_classes import ROWS_BETWEEN_MARKS
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.stores.tokenwise import TokenwiseCoefficients
@@ -34,17 +33,8 @@ RANKS = st.lists(
 
 
 def plans_of(classes: list[tuple[int, ...]], seed: int = 0) -> TokenPlans:
-    """With a gate that looks at a random direction."""
-    generator = torch.Generator().manual_seed(seed)
-    gate = ImportanceGate(
-        linear_C=torch.randn(WIDTH, generator=generator) / WIDTH**0.5,
-        square_C=torch.zeros(WIDTH),
-        rest_3=torch.zeros(3),
-        leading=WIDTH,
-    )
-    bounds = torch.linspace(-1, 1, len(classes) + 1)[1:-1]
-    shares = (1 / len(classes),) * len(classes)
-    return TokenPlans(gate=gate, bounds_K=bounds, plans=tuple(BitPlan(bits, LEVELS) for bits in classes), shares=shares)
+    bounds_K = torch.linspace(-1, 1, len(classes) + 1)[1:-1]
+    return token_plans_of(classes, bounds_K, WIDTH, torch.Generator().manual_seed(seed))
 
 
 def rows_of(count: int, seed: int = 0) -> torch.Tensor:
