@@ -1,11 +1,12 @@
 """Compare methods of a comparison at equal bytes, where their own bytes differ.
 
-    python -m scripts.equal_bytes RECORD --method "learned 0.06" --against "adaptive-mixed 0.04" "adaptive-mixed 0.06" …
+    python -m scripts.equal_bytes RECORD … --method "learned 0.06" --against "adaptive-mixed 0.04" "adaptive-mixed 0.06" …
 
 In each window the methods `--against` make a line: log KL, linear in the bytes held between two neighbours. The script says
 by how much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
 (`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method
-`--against` is compared as it is, whatever its bytes.
+`--against` is compared as it is, whatever its bytes. The methods may stand in several records, if these measured the same
+model on the same windows.
 """
 
 import argparse
@@ -26,23 +27,54 @@ Windows = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="of `lowrank-kv compare`")
-    parser.add_argument("--method", required=True, help="its name in the record")
-    parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the record")
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD", help="of `lowrank-kv compare`")
+    parser.add_argument("--method", required=True, help="its name in a record")
+    parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the records")
     arguments = parser.parse_args(argv)
-    summary = run_record.load(arguments.record)["summary"]
-    windows = {(each["method"], each["dataset"]): each["windows"] for each in summary["windows"]}
-    of = {text: summary["documents"][text]["of"] for _, text in windows}
-    check_whole(windows, of, arguments.record)
-    for name in (arguments.method, *arguments.against):
-        if name not in {method for method, _ in windows}:
-            raise UserError(
-                f"`{name}` is no method of {arguments.record}; it has {sorted({each for each, _ in windows})}"
-            )
-    found = {text: differences(windows, text, arguments.method, arguments.against) for text in of}
-    for text in of:
-        print(f"{text}: {told([found[text]], [of[text]])}")
-    print(f"all: {told(list(found.values()), list(of.values()))}")
+    windows, documents = windows_of(arguments.records, [arguments.method, *arguments.against])
+    found = {}
+    for text, of in documents.items():
+        if missing := [name for name in (arguments.method, *arguments.against) if (name, text) not in windows]:
+            print(f"{text}: left out, not measured with {', '.join(missing)}")
+            continue
+        found[text] = differences(windows, text, arguments.method, arguments.against)
+        print(f"{text}: {told([found[text]], [of])}")
+    print(f"all: {told(list(found.values()), [documents[text] for text in found])}")
+
+
+def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, dict[str, list[int]]]:
+    """The windows of these methods in all records, and each text's document of each window.
+
+    Raises:
+        UserError: a method is in no record, or was measured on one text in two; the records are of different models or
+            windows, or have no text in common; or a comparison was still running.
+    """
+    windows, documents, measured, known = {}, {}, {}, set()
+    for path in paths:
+        record = run_record.load(path)
+        summary = record["summary"]
+        all_here = {(each["method"], each["dataset"]): each["windows"] for each in summary["windows"]}
+        known |= {method for method, _ in all_here}
+        here = {(method, text): each for (method, text), each in all_here.items() if method in methods}
+        of = {text: summary["documents"][text]["of"] for _, text in here}
+        check_whole(here, of, path)
+        for role, name, sha256 in ((each["role"], each["name"], each["sha256"]) for each in record["inputs"]):
+            if role == "weights" or (role == "text" and name in of):
+                before, expected = measured.setdefault((role, name if role == "text" else None), (path, sha256))
+                if sha256 != expected:
+                    raise UserError(
+                        f"{before} and {path} have different {role} of `{name}`; compare within one of them"
+                    )
+        for method, text in windows.keys() & here.keys():
+            raise UserError(f"{path} has `{method}` on {text}, as a record before it has; leave one of them out")
+        windows |= here
+        documents |= of
+    for name in methods:
+        if name not in known:
+            raise UserError(f"`{name}` is no method of {', '.join(map(str, paths))}; they have {sorted(known)}")
+    if not any(all((name, text) in windows for name in methods) for text in documents):
+        raise UserError(f"no text was measured with each of {', '.join(methods)}")
+    return windows, documents
 
 
 def check_whole(windows: Windows, documents: Mapping[str, Sequence[int]], record: Path) -> None:

@@ -1,11 +1,13 @@
 """What a record says of methods at equal bytes."""
 
 import math
+from pathlib import Path
 
 import pytest
 
+from lowrank_kv.utils import run_record
 from lowrank_kv.utils.errors import UserError
-from scripts.equal_bytes import check_whole, differences, told
+from scripts.equal_bytes import check_whole, differences, main, told, windows_of
 
 
 def window(held: int, kl: float) -> dict:
@@ -42,3 +44,48 @@ def test_a_record_of_a_comparison_that_still_runs_is_refused():
         UserError, match="record.json has 2 of 3 windows of novels with `small`; let the comparison come"
     ):
         check_whole(WINDOWS, {"novels": [0, 1, 1]}, "record.json")
+
+
+def written(directory: Path, methods: dict[str, list[dict]], *, text: str = "a" * 64, weights: str = "b" * 64) -> Path:
+    """A record of a comparison on one text."""
+    inputs = [
+        {"role": "weights", "name": "model", "sha256": weights, "run_id": None},
+        {"role": "text", "name": "novels", "sha256": text, "run_id": None},
+    ]
+    record = run_record.new_record(
+        "quality", config={"of": sorted(methods)}, inputs=inputs, n={"windows": 2}, device="cpu"
+    )
+    record["rows"] = [{"method": method, "dataset": "novels"} for method in methods]
+    told_of = [{"method": method, "dataset": "novels", "windows": each} for method, each in methods.items()]
+    record["summary"] = {"windows": told_of, "documents": {"novels": {"of": [0, 1]}}}
+    return run_record.write(record, directory)
+
+
+SMALL, LARGE, OTHER = (WINDOWS[name, "novels"] for name in ("small", "large", "other"))
+
+
+def test_methods_of_two_records_are_compared(tmp_path, capsys):
+    first = written(tmp_path, {"small": SMALL, "large": LARGE, "full": LARGE})
+    second = written(tmp_path, {"other": OTHER, "full": LARGE})
+    main([str(first), str(second), "--method", "other", "--against", "small", "large"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("all: -50.0% (")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"), [("text", "different text of `novels`"), ("weights", "different weights")]
+)
+def test_records_of_different_windows_or_models_are_refused(tmp_path, changed, message):
+    paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"other": OTHER}, **{changed: "c" * 64})
+    with pytest.raises(UserError, match=message):
+        windows_of(paths, ["small", "other"])
+
+
+def test_a_method_of_two_records_is_refused(tmp_path):
+    paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"small": SMALL, "other": OTHER})
+    with pytest.raises(UserError, match="has `small` on novels, as a record before it has"):
+        windows_of(paths, ["small", "other"])
+
+
+def test_a_method_of_no_record_is_refused(tmp_path):
+    with pytest.raises(UserError, match="`tiny` is no method of"):
+        windows_of([written(tmp_path, {"small": SMALL})], ["small", "tiny"])
