@@ -91,7 +91,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     methods = methods_of(
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length
     )
-    inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
+    inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)
     cells, reading = cells_in(output), Reading(prefix=config.prefix, step=config.step)

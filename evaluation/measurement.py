@@ -3,6 +3,7 @@ that were measured before.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynakv.checkpoint_files import read_config
-from lowrank_kv.calibration.known_text import warn_of_known_text
+from dynakv.known_texts import known_texts
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, require
@@ -57,6 +58,11 @@ class MeasurementConfig:
         require(0 < self.fraction <= 1, "fraction", self.fraction, "in (0, 1]")
         require(self.step >= 1, "step", self.step, "at least 1")
 
+    @property
+    def checkpoints(self) -> list[str]:
+        """Those that are measured, each once."""
+        return []
+
 
 @configuration
 class MethodsConfig(MeasurementConfig):
@@ -68,8 +74,7 @@ class MethodsConfig(MeasurementConfig):
         super().__post_init__()
         require(bool(self.methods), "methods", self.methods, "at least one")
         check_bytes_of(self.methods)
-        checkpoints = [method.checkpoint for method in self.methods if method.checkpoint]
-        require(bool(self.model or checkpoints), "model", self.model, "given where there is no checkpoint")
+        require(bool(self.model or self.checkpoints), "model", self.model, "given where there is no checkpoint")
         needing = [method.name for method in self.methods if method.needs]
         require(
             not needing or self.bases is not None or self.calibration is not None,
@@ -81,7 +86,11 @@ class MethodsConfig(MeasurementConfig):
     @property
     def model_name(self) -> str:
         """Hub id or directory."""
-        return self.model or read_config(next(m.checkpoint for m in self.methods if m.checkpoint)).base_model
+        return self.model or read_config(self.checkpoints[0]).base_model
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return list(dict.fromkeys(method.checkpoint for method in self.methods if method.checkpoint))
 
     @property
     def needs_read_gradients(self) -> bool:
@@ -108,12 +117,14 @@ def load_calibration(
     measured: Iterable[MeasuredText],
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither bases nor
-    text. Warns where it can have read what is measured.
+    text. Warns where it, or a checkpoint of `config`, can have read what is measured.
 
     Args:
         read_gradients: whether it is to say what is read of a compressed cache.
         measured: the texts.
     """
+    known = list(itertools.chain.from_iterable(map(known_texts, config.checkpoints)))
+    calibration, inputs = None, []
     if config.bases is not None:
         calibration = Calibration.load(config.bases).for_model(model)
         inputs = [path_input("bases", config.bases)]
@@ -122,10 +133,10 @@ def load_calibration(
         inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
         calibration = Calibration.from_text(model, ids_NT, read_gradients=read_gradients)
         calibration = dataclasses.replace(calibration, record=config.calibration.record())
-    else:
-        return None, []
-    for text in measured:
-        warn_of_known_text(calibration, text.name, share=text.share, split=text.split)
+    if calibration is not None:
+        known.append(calibration.known_text)
+    for read, text in itertools.product(known, measured):
+        read.warn_of(text.name, share=text.share, split=text.split)
     return calibration, inputs
 
 

@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dynakv.dataset_config import DOCUMENTS, DatasetConfig
 from dynakv.training_config import TrainConfig
-from lowrank_kv.calibration.calibration import Calibration
-from lowrank_kv.calibration.known_text import warn_of_known_text
+from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
 
@@ -64,13 +63,13 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
     return {name: _heldout_batches(name, rows, tokenizer, dataset, count) for name, rows in documents.items()}
 
 
-def warn_of_heldout_text(dataset: DatasetConfig, calibration: Calibration) -> None:
-    """Warn where a calibration can have read documents that the run holds out."""
+def warn_of_heldout_text(dataset: DatasetConfig, known: KnownText) -> None:
+    """Warn where documents that the run holds out can be among known ones."""
     if dataset.heldout_share:
         for name in dataset.name:
-            warn_of_known_text(calibration, name, share=dataset.heldout_share, verb="holds out")
+            known.warn_of(name, share=dataset.heldout_share, use="holds out")
     for name in dataset.heldout or []:
-        warn_of_known_text(calibration, name, share=0.0, split=dataset.heldout_split, verb="holds out")
+        known.warn_of(name, share=0.0, split=dataset.heldout_split, use="holds out")
 
 
 def _heldout_batches(
@@ -98,13 +97,13 @@ def labels_of(names: list[str]) -> list[str]:
 def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
     return load_documents(
         dataset.name[index],
-        subset=_entry_for(dataset.subset, index),
-        split=_entry_for(dataset.split, index),
-        text_field=_entry_for(dataset.text_field, index),
+        subset=entry_for(dataset.subset, index),
+        split=entry_for(dataset.split, index),
+        text_field=entry_for(dataset.text_field, index),
         streaming=dataset.streaming,
     )
 
 
-def _entry_for(values: list[str] | None, index: int) -> str | None:
+def entry_for(values: list[str] | None, index: int) -> str | None:
     """The entry for one data set of a list that has one for all or one for each."""
     return None if values is None else values[index if len(values) > 1 else 0]

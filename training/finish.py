@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.config import NESTED, SOFT_THRESHOLD
+from dynakv.known_texts import TEXTS_READ
 from dynakv.training_config import COMPRESSOR, TrainConfig
 
 from .checkpoint_averaging import load_mean
@@ -57,6 +58,7 @@ def finish(
         "rounds": dict(zip(labels_of(config.dataset.name), run.places.rounds(), strict=True)),
         "alpha": run.controller.alpha,
         "target_retain_rate": config.rate.target_retain_rate,
+        TEXTS_READ: run.texts_read,
     }
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)

@@ -17,6 +17,7 @@ from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
 from .soft_thresholds import learns_at
 from .stream_places import StreamPlaces
+from .texts_read import texts_of_run
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -29,6 +30,7 @@ class RunState:
         places: where the training text continues.
         controller: holds α.
         guard: stops the run if it diverges.
+        texts_read: records of the texts that its compressors come from (:func:`training.texts_read.texts_of_run`).
     """
 
     step: int
@@ -36,6 +38,7 @@ class RunState:
     places: StreamPlaces
     controller: RateController
     guard: DivergenceGuard
+    texts_read: list[dict[str, Any]]
 
     def progress(self, engine: Engine) -> dict[str, Any]:
         """The entries that :func:`resume_run` reads, ready for JSON."""
@@ -45,6 +48,7 @@ class RunState:
             "lr_projection": self.lr_projection,
             "places": self.places.saved,
             "blocks_per_step": engine.blocks_per_step,
+            "texts_read": self.texts_read,
             "config": to_dict(engine.config),
         }
 
@@ -90,7 +94,14 @@ def begin_run(
     price = price if price is not None else estimate or DEFAULT_PRICE
     controller = _controller(engine.config, start=price)
     places = StreamPlaces(engine, None)
-    return RunState(step=0, lr_projection=lr_projection, places=places, controller=controller, guard=guard)
+    return RunState(
+        step=0,
+        lr_projection=lr_projection,
+        places=places,
+        controller=controller,
+        guard=guard,
+        texts_read=texts_of_run(engine.config),
+    )
 
 
 def resume_run(
@@ -117,7 +128,14 @@ def resume_run(
     drop_later_states(state.parent, step, engine)
     guard.load(progress["divergence_guard"])
     controller = _controller(engine.config, **progress["controller"])
-    return RunState(step=step, lr_projection=lr_projection, places=places, controller=controller, guard=guard)
+    return RunState(
+        step=step,
+        lr_projection=lr_projection,
+        places=places,
+        controller=controller,
+        guard=guard,
+        texts_read=progress.get("texts_read", []),  # states of earlier versions do not say
+    )
 
 
 def _controller(config: TrainConfig, **state: float | None) -> RateController:

@@ -141,7 +141,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
         read_gradients=config.needs_read_gradients,
         measured=[MeasuredText(file) for each in config.tasks for file in sorted(each.files)],
     )
-    inputs += [path_input("checkpoint", method.checkpoint) for method in config.methods if method.checkpoint]
+    inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     inputs += [model_input(model), weights_input(model)]
     inputs += {each["sha256"]: each for task in tasks for each in task.inputs}.values()
     counts = {task.label: max(1, round(len(task.items) * config.fraction)) for task in tasks}

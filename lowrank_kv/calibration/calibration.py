@@ -18,6 +18,7 @@ from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, SIDES, VAL
 from lowrank_kv.calibration.calibration_files import MOMENTS, RECORD, read_config, read_tensors, write_calibration
 from lowrank_kv.calibration.checked_tensor import checked_tensor
 from lowrank_kv.calibration.gradient_moments import gradient_moments
+from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.calibration.read_moments import read_moments
 from lowrank_kv.calibration.read_states import ReadStates, read_from, read_states_of, tensors_of
 from lowrank_kv.calibration.weight_marks import are_others, weight_marks
@@ -135,6 +136,11 @@ class Calibration:
             tokens=blocks_NT.numel(),
             joint_layers=joint_layers,
         )
+
+    @property
+    def known_text(self) -> KnownText:
+        """The text it read, as far as it says."""
+        return KnownText(reader=self.origin, record=self.record, make="calibrate", share_option="--heldout_share")
 
     def save(self, directory: str | Path, *, model: str, text: list[str], **record: Any) -> str:
         """Write the directory atomically and return the hash; an earlier calibration there is replaced.

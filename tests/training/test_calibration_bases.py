@@ -30,7 +30,7 @@ from training.data_sources import warn_of_heldout_text
 )
 def test_bases_that_can_know_held_out_text_are_told(record, dataset, message, recwarn):
     read = Calibration(geometry=None, moments={}, record={"text": ["text.jsonl"], **record})
-    warn_of_heldout_text(build(DatasetConfig, {"name": "text.jsonl", **dataset}), read)
+    warn_of_heldout_text(build(DatasetConfig, {"name": "text.jsonl", **dataset}), read.known_text)
     assert [message in str(each.message) for each in recwarn] == ([] if message is None else [True])
 
 
