@@ -1,7 +1,7 @@
 """The cells of a comparison on disk, so that a second start measures only the missing ones.
 
 A cell is one method on one window of one text, or on one item of a task. Each is a line of ``cells.jsonl``, appended
-when it is measured: what it was measured with, what was found, and the run and commit that did. No line is ever
+when it is measured: what it was measured with, what was found, and which run did, at which code, on what. No line is ever
 changed. One that a killed process left half-written is cut off, and measured again.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,46 @@ CELLS = "cells.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
+class Measurer:
+    """Which run measured something, at which code, and on what.
+
+    Attributes:
+        run_id: of the run.
+        commit, dirty: of the checkout; None where there was none, or where an earlier version did not say.
+        torch: its version.
+        processor: the GPU's name where one computed, else the CPU's.
+    """
+
+    run_id: str
+    commit: str | None
+    dirty: bool | None = None
+    torch: str | None = None
+    processor: str | None = None
+
+    @classmethod
+    def of_run(cls, record: Mapping[str, Any]) -> "Measurer":
+        """The run whose record this is, now."""
+        code, environment = record["code"], record["environment"]
+        return cls(
+            run_id=record["run_id"],
+            commit=code["commit"],
+            dirty=code["dirty"],
+            torch=environment["torch"],
+            processor=environment["gpu"] or environment["cpu"],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Cell:
     """One measured cell.
 
     Attributes:
         score: a dataclass of plain values, :class:`WindowScore` in a comparison by text.
-        run_id, commit: of the run that measured it.
+        by: the run that measured it.
     """
 
     score: Any
-    run_id: str
-    commit: str | None
+    by: Measurer
 
 
 class Cells:
@@ -53,13 +82,16 @@ class Cells:
     def __len__(self) -> int:
         return len(self._found)
 
+    def __iter__(self) -> Iterator[Cell]:
+        return iter(self._found.values())
+
     def get(self, of: Mapping[str, Any]) -> Cell | None:
         """The cell that was measured with exactly these settings; None if it is missing."""
         return self._found.get(_key(of))
 
     def add(self, of: Mapping[str, Any], cell: Cell) -> None:
         """Write a cell to the end of the file."""
-        line = {"of": dict(of), "score": dataclasses.asdict(cell.score), "run_id": cell.run_id, "commit": cell.commit}
+        line = {"of": dict(of), "score": dataclasses.asdict(cell.score), **dataclasses.asdict(cell.by)}
         append_line(self._path, json.dumps(line, ensure_ascii=False, allow_nan=False))
         self._found[_key(of)] = cell
 
@@ -71,8 +103,8 @@ class Cells:
         for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
-                cell = Cell(self._kind(**found["score"]), found["run_id"], found["commit"])
-                self._found[_key(found["of"])] = cell
+                of, score = found.pop("of"), found.pop("score")
+                self._found[_key(of)] = Cell(self._kind(**score), Measurer(**found))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{self._path}: line {number} is damaged ({error}); delete that line, and its cell is measured again"
@@ -80,9 +112,9 @@ class Cells:
 
 
 def measured_by(cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Which run at which commit measured how many of the cells, as a record says it."""
-    counts = collections.Counter((cell.run_id, cell.commit) for cell in cells)
-    return [{"run_id": run_id, "commit": commit, "cells": count} for (run_id, commit), count in counts.items()]
+    """Which runs measured how many of the cells, as a record says it."""
+    counts = collections.Counter(cell.by for cell in cells)
+    return [{**dataclasses.asdict(by), "cells": count} for by, count in counts.items()]
 
 
 def _key(of: Mapping[str, Any]) -> str:

@@ -94,7 +94,7 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(name)}, inputs, model, ids, model.device)
-    cells, reading = cells_in(output), Reading(prefix=config.prefix, step=config.step)
+    cells, reading = cells_in(output, record), Reading(prefix=config.prefix, step=config.step)
     setting = setting_of(record, config.dtype) | reading._asdict()
     for found in measure_cells(model, methods, ids, cells, reading, setting=setting, record=record):
         yield functools.partial(_record_so_far, record, found, texts)

@@ -16,7 +16,7 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import token_input
 
-from .cells import Cell, Cells
+from .cells import Cell, Cells, Measurer
 from .methods import Method
 from .reading import read_uncompressed
 from .scores import WindowScore, held_share, score_predictions, score_window
@@ -114,7 +114,7 @@ def _measure(
     """Measure the missing cells of a window; the bar counts each, since a window of many methods takes minutes."""
     full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
     for wanted, score in _scores(model, window_T, full_SV, missing, reading, bar):
-        cells.add(wanted.of, Cell(score, record["run_id"], record["code"]["commit"]))
+        cells.add(wanted.of, Cell(score, Measurer.of_run(record)))
         bar.update()
 
 

@@ -2,6 +2,7 @@
 that were measured before.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from lowrank_kv.utils.provenance import model_input, path_input, token_input, we
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
-from .cells import Cells
+from .cells import Cells, Measurer
 from .methods import MethodConfig, check_bytes_of
 from .peers.peer import READ
 from .scores import WindowScore
@@ -157,9 +158,22 @@ def identity_of(model: PreTrainedModel) -> dict[str, str]:
     return {"model": model_input(model)["sha256"], "weights": weights_input(model)["sha256"]}
 
 
-def cells_in(output: Path, kind: type = WindowScore) -> Cells:
-    """The cells of a directory; says so where some were measured there before."""
-    cells = Cells(output, kind)
+def cells_in(output: Path, record: dict[str, Any], kind: type = WindowScore) -> Cells:
+    """The cells of a directory; says so where some were measured there before, and where not as this run measures.
+
+    Args:
+        record: of this run.
+        kind: the class of the scores.
+    """
+    cells, now = Cells(output, kind), Measurer.of_run(record)
     if len(cells):
         print(f"{len(cells)} cells were measured here before; those of equal settings are not measured again")
+    for by, count in collections.Counter(cell.by for cell in cells).items():
+        # Numbers of other processors and versions differ in their last digits; of uncommitted code nothing is known.
+        if by.dirty or (by.torch, by.processor) != (now.torch, now.processor):
+            code = "uncommitted code" if by.dirty else f"commit {by.commit}"
+            machine = "an unknown machine" if by.processor is None else f"{by.processor}, torch {by.torch}"
+            print(
+                f"{count} of them by run {by.run_id} with {code} on {machine}; in another --output all are measured anew"
+            )
     return cells

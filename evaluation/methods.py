@@ -72,6 +72,8 @@ class MethodConfig:
         require(not self.optional or self.checkpoint is not None, "optional", True, "left out without a `checkpoint`")
         require(not self.settings or self.peer is None, "settings", self.settings, "left out of a peer")
         if self.preset is not None:
+            given = self.settings.get("rate")
+            require(given is None, "settings.rate", given, "left out: `rates` or `bytes` say the budgets of the rows")
             with within("settings."):
                 self.ojakv_config()
 

@@ -214,7 +214,7 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
     settings = to_dict(config) | {"model": name, "recipe": recipe}
     record = new_comparison(settings, [path_input("bases", bases)], model, ids, device)
     record |= {"summary": {"measured_by": {}, "documents": documents_told(texts)}}
-    cells, reading = cells_in(output), Reading(prefix=config.prefix, step=MAX_DECODE_QUERIES)
+    cells, reading = cells_in(output, record), Reading(prefix=config.prefix, step=MAX_DECODE_QUERIES)
     setting = setting_of(record, config.dtype) | reading._asdict()
 
     def measure(name: str, method: Method) -> None:

@@ -53,6 +53,8 @@ def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, 
     for path in paths:
         record = run_record.load(path)
         summary = record["summary"]
+        if not {"windows", "documents"} <= summary.keys():
+            raise UserError(f"{path} holds no windows of a comparison; name a record of `lowrank-kv compare`")
         all_here = {(each["method"], each["dataset"]): each["windows"] for each in summary["windows"]}
         known |= {method for method, _ in all_here}
         here = {(method, text): each for (method, text), each in all_here.items() if method in methods}
@@ -91,11 +93,11 @@ def differences(windows: Windows, text: str, method: str, against: Sequence[str]
     """log KL of a method less that of the line of others at its bytes, for each window.
 
     Raises:
-        UserError: the method's bytes lie beyond those of the others.
+        UserError: the method's bytes lie beyond those of the others, or a KL is not above zero, as the full cache's.
     """
-    lines = [[(held(each), math.log(each["kl"])) for each in windows[other, text]] for other in against]
+    lines = [[(held(each), log_kl(each, other)) for each in windows[other, text]] for other in against]
     return [
-        math.log(each["kl"]) - _on_line(sorted(points), held(each), f"window {number} of {text}")
+        log_kl(each, method) - _on_line(sorted(points), held(each), f"window {number} of {text}")
         for number, (each, points) in enumerate(zip(windows[method, text], zip(*lines, strict=True), strict=True))
     ]
 
@@ -105,12 +107,20 @@ def held(window: Mapping[str, Any]) -> float:
     return window["cache_bytes"] / window["full_bytes"]
 
 
+def log_kl(window: Mapping[str, Any], method: str) -> float:
+    """Of one window."""
+    if window["kl"] <= 0:
+        raise UserError(f"`{method}` has a KL of {window['kl']:.1e} in a window, which has no logarithm; leave it out")
+    return math.log(window["kl"])
+
+
 def _on_line(points: Sequence[tuple[float, float]], x: float, where: str) -> float:
     if len(points) == 1:
         return points[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+            # Of two methods with equal bytes, the better.
+            return min(y0, y1) if x0 == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     raise UserError(
         f"`--against` must hold fewer and more bytes than `--method` does; in {where} it holds {x:.3f}, and they from "
         f"{points[0][0]:.3f} to {points[-1][0]:.3f}"
@@ -120,6 +130,8 @@ def _on_line(points: Sequence[tuple[float, float]], x: float, where: str) -> flo
 def told(values: Sequence[Sequence[float]], documents: Sequence[Sequence[int]]) -> str:
     """What these differences say; of each text its windows, and the document that each is of."""
     value_N = torch.tensor(list(itertools.chain(*values)), dtype=torch.float64)
+    if len(value_N) == 1:
+        return f"{math.expm1(value_N):+.1%} in its one window, without an interval"
     low, high = interval(value_N, cluster_N=clusters_of(documents))
     mean, low, high = (f"{math.expm1(value):+.1%}" for value in (value_N.mean(), low, high))
     return f"{mean} ({low} to {high}), less in {int((value_N < 0).sum())} of {len(value_N)} windows"

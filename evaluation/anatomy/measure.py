@@ -93,15 +93,16 @@ def _described(share_L2T: Tensor, ids: Sequence[int], tokenizer: PreTrainedToken
         kind: [float(mean_T[i]) for i, word in enumerate(words) if word in chosen]
         for kind, chosen in (("stopwords", STOPWORDS), ("rare", RARE))
     }
-    half = len(mean_L) // 2
+    halves = mean_L[: len(mean_L) // 2], mean_L[len(mean_L) // 2 :]
+    lower, upper = (float(half.mean()) if len(mean_L) > 1 else None for half in halves)
     return {
         "shares": [[round(float(value), 4) for value in row] for row in share_LT],
         "first": float(mean_T[0]),
         "others": float(mean_T[1:].mean()),
         "rare": _mean(by_kind["rare"]),
         "stopwords": _mean(by_kind["stopwords"]),
-        "lower_layers": float(mean_L[:half].mean()),
-        "upper_layers": float(mean_L[half:].mean()),
+        "lower_layers": lower,
+        "upper_layers": upper,
     }
 
 

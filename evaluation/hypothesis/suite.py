@@ -47,7 +47,7 @@ def run_suite(config: HypothesisConfig, output: Path) -> Iterator[MakeRecord]:
     ids = {label: each.ids_NT for label, each in texts.items()}
     record = new_comparison(to_dict(config) | {"model": name_of(config.model)}, inputs, model, ids, model.device)
     told = {"documents": documents_told(texts)}
-    cells, common = cells_in(output), setting_of(record, config.dtype)
+    cells, common = cells_in(output, record), setting_of(record, config.dtype)
 
     alone = {} if config.sensitivity == "none" else sensitivity_methods(config, model, calibration, spectra)
     alone_found: Found = {}

@@ -184,6 +184,8 @@ def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     ]
     fine = [each for each in keys if is_negligible(each.increase(), config)]
     share = min((each.setting.level for each in fine), default=1.0)
+    below = [each for each in keys if each.setting.level <= NEAR]
+    needs_more = bool(below) and all(is_real(each.increase(), config) for each in below)
     heads = evidence.heads_of(KEYS, "post")
     threshold = _middle(config.thresholds)
     near = sum(row.ranks[threshold] > NEAR * evidence.head_dim for row in heads) / len(heads)
@@ -191,8 +193,11 @@ def _rope(config: HypothesisConfig, evidence: Evidence) -> Verdict:
     return Verdict(
         claim="falsifier 3: if RoPE destroys low-rank structure (ranks near d), the hypothesis fails in practice",
         rule=f"refuted if rotated keys need r > {NEAR:g} d in all heads for a negligible increase, and over half of the "
-        f"heads need it for {threshold:.0%} of their energy; in part if one of the two",
-        verdict={0: HOLDS, 1: PARTLY, 2: REFUTED}[int(share > NEAR) + int(near > 0.5)],
+        f"heads need it for {threshold:.0%} of their energy; in part if one of the two; undecided where no increase "
+        "is shown to be negligible at such a rank, nor all of them to be more",
+        verdict={0: HOLDS, 1: PARTLY, 2: REFUTED}[int(needs_more) + int(near > 0.5)]
+        if needs_more or share <= NEAR
+        else UNDECIDED,
         because=f"keys only: {least} with a negligible increase; {near:.0%} of the heads need more than {NEAR:g} d for "
         f"{threshold:.0%} of their energy",
     )

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from lowrank_kv.utils.errors import UserError
 
 from . import curves, fronts, sentence
+from .alike import check_alike
 from .bars import bars, has_one_budget, horizontal
 from .points import WHOLE, Point, datasets_of, front, points_of, series_of
 from .tasks import task_table
@@ -36,7 +37,7 @@ def page(records: Sequence[Mapping[str, Any]], *, template: str = "report.html.j
     Raises:
         UserError: none of them has anything that the page shows, or they measured what cannot stand side by side.
     """
-    _check_alike(records)
+    check_alike(records)
     points, tasks = points_of(records), task_table(records)
     verdicts = [record for record in records if "verdicts" in record["summary"]]
     if not points and not verdicts and tasks is None:
@@ -55,18 +56,6 @@ def page(records: Sequence[Mapping[str, Any]], *, template: str = "report.html.j
         "hypotheses": [_hypothesis(record) for record in verdicts],
     }
     return _templates().get_template(template).render(values | more)
-
-
-def _check_alike(records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`UserError` where records of one page would compare what was measured otherwise."""
-    comparisons = [record for record in records if points_of([record])]
-    for key, those in {"model": records, "dtype": records, "prefix": comparisons, "length": comparisons}.items():
-        found = {config[key]: record["run_id"] for record in those if key in (config := record["config"] or {})}
-        if len(found) > 1:
-            told = ", ".join(f"{value!r} in {run_id}" for value, run_id in found.items())
-            raise UserError(
-                f"the records differ in `{key}` ({told}), so that one page cannot compare them; make a page for each"
-            )
 
 
 def _run(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,26 +46,18 @@ def heat_map(tokens: Sequence[str], layers: Sequence[int], found: Mapping[str, A
 
 def in_words(found: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """(what is seen of one of the paper's three claims, whether it holds), each from the figures."""
-    told = []
     first, others = found["first"], found["others"]
-    holds = first > others
-    told.append((f"The first token takes {first:.3f} of its bytes, the others {others:.3f} on average.", holds))
-    if found["rare"] is not None and found["stopwords"] is not None:
-        holds = found["rare"] > found["stopwords"]
-        told.append(
-            (
-                f"“chronic procrastination” takes {found['rare']:.3f}, “that, to, be, just” {found['stopwords']:.3f}.",
-                holds,
-            )
-        )
+    words = f"The first token takes {first:.3f} of its bytes, the others {others:.3f} on average."
+    told = [(f"Sinks dominate: {words}", first > others)]
+    rare, stopwords = found["rare"], found["stopwords"]
+    if rare is not None and stopwords is not None:
+        words = f"“chronic procrastination” takes {rare:.3f}, “that, to, be, just” {stopwords:.3f}."
+        told.append((f"Rare words get more than functional ones: {words}", rare > stopwords))
     lower, upper = found["lower_layers"], found["upper_layers"]
-    told.append((f"The lower half of the layers takes {lower:.3f}, the upper half {upper:.3f}.", lower > upper))
-    claims = (
-        "Sinks dominate",
-        *(["Rare words get more than functional ones"] if len(told) == 3 else []),
-        "Lower layers get more than deeper ones",
-    )
-    return [(f"{claim}: {words}", held) for claim, (words, held) in zip(claims, told, strict=True)]
+    if lower is not None:  # there are two layers at least
+        words = f"The lower half of the layers takes {lower:.3f}, the upper half {upper:.3f}."
+        told.append((f"Lower layers get more than deeper ones: {words}", lower > upper))
+    return told
 
 
 def _shown(token: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 from lowrank_kv.utils.build_locks import await_builds, quanto_folders
-from lowrank_kv.utils.errors import not_installed
+from lowrank_kv.utils.errors import UserError, not_installed
 
 # name → (backend, bits, axis of the groups, package)
 QUANTIZED = {
@@ -24,10 +24,20 @@ _MODULES = {"optimum-quanto": "optimum", "hqq": "hqq"}
 
 
 def quantized_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
-    """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype)."""
+    """Makes `QuantizedCache`s with their own defaults (groups of 64 numbers, the latest 128 tokens in the model's dtype).
+
+    Raises:
+        UserError: their library is not installed, or the model has layers that they do not serve.
+    """
     backend, bits, axis, package = QUANTIZED[name]
     if importlib.util.find_spec(_MODULES[package]) is None:
         raise not_installed(f"the peer `{name}`", package, extra="eval")
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise UserError(
+            f"the peer `{name}` is a cache of transformers for layers of full attention only, and this model has others "
+            f"({', '.join(sorted(kinds))}); leave the peer out"
+        )
     if backend == "quanto":
         await_builds(quanto_folders())
     return lambda: QuantizedCache(backend=backend, config=model.config, nbits=bits, axis_key=axis, axis_value=axis)

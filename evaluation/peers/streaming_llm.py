@@ -31,5 +31,5 @@ class SinksAndLatest(Rule):
 def streaming_maker(
     model: PreTrainedModel, calibration: Calibration | None, share: float, text: TextLength | None = None
 ) -> MakeCache:
-    """Caches of a window as long as the share of the text so far, whose length `text` does not matter."""
-    return whole_tokens_maker(model, SinksAndLatest(share))
+    """Caches of a window as long as the share of the text so far, whatever the length of `text` is."""
+    return whole_tokens_maker(model, SinksAndLatest(share), text)

@@ -18,7 +18,7 @@ from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.provenance import model_input, path_input, weights_input
 from ojakv import Calibration
 
-from ..cells import Cell, Cells, measured_by
+from ..cells import Cell, Cells, Measurer, measured_by
 from ..measure import rounds
 from ..measurement import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
@@ -155,7 +155,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
     setting = setting_of(record, config.dtype) | {"step": config.step}
     methods = _Methods(config.methods, model, calibration)
     parts = list(_parts(tasks, counts, methods))
-    cells, progress = cells_in(output, ItemScore), _Progress(record, tasks)
+    cells, progress = cells_in(output, record, ItemScore), _Progress(record, tasks)
     left = sum(_effort(part, method) for part in parts for method in part.methods)
     form = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(total=left, unit="token", desc="answering", bar_format=form) as bar:
@@ -170,7 +170,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
                 bar.set_postfix_str(f"{part.task.label}, {label}", refresh=False)
                 scores = _answers(part.task, each.missing, prompts.of(label))
                 for wanted, score in zip(each.missing, scores, strict=True):
-                    cells.add(wanted.of, Cell(score, record["run_id"], record["code"]["commit"]))
+                    cells.add(wanted.of, Cell(score, Measurer.of_run(record)))
                 for wanted in each.wanted:
                     progress.add(part.task.label, label, wanted.number, cells.get(wanted.of))
                 if each.missing:

@@ -1,20 +1,23 @@
 """Cells of a comparison on disk."""
 
 import dataclasses
+import json
 
 import pytest
 
-from evaluation.cells import CELLS, Cell, Cells
+from evaluation.cells import CELLS, Cell, Cells, Measurer, measured_by
 from evaluation.scores import WindowScore
 from lowrank_kv.utils.errors import UserError
 
 SCORE = WindowScore(loss=3.1, full_loss=3.0, kl=0.1, top1=0.9, scored=10, cache_bytes=1, full_bytes=4)
+BY = Measurer(run_id="run", commit="commit", dirty=False, torch="2.13.0", processor="a processor")
+LATER = dataclasses.replace(BY, run_id="later", dirty=True)
 
 
 def written(directory):
     cells = Cells(directory)
     for window in "ab":
-        cells.add({"method": "m", "window": window}, Cell(SCORE, "run", "commit"))
+        cells.add({"method": "m", "window": window}, Cell(SCORE, BY))
     return cells
 
 
@@ -22,7 +25,7 @@ def test_what_was_written_is_found_again_by_its_settings_in_any_order(tmp_path):
     written(tmp_path)
     cells = Cells(tmp_path)
     assert len(cells) == 2
-    assert cells.get({"window": "a", "method": "m"}) == Cell(SCORE, "run", "commit")
+    assert cells.get({"window": "a", "method": "m"}) == Cell(SCORE, BY)
     assert cells.get({"window": "c", "method": "m"}) is None
     assert cells.get({"window": "a", "method": "m", "rate": 0.1}) is None
 
@@ -35,9 +38,23 @@ def test_a_line_that_was_cut_short_is_measured_again_and_the_others_stay(tmp_pat
         path.write_bytes(content[:-cut])
         cells = Cells(tmp_path)
         assert len(cells) == 1
-        cells.add({"method": "m", "window": "b"}, Cell(dataclasses.replace(SCORE, kl=0.2), "later", "commit"))
+        cells.add({"method": "m", "window": "b"}, Cell(dataclasses.replace(SCORE, kl=0.2), LATER))
         assert Cells(tmp_path).get({"method": "m", "window": "b"}).score.kl == 0.2
         assert Cells(tmp_path).get({"method": "m", "window": "a"}).score.kl == 0.1
+
+
+def test_each_cell_says_what_measured_it(tmp_path):
+    """Also one of an earlier version, which knew less."""
+    cells = written(tmp_path)
+    cells.add({"method": "m", "window": "c"}, Cell(SCORE, LATER))
+    path = tmp_path / CELLS
+    earlier = {"of": {"method": "m", "window": "d"}, "score": dataclasses.asdict(SCORE), "run_id": "old", "commit": "c"}
+    path.write_text(path.read_text() + json.dumps(earlier) + "\n")
+    assert measured_by(Cells(tmp_path)) == [
+        {**dataclasses.asdict(BY), "cells": 2},
+        {**dataclasses.asdict(LATER), "cells": 1},
+        {"run_id": "old", "commit": "c", "dirty": None, "torch": None, "processor": None, "cells": 1},
+    ]
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"no json", b'{"of": {}, "score": {"loss": 1}, "run_id": "", "commit": ""}'])

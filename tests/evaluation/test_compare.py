@@ -23,6 +23,7 @@ from lowrank_kv.hf.loading import load_model
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import build, parse_config
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.provenance import environment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -121,6 +122,19 @@ def test_a_comparison_goes_on_where_it_stopped_and_measures_what_is_new(values, 
     assert again["rows"] == [row for row in record["rows"] if row["method"] != "rotated-int4"]
     changed = last(values | {"step": 5}, output)
     assert [each["run_id"] for each in changed["summary"]["measured_by"]] == [changed["run_id"]]
+
+
+def test_a_comparison_that_goes_on_elsewhere_names_what_measured_its_cells(values, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(run_record, "environment", lambda device: environment(device) | {"cpu": "another processor"})
+        earlier.setattr(run_record, "code_state", lambda: {"commit": "a" * 40, "dirty": True, "version": "1"})
+        last(values | {"windows": 1}, tmp_path / "out")
+    record = last(values | {"windows": 1}, tmp_path / "out")
+    [by] = record["summary"]["measured_by"]
+    assert (by["processor"], by["dirty"], by["commit"]) == ("another processor", True, "a" * 40)
+    assert record["environment"]["cpu"] != "another processor"
+    assert "6 of them by run" in (told := capsys.readouterr().out)
+    assert "with uncommitted code on another processor, torch" in told
 
 
 def test_with_other_bases_only_what_is_made_of_them_is_measured_again(values, tmp_path):
