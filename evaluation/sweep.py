@@ -27,14 +27,14 @@ from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.config import configuration, option, parse_config, read_yaml, require, section, to_dict
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import name_of
-from lowrank_kv.utils.provenance import path_input, weights_input
+from lowrank_kv.utils.provenance import path_input
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 
 from .cells import measured_by
 from .compare import new_comparison, rows_of_cells
 from .measure import Reading, measure_cells
-from .measurement import cells_in, setting_of
+from .measurement import cells_in, identity_of, setting_of
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
 from .texts import TextConfig, check_texts, documents_told, read_texts
 
@@ -106,12 +106,20 @@ class Point:
         name: of its directory.
         arguments: of the training command, without `--output`.
         run: what they say.
+        after: name of the point that it trains on from; None for one that starts from the calibration.
     """
 
     variant: str
     name: str
     arguments: list[str]
     run: TrainConfig
+    after: str | None
+
+    def settings(self) -> dict[str, Any]:
+        """What training it again must have in common with its beginning, wherever the sweep's directory is now."""
+        settings = to_dict(self.run)
+        bases = BASES if self.after is None else None
+        return settings | {"initial_checkpoint": self.after, "calibration": settings["calibration"] | {"bases": bases}}
 
 
 def points(config: SweepConfig, output: Path) -> list[Point]:
@@ -130,7 +138,8 @@ def points(config: SweepConfig, output: Path) -> list[Point]:
         for setting, rate in settings:
             name = f"{variant.label}-{setting}"
             arguments = ["--config", config.train, *variant.arguments, *rate, *_start_arguments(after, output)]
-            found.append(Point(variant=variant.label, name=name, arguments=arguments, run=_run_of(name, arguments)))
+            run = _run_of(name, arguments)
+            found.append(Point(variant=variant.label, name=name, arguments=arguments, run=run, after=after))
             after = name if config.staged else None
     _check(config, found)
     return found
@@ -226,7 +235,7 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
         measure(FULL, uncompressed(model))
     for point in runs:
         directory = output / POINTS / point.name
-        _check_same(directory / POINT, {"recipe": recipe, "arguments": point.arguments})
+        _check_same(directory / POINT, point.settings())
         checkpoint = _train(directory, [*(config.launch or [sys.executable]), *TRAIN, *point.arguments])
         with _moved(model, device):
             measure(point.name, learned(MethodConfig(checkpoint=str(checkpoint), label=point.variant), model))
@@ -252,8 +261,7 @@ def _calibrate_once(
     """The directory of the calibration that all points start from, made where it is not there yet."""
     needs = needs_of(runs)
     asked = {key: True for key, needed in needs.items() if needed}
-    of_model = {"model": runs[0].run.model, "weights": weights_input(model)["sha256"]}
-    _check_same(output / CALIBRATION, of_model | dataclasses.asdict(config.calibration) | asked)
+    _check_same(output / CALIBRATION, identity_of(model) | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
         blocks_NT = config.calibration.blocks(tokenizer)

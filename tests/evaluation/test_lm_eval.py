@@ -299,7 +299,10 @@ def test_the_command_knows_the_model(run, model, files, tmp_path):
     )
     assert "arc_easy_local" in done.stdout
     [path] = (tmp_path / "out").rglob("results_*.json")
-    assert json.loads(path.read_text())["n-samples"]["arc_easy_local"]["effective"] == 3
+    results = json.loads(path.read_text())
+    assert results["n-samples"]["arc_easy_local"]["effective"] == 3
+    assert 0.5 <= results["config"]["bytes_held"] < 1, "some tokens are held at full rank"
+    assert f"the caches held {results['config']['bytes_held']:.4f} of the bytes" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,9 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     here("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
     assert len(cells.read_text().splitlines()) == 6
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
+    # The same directory by another name.
+    here("scripts/sweep.py", "--config", path, "--output", output / ".." / output.name, "--blocks", "1")
+    assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     # A training run that says something else than when the sweep was begun.
     four_steps.write_text(yaml.safe_dump({**yaml.safe_load(four_steps.read_text()), "seed": 5}))
     assert "begun with other settings" in mistake("scripts/sweep.py", "--config", path, "--output", output)
