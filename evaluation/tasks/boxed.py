@@ -6,10 +6,8 @@ a method's settings keeps the prompt as it is.
 
 from transformers import PreTrainedTokenizerBase
 
-from lowrank_kv.utils.errors import UserError
-
 from .item import GenerationItem, prompt_pieces
-from .jsonl import read_rows
+from .jsonl import first_rows
 from .matching import BoxedInteger
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -21,17 +19,15 @@ def boxed_items(
     """The first `count` rows, with `problem` (or `question`) and `answer`, an integer; None takes all.
 
     Raises:
-        UserError: the file is missing, or an answer is no integer.
+        UserError: the file is missing or has fewer rows, or an answer is no integer.
     """
     items = []
-    for row in read_rows(path)[:count]:
-        problem, answer = row.get("problem", "question"), str(row.get("answer"))
+    for row in first_rows(path, count):
+        problem, answer = row.text("problem", "question"), str(row.get("answer"))
         try:
             int(answer)
         except ValueError as error:
-            raise UserError(
-                f"`{path}`: row {row.number} has the answer {answer!r}, and an integer is needed"
-            ) from error
+            raise row.error(f"has the answer {answer!r}, and an integer is needed") from error
         context, question = prompt_pieces(tokenizer, problem, f"\n\n{INSTRUCTION}\n", chat=chat)
         items.append(
             GenerationItem(

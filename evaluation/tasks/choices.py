@@ -148,12 +148,13 @@ class ChoiceTask:
         questions, texts, letters = self.read(row)
         answer = row.get(self.answer)
         if str(answer) not in letters:
-            raise UserError(
-                f"`{row.path}`: row {row.number} names the answer {answer!r}, which is none of {', '.join(letters)}"
-            )
+            raise row.error(f"names the answer {answer!r}, which is none of {', '.join(letters)}")
         continuations = [f" {text}" for text in texts]
         about = self.about(row) or "\n".join(questions)
         return Choices(questions=questions, continuations=continuations, right=letters.index(str(answer)), about=about)
+
+
+_OF_CHOICE = ("label", "text")
 
 
 def _lettered(prompt: str) -> ReadRow:
@@ -161,29 +162,35 @@ def _lettered(prompt: str) -> ReadRow:
 
     def read(row: Row) -> tuple[list[str], list[str], list[str]]:
         question = row.get("question_stem", "question")
-        choices = question["choices"] if isinstance(question, Mapping) else row.get("choices")
-        stem = question["stem"] if isinstance(question, Mapping) else question
-        if isinstance(choices, Mapping):
-            letters, texts = choices["label"], choices["text"]
-        else:
-            letters, texts = ([each[key] for each in choices] for key in ("label", "text"))
+        if isinstance(question, Mapping):  # as published: the choices are in it
+            row = row.within("question")
+        stem, choices = row.text("stem", "question_stem", "question"), row.get("choices")
+        if not isinstance(choices, Mapping):  # a list of them
+            row = row.changed(
+                "choices", {key: [each.get(key) for each in row.mappings("choices")] for key in _OF_CHOICE}
+            )
+        letters, texts = (row.within("choices").texts(key) for key in _OF_CHOICE)
+        if len(letters) != len(texts):
+            raise row.error(f"has {len(letters)} labels of {len(texts)} choices")
         return [prompt.format(stem)] * len(texts), texts, letters
 
     return read
 
 
 def _piqa(row: Row) -> tuple[list[str], list[str], list[str]]:
-    return [f"Question: {row.get('goal')}\nAnswer:"] * 2, [row.get("sol1"), row.get("sol2")], ["0", "1"]
+    return [f"Question: {row.text('goal')}\nAnswer:"] * 2, [row.text("sol1"), row.text("sol2")], ["0", "1"]
 
 
 def _winogrande(row: Row) -> tuple[list[str], list[str], list[str]]:
-    before, _, after = row.get("sentence").partition("_")
-    return [before + row.get(name) for name in ("option1", "option2")], [after.strip()] * 2, ["1", "2"]
+    before, gap, after = row.text("sentence").partition("_")
+    if not gap:
+        raise row.error(f"has the sentence {before!r}, without a gap `_`")
+    return [before + row.text(name) for name in ("option1", "option2")], [after.strip()] * 2, ["1", "2"]
 
 
 def _hellaswag(row: Row) -> tuple[list[str], list[str], list[str]]:
-    question = _without_marks(f"{row.get('activity_label')}: {row.get('ctx_a')} {row.get('ctx_b').capitalize()}")
-    endings = [_without_marks(ending) for ending in row.get("endings")]
+    question = _without_marks(f"{row.text('activity_label')}: {row.text('ctx_a')} {row.text('ctx_b').capitalize()}")
+    endings = [_without_marks(ending) for ending in row.texts("endings")]
     return [question] * len(endings), endings, [str(i) for i in range(len(endings))]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowrank_kv.utils.errors import UserError
+
 from .continuation import encode_behind
 from .matching import Metric
 from .prompts import FreshReader
@@ -149,9 +151,14 @@ def prompt_pieces(
     Args:
         answer_prefix: what the answer begins with; behind a template's own end of the user's turn.
         chat: whether context and question are a user's turn in the tokenizer's chat template.
+
+    Raises:
+        UserError: it has none.
     """
     if not chat:
         return tuple(tokenizer(context).input_ids), encode_behind(tokenizer, question + answer_prefix)
+    if tokenizer.chat_template is None:
+        raise UserError("`chat` is true, and this model's tokenizer has no chat template; leave it out")
     turn = [{"role": "user", "content": _MARK}]
     head, tail = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(_MARK)
     begin = tokenizer(head + context, add_special_tokens=False).input_ids

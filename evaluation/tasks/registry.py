@@ -63,7 +63,8 @@ class TaskConfig:
     )
     max_new_tokens: int | None = option(
         None,
-        help=f"of a generated answer; by default the benchmark's own, and {NEW_TOKENS} of {BOXED}",
+        help=f"of a generated answer; by default the benchmark's own, and {NEW_TOKENS} of {BOXED}; not of {LOOKUP}, whose "
+        "answers have a length",
         unit="tokens",
     )
     temperature: float = option(1.0, help=f"of {LONG}: at which the text is sampled; 0 is greedy")

@@ -5,10 +5,11 @@ import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
 import dynakv
-from evaluation.anatomy.measure import _words
+from evaluation.anatomy.measure import _described, _words
 from evaluation.anatomy.residuals import STATE_SIDES, follows_text, residuals
 from evaluation.anatomy.shares import states_of, token_shares
 from evaluation.anatomy.spectra import spectra
+from evaluation.page.sentence import in_words
 from evaluation.peers.rotated import rotated_maker
 from evaluation.reading import full_cache
 from evaluation.subspace_metrics import relative_error
@@ -125,6 +126,21 @@ def test_spectra_are_of_layers_and_of_heads():
         assert part["captured"] == sorted(part["captured"])
         assert part["captured"][-1] == 1
         assert part["ranks"] == sorted(part["ranks"])
+
+
+def test_one_layer_has_no_halves():
+    class Tokens:
+        def decode(self, ids):
+            return " just"
+
+    described = _described(torch.tensor([[[0.5, 0.25]] * 2]), [1, 2], Tokens())
+    assert (described["lower_layers"], described["upper_layers"]) == (None, None)
+    assert [words.split(":")[0] for words, _ in in_words(described)] == ["Sinks dominate"]
+    two = _described(torch.tensor([[[0.5, 0.25]] * 2, [[0.5, 0.5]] * 2]), [1, 2], Tokens())
+    assert in_words(two)[-1] == (
+        "Lower layers get more than deeper ones: The lower half of the layers takes 0.375, the upper half 0.500.",
+        False,
+    )
 
 
 def test_tokens_are_told_their_words():

@@ -81,15 +81,25 @@ def test_labels_may_have_a_file_of_their_own(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("name", "row", "message"),
     [
-        ({"goal": "x", "sol1": "y"}, "row 1 has no `sol2`, only goal, sol1"),
-        (PIQA | {"label": 2}, "row 1 names the answer 2, which is none of 0, 1"),
+        ("piqa", {"goal": "x", "sol1": "y"}, "row 1 has no `sol2`, only goal, sol1"),
+        ("piqa", PIQA | {"label": 2}, "row 1 names the answer 2, which is none of 0, 1"),
+        ("piqa", PIQA | {"goal": None}, "row 1 has None as `goal`, which must be a text"),
+        ("winogrande", WINO | {"sentence": "He ran."}, "row 1 has the sentence 'He ran.', without a gap `_`"),
+        ("hellaswag", SWAG | {"endings": "wxyz"}, "row 1 has 'wxyz' as `endings`, which must be a list of texts"),
+        ("arc_easy", {"question": "Why?", "answerKey": "A"}, "row 1 has no `choices`, only question, answerKey"),
+        ("arc_easy", ARC_OF_HUB | {"choices": ["so"]}, "as `choices`, which must be a list of objects"),
+        (
+            "arc_easy",
+            ARC_OF_HUB | {"choices": {"text": ["so"], "label": ["1", "2"]}},
+            "row 1 has 2 labels of 1 choices",
+        ),
     ],
 )
-def test_rows_of_another_form_are_named(written, row, message):
+def test_rows_of_another_form_are_named(written, name, row, message):
     with pytest.raises(UserError, match=message):
-        read_choices("piqa", written(row))
+        read_choices(name, written(row))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -255,3 +265,7 @@ def test_problems_are_read_from_either_key(written):
     assert BoxedInteger().score(r"\boxed{4}", items[1].references) == 1
     with pytest.raises(UserError, match="row 1 has the answer 'x', and an integer is needed"):
         boxed_items(byte_tokenizer(), written({"problem": "?", "answer": "x"}), count=1, max_new_tokens=9, chat=False)
+    with pytest.raises(UserError, match="`items` must be at most 1, the rows of"):
+        boxed_items(byte_tokenizer(), path, count=2, max_new_tokens=9, chat=False)
+    with pytest.raises(UserError, match="`chat` is true, and this model's tokenizer has no chat template"):
+        boxed_items(byte_tokenizer(), written({"problem": "?", "answer": 1}), count=1, max_new_tokens=9, chat=True)

@@ -207,7 +207,7 @@ def test_verdicts_follow_from_the_figures(values):
     assert much["rope"].verdict == PARTLY  # no rank below d will do, but the spectra are short
 
     near = verdicts(config, invented(config, lambda setting: 0.01))
-    assert near["h0"].verdict == near["quarter"].verdict == UNDECIDED
+    assert near["h0"].verdict == near["quarter"].verdict == near["rope"].verdict == UNDECIDED
 
 
 def test_what_was_not_measured_is_not_judged(values):
@@ -274,6 +274,17 @@ def test_noise_decides_nothing(values, windows):
             assert found[name].verdict == UNDECIDED, (name, found[name].because)
         for name in ("adaptive", "eight-bits", "online", "sinks"):  # many pairs, of which one may be a chance
             assert found[name].verdict in (UNDECIDED, PARTLY), (name, found[name].because)
+
+
+@pytest.mark.parametrize(("windows", "verdict"), [(10, HOLDS), (1, UNDECIDED)])
+def test_one_window_says_nothing_of_the_rotation(values, windows, verdict):
+    """Though no setting costs anything."""
+    config = build(HypothesisConfig, values | {"familiar": []})
+    evidence = invented(config, lambda setting: 0.0)
+    settings = [
+        dataclasses.replace(each, scores={"other": each.scores["other"][:windows]}) for each in evidence.settings
+    ]
+    assert verdicts(config, dataclasses.replace(evidence, settings=settings))["rope"].verdict == verdict
 
 
 def test_one_window_has_no_bounds():

@@ -129,6 +129,19 @@ def test_a_row_becomes_a_context_and_a_question(written):
     assert item.max_new_tokens == 32
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("musique", {"answers": "blue"}, "row 1 has 'blue' as `answers`, which must be a list of texts"),
+        ("musique", {"input": None}, "row 1 has None as `input`, which must be a text"),
+        ("passage_retrieval_en", {}, r"row 1 has the answers \['blue', 'navy'\], which do not all name a paragraph"),
+    ],
+)
+def test_rows_of_another_form_are_named(written, name, changed, message):
+    with pytest.raises(UserError, match=message):
+        longbench_items(name, byte_tokenizer(), written(**changed), count=None, max_length=4000)
+
+
 def test_rows_of_one_context_are_drawn_together(written):
     path = Path(written())
     row = json.loads(path.read_text())

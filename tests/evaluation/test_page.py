@@ -275,6 +275,36 @@ def test_what_was_measured_otherwise_is_not_shown_side_by_side(record):
             page([before, after])
 
 
+def test_equal_labels_of_other_windows_or_weights_are_not_shown_side_by_side(record):
+    def measured(role="weights", name="tiny", sha256="a" * 64, *, windows=2, run_id="20991231T000000-abcdef"):
+        inputs = [{"role": role, "name": name, "sha256": sha256, "run_id": None}]
+        rows = [each | {"windows": windows} for each in record["rows"]]
+        return {**record, "run_id": run_id, "inputs": inputs, "rows": rows}
+
+    of_text = {"role": "text", "name": "novels", "run_id": "20991230T000000-abcdef"}
+    page([measured(), measured(run_id="20991230T000000-abcdef")])
+    page([measured("text", "novels"), measured(**of_text)])
+    with pytest.raises(UserError, match="the records differ in the model's weights .'a+' in 2099"):
+        page([measured(), measured(sha256="b" * 64, run_id="20991230T000000-abcdef")])
+    with pytest.raises(UserError, match="the records differ in the windows of `novels`"):
+        page([measured("text", "novels"), measured(sha256="b" * 64, **of_text)])
+    with pytest.raises(UserError, match="the records differ in the windows of `novels`"):
+        page([measured("text", "novels"), measured(windows=1, **of_text)])
+
+
+def test_equal_tasks_of_other_items_are_not_shown_side_by_side(record):
+    def measured(run_id, items=20, **settings):
+        rows = [{"method": "full", "dataset": "piqa", "rate": 1.0, "score": 50.0, "items": items, "of_full": 100.0}]
+        tasks = [{"task": ["piqa"], "shots": 3, "items": None, **settings}]
+        return {**record, "run_id": run_id, "config": {"model": "tiny", "tasks": tasks}, "rows": rows}
+
+    first = measured("20991231T000000-abcdef")
+    page([first, measured("20991230T000000-abcdef")])
+    for changed in ({"items": 4}, {"shots": 1}):
+        with pytest.raises(UserError, match="the records differ in the items of `piqa"):
+            page([first, measured("20991230T000000-abcdef", **changed)])
+
+
 def test_records_without_a_configuration_are_shown_or_refused(record):
     assert "learned" in page([{**record, "config": None}])
     with pytest.raises(UserError, match="none of the records compares methods"):

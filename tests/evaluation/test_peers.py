@@ -87,6 +87,13 @@ def test_fewer_bytes_are_less_faithful_and_no_more_than_asked_for(name, model, c
     assert rows[0]["rate"] < rows[1]["rate"]
 
 
+def test_caches_of_transformers_refuse_layers_that_they_do_not_serve(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(model.config, "layer_types", ["full_attention", "sliding_attention"], raising=False)
+    with pytest.raises(UserError, match=r"of full attention only, and this model has others \(sliding_attention\)"):
+        PEERS["hqq-int4"].maker(model, None, None)
+
+
 @pytest.mark.parametrize("name", list(PEERS))
 def test_bytes_are_those_of_the_tensors_held(name, model, calibration):
     share = None if PEERS[name].is_fixed else 0.8

@@ -172,7 +172,7 @@ def test_what_a_cache_knows_when_it_compresses(values, files, tmp_path, query):
         {"task": "lookup", "facts": 8, "items": 6, "query": query},
     ]
     output = tmp_path / "out"
-    methods = [{"peer": "streaming-llm", "bytes": [0.1]}]
+    methods = [{"peer": "streaming-llm", "bytes": [0.2]}]
     record = last(values | {"methods": methods, "tasks": tasks}, output)
     suffix = " aware" if query == "aware" else ""
     assert list(dict.fromkeys(row["dataset"] for row in record["rows"])) == [

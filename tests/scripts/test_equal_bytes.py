@@ -38,6 +38,22 @@ def test_bytes_that_the_line_does_not_reach_are_refused():
         differences(WINDOWS, "novels", "small", ["other", "large"])
 
 
+def test_methods_of_equal_bytes_are_one_point_of_the_line():
+    windows = WINDOWS | {("twin", "novels"): [window(10, 0.2), window(12, 0.9)]}
+    found = differences(windows, "novels", "small", ["small", "twin", "large"])
+    assert found == pytest.approx([math.log(2), 0])
+
+
+def test_a_window_alone_has_no_interval():
+    assert told([[math.log(0.5)]], [[0]]) == "-50.0% in its one window, without an interval"
+
+
+def test_a_kl_of_zero_is_refused():
+    windows = WINDOWS | {("full", "novels"): [window(100, 0.0), window(100, -1e-9)]}
+    with pytest.raises(UserError, match="`full` has a KL of 0.0e"):
+        differences(windows, "novels", "other", ["small", "full"])
+
+
 def test_a_record_of_a_comparison_that_still_runs_is_refused():
     check_whole(WINDOWS, {"novels": [0, 1]}, "record.json")
     with pytest.raises(
@@ -84,6 +100,13 @@ def test_a_method_of_two_records_is_refused(tmp_path):
     paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"small": SMALL, "other": OTHER})
     with pytest.raises(UserError, match="has `small` on novels, as a record before it has"):
         windows_of(paths, ["small", "other"])
+
+
+def test_a_record_without_windows_is_refused(tmp_path):
+    record = run_record.new_record("speed", config={}, inputs=[], n={"repeats": 1}, device="cpu")
+    path = run_record.write(record | {"rows": [{"ms": 1.0}]}, tmp_path)
+    with pytest.raises(UserError, match="holds no windows of a comparison"):
+        windows_of([path], ["small"])
 
 
 def test_a_method_of_no_record_is_refused(tmp_path):

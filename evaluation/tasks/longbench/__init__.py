@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.config import require
 
 from ..item import GenerationItem, prompt_pieces
-from ..jsonl import read_rows
+from ..jsonl import first_rows
 from .datasets import DATASETS
-from .metrics import LongBenchMetric
+from .metrics import LongBenchMetric, is_reference
 
 NAMES = tuple(DATASETS)
 
@@ -37,7 +37,8 @@ def longbench_items(
         chat: whether prompts are a user's turn, but those of data sets that LongBench never puts into one.
 
     Raises:
-        UserError: `max_length` leaves no room for the benchmark's own words and the answer.
+        UserError: `max_length` leaves no room for the benchmark's own words and the answer, or the file has fewer rows or
+            others than the benchmark's.
     """
     dataset = DATASETS[name]
     before, _, after = dataset.prompt.partition("{context}")
@@ -46,10 +47,12 @@ def longbench_items(
     room = f"above {own + new_tokens}, the {own} tokens of `{name}`'s own words and {new_tokens} of an answer"
     require(max_length > own + new_tokens, "length", max_length, room)
     clusters: dict[str, int] = {}  # several rows ask about one text
-    for row in read_rows(path)[:count]:
+    for row in first_rows(path, count):
         # Texts are put in one after another: a context may hold braces of its own.
-        question = after.replace("{input}", row.get("input"))
-        text = row.get("context")
+        question = after.replace("{input}", row.text("input"))
+        text, references = row.text("context"), row.texts("answers")
+        if not all(map(is_reference(dataset.metric), references)):
+            raise row.error(f"has the answers {references!r}, which do not all name a paragraph")
         context, question = prompt_pieces(tokenizer, before + text, question, chat=chat and dataset.chat)
         context, question = without_middle(context, question, max_length - new_tokens)
         items.append(
@@ -57,7 +60,7 @@ def longbench_items(
                 cluster=clusters.setdefault(text, row.number),
                 context=context,
                 question=question,
-                references=tuple(row.get("answers")),
+                references=tuple(references),
                 max_new_tokens=new_tokens,
                 metric=LongBenchMetric(dataset.metric, dataset.first_line, tuple(row.values.get("all_classes") or ())),
                 tokenizer=tokenizer,

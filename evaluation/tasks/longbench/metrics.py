@@ -21,6 +21,9 @@ F1, F1_ZH, ROUGE, ROUGE_ZH = "F1", "F1 of Chinese words", "ROUGE-L", "ROUGE-L of
 CLASSES, COUNT, CODE = "class", "count", "edit similarity"
 RETRIEVAL, RETRIEVAL_ZH = "paragraph", "Chinese paragraph"
 
+# What a reference of these names, and an answer is asked for.
+_PARAGRAPHS = {RETRIEVAL: re.compile(r"Paragraph (\d+)"), RETRIEVAL_ZH: re.compile(r"段落(\d+)")}
+
 _CHINESE_MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
     "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -88,12 +91,18 @@ def count(text: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 def retrieval(text: str, reference: str, classes: Sequence[str] = ()) -> float:
     """The same of the paragraph's number."""
-    return count(text, re.findall(r"Paragraph (\d+)", reference)[0])
+    return count(text, _PARAGRAPHS[RETRIEVAL].search(reference)[1])
 
 
 def retrieval_zh(text: str, reference: str, classes: Sequence[str] = ()) -> float:
     """The same in Chinese."""
-    return count(text, re.findall(r"段落(\d+)", reference)[0])
+    return count(text, _PARAGRAPHS[RETRIEVAL_ZH].search(reference)[1])
+
+
+def is_reference(metric: str) -> Callable[[str], bool]:
+    """What tells whether a metric, one of :data:`SCORES`, can score by a reference."""
+    pattern = _PARAGRAPHS.get(metric)
+    return lambda reference: pattern is None or pattern.search(reference) is not None
 
 
 def code_similarity(text: str, reference: str, classes: Sequence[str] = ()) -> float:
