@@ -117,7 +117,7 @@ def check_not_padded_right(mask_QT: Tensor) -> None:
     """Raise :class:`UserError` where padding stands behind text whose last queries are to choose tokens.
 
     Args:
-        mask_QT: bool, True where a query of a call may see a token; all of one sequence so far.
+        mask_QT: bool, True where a query of a call may see a token of its prompt.
     """
     present_T = mask_QT.any(dim=0)
     if bool(present_T.any()) and not bool(present_T[-1]):

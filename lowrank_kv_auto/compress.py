@@ -13,6 +13,7 @@ from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
 
@@ -22,7 +23,7 @@ PRESET, PRESET_WITHOUT_READ = "adaptive-mixed", "ojakv-joint"
 
 def compress(
     model: PreTrainedModel,
-    source: str | Path,
+    source: str | Path | Calibration,
     *,
     rate: float | None = None,
     bases: str | Path | Calibration | None = None,
@@ -41,7 +42,7 @@ def compress(
 
             - the name of a preset (:data:`ojakv.PRESETS`), which also needs `bases`;
             - a directory that `lowrank-kv calibrate` wrote: its `adaptive-mixed`, or its `ojakv-joint` where it was made
-              without ``read_gradients``;
+              without ``read_gradients``; or such a calibration in memory;
             - a directory of a trained compressor, which knows its own rate.
         rate: of a preset: the share of a token's bytes, or of its coefficients (docs/bytes.md); None takes the preset's own.
         bases: of a preset: the directory that `lowrank-kv calibrate` wrote, or a calibration in memory.
@@ -59,15 +60,23 @@ def compress(
             compressed before may then be stock.
     """
     check_model(model)
+    is_source = isinstance(source, str | Path | Calibration)
+    require(is_source, "source", type(source).__name__, "a preset's name, a directory, or a calibration")
+    if "preset" in settings:
+        raise UserError(
+            f"`preset` is no setting: name it first, and the calibration as `bases`: "
+            f"compress(model, {settings['preset']!r}, bases={str(source)!r})"
+        )
+    if isinstance(source, Calibration):
+        _refuse("bases", bases, "the calibration is given already; give a preset's name in its place")
+        return _with_calibration(model, source, rate, settings, self_check)
     # Nothing but a preset has bases beside it.
     if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
         return _with_preset(model, str(source), rate, bases, settings, self_check)
     directory = Path(source).expanduser()
     if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
-        found = Calibration.load(directory)
-        preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
-        return _with_preset(model, preset, rate, found, settings, self_check)
+        return _with_calibration(model, Calibration.load(directory), rate, settings, self_check)
     if (directory / checkpoint_files.WEIGHTS).is_file():
         _refuse(
             "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
@@ -87,6 +96,13 @@ def uncompress(model: PreTrainedModel) -> PreTrainedModel:
     return dynakv.detach(model)
 
 
+def _with_calibration(
+    model: PreTrainedModel, found: Calibration, rate: float | None, settings: dict[str, Any], self_check: bool
+) -> PreTrainedModel:
+    preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
+    return _with_preset(model, preset, rate, found, settings, self_check)
+
+
 def _with_preset(
     model: PreTrainedModel,
     preset: str,
@@ -102,8 +118,7 @@ def _with_preset(
             f"--name TEXT --read_gradients true` once (minutes), and give `bases='bases/mine'`"
         )
     config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}), **settings)
-    found = bases if isinstance(bases, Calibration) else Calibration.load(Path(bases).expanduser())
-    plan = make_plan(found.for_model(model), config)
+    plan = make_plan(Calibration.given(bases).for_model(model), config)
     uncompress(model)
     if self_check:
         check_by_itself(model)

@@ -19,6 +19,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import layer_groups
 from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from ojakv.config import OjaKVConfig
@@ -42,8 +43,12 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
 
     Raises:
         UserError: coefficients are to be held as integers, and the calibration read too few tokens to know their scale; or
-            in mixed widths, and it does not say what is read of a cache.
+            in mixed widths, and it does not say what is read of a cache; or `config` is none.
     """
+    wanted = "settings, such as OjaKVConfig.preset('ojakv-joint')"
+    require(
+        isinstance(config, OjaKVConfig), "config", config if isinstance(config, str) else type(config).__name__, wanted
+    )
     geometry = calibration.geometry
     if config.cache_dtype == MIXED:
         layers = _coded_layers(calibration, config)

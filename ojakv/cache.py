@@ -88,7 +88,7 @@ class OjaKVCache(LowRankCache):
                 budget, or the model does not pass the check.
         """
         require(expected_tokens >= 1, "expected_tokens", expected_tokens, "at least 1")
-        calibration = (bases if isinstance(bases, Calibration) else Calibration.load(bases)).for_model(model)
+        calibration = Calibration.given(bases).for_model(model)
         if budget is None:
             plan = make_plan(calibration, config)
         else:

@@ -1,5 +1,6 @@
 """Settings of an OjaKV cache, and the named presets of it (OjaKV, Algorithm 1; SubSpace-G and SubSpace-A)."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,30 @@ COMPRESSED = ("both", "keys", "values")
 
 _PRESETS = Path(__file__).parent / "presets"
 PRESETS = tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
+
+
+# Keys, another one, and at which of its values they have an effect.
+_EFFECTS: tuple[tuple[tuple[str, ...], str, Callable[[str], bool]], ...] = (
+    (
+        (
+            *(
+                "learning_rate",
+                "decode_learning_rate",
+                "prompt_steps",
+                "preconditioned",
+                "prior_tokens",
+                "update_window",
+            ),
+            *("pool", "update", "trigger", "max_loss", "max_drift"),
+        ),
+        "tracker",
+        lambda tracker: tracker != "fixed",
+    ),
+    (("trigger",), "update", lambda update: update == "triggered"),
+    (("energy",), "ranks", lambda ranks: ranks == "energy"),
+    (("rate",), "ranks", lambda ranks: ranks != "energy"),
+    (("key_weight",), "ranks", lambda ranks: ranks == "budget"),
+)
 
 
 @configuration
@@ -217,8 +242,23 @@ class OjaKVConfig(WindowedConfig):
         """A named preset (see :data:`PRESETS`) with some of its keys replaced.
 
         Raises:
-            UserError: unknown preset or key, or a value out of range.
+            UserError: unknown preset or key, a value out of range, or one that changes nothing.
         """
         if name not in PRESETS:
             raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS, 'presets')}")
-        return build(cls, {**read_yaml(_PRESETS / f"{name}.yaml"), **overrides}, source=f"preset {name}")
+        values, source = read_yaml(_PRESETS / f"{name}.yaml"), f"preset {name}"
+        config, own = (build(cls, {**values, **changed}, source=source) for changed in (overrides, {}))
+        config._check_effects([key for key in overrides if getattr(config, key) != getattr(own, key)])
+        return config
+
+    def _check_effects(self, changed: Iterable[str]) -> None:
+        """Raise :class:`UserError` where a setting was changed that another one leaves without an effect."""
+        for key in changed:
+            for keys, decides, has_effect in _EFFECTS:
+                value = getattr(self, decides)
+                require(
+                    key not in keys or has_effect(value),
+                    key,
+                    getattr(self, key),
+                    f"left out with `{decides}: {value}`, where it changes nothing",
+                )

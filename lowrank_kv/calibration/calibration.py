@@ -90,10 +90,15 @@ class Calibration:
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
                 model; see :func:`lowrank_kv.hf.self_check.self_check`.
 
+        Raises:
+            UserError: `blocks_NT` are no token ids, or the model is refused.
+
         See :func:`lowrank_kv.calibration.activation_moments.calibrate`,
         :func:`lowrank_kv.calibration.gradient_moments.gradient_moments` and
         :func:`lowrank_kv.calibration.read_moments.read_moments`.
         """
+        _check_blocks(blocks_NT)
+        require(joint_layers >= 0, "joint_layers", joint_layers, "zero or positive")
         if self_check:
             check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
@@ -116,6 +121,17 @@ class Calibration:
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
             rotation_bytes=RopeHistory.token_nbytes(model),
         )
+
+    @classmethod
+    def given(cls, bases: "str | Path | Calibration") -> "Calibration":
+        """The calibration that an argument `bases` is, or is the directory of.
+
+        Raises:
+            UserError: it is neither, or the directory holds none.
+        """
+        what = "a calibration, or the directory to which `lowrank-kv calibrate` wrote one"
+        require(isinstance(bases, str | Path | Calibration), "bases", type(bases).__name__, what)
+        return bases if isinstance(bases, Calibration) else cls.load(Path(bases).expanduser())
 
     @classmethod
     def of_reads(
@@ -295,3 +311,10 @@ def _unflattened(flat: dict[str, Tensor], geometry: KVGeometry, path: Path) -> d
         }
         for index in geometry.layers
     }
+
+
+def _check_blocks(blocks_NT: Tensor) -> None:
+    is_ids = isinstance(blocks_NT, Tensor) and blocks_NT.ndim == 2 and not blocks_NT.is_floating_point()
+    told = tuple(blocks_NT.shape) if isinstance(blocks_NT, Tensor) else type(blocks_NT).__name__
+    what = "token ids, an integer tensor of N ≥ 1 blocks × T tokens, as `tokenizer(text, return_tensors='pt').input_ids` is"
+    require(is_ids and blocks_NT.numel() > 0, "blocks_NT", told, what)

@@ -47,7 +47,8 @@ class PreparedAttention(GraphHandle):
         geometry: of the model.
         apply_rotary: the family's rotary function; None for a family that has none.
         hook: the handle of the module's pre-hook.
-        previous: name of the model's attention before it was prepared; it still runs underneath.
+        previous: name of the text decoder's attention before it was prepared; it still runs underneath.
+        around: that of the model around the decoder, which may be another where there are encoders of images or sounds.
         identity: of the model since it was prepared, to tell its caches from those of another; a copy has the same.
         observer: is shown (q, rotated k, v, rope) of every uncached call, for calibration.
         exact_tokens: which tokens a query of an uncached call sees past the module's compressor; None for none.
@@ -58,6 +59,7 @@ class PreparedAttention(GraphHandle):
     apply_rotary: Callable | None
     hook: RemovableHandle
     previous: str
+    around: str
     identity: int
     observer: Observer | None = None
     exact_tokens: ExactTokens | None = None

@@ -100,9 +100,14 @@ def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
     if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
-    elif cache is None and (base.config.use_cache if use_cache is None else use_cache):
+    elif cache is None and (_uses_cache(base) if use_cache is None else use_cache):
         kwargs[name] = make_cache(base)
     return args, kwargs
+
+
+def _uses_cache(base: nn.Module) -> bool:
+    """What a call without `use_cache` does; of a model that also reads images or sounds the text decoder says it."""
+    return getattr(base.config.get_text_config(decoder=True), "use_cache", True)
 
 
 @functools.cache

@@ -38,23 +38,23 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     check_model(model)
     check_own_config(model)
     with HOOKING:
-        previous = model.config._attn_implementation
+        previous, around = _attention_of(model)
         if previous != ATTENTION_NAME:
             check_backend(previous)
         geometry, identity = geometry_of(model), next(_identities)
         for module in attention_modules(model).values():
             if PREPARED not in module.__dict__:
                 # A model loaded from a full checkpoint never had another.
-                underneath = default_backend(model) if previous == ATTENTION_NAME else previous
+                names = [default_backend(model) if each == ATTENTION_NAME else each for each in (previous, around)]
                 rotary = rotary_function(module)
                 # Last, as `restore` does not know it before the next line.
                 hook = module.register_forward_pre_hook(begin_call, with_kwargs=True)
-                setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, underneath, identity))
+                setattr(module, PREPARED, PreparedAttention(module, geometry, rotary, hook, *names, identity))
             else:
                 check_not_switched(module)
         if previous != ATTENTION_NAME:
-            model.set_attn_implementation(_of_the_decoder(model, ATTENTION_NAME))
-            if model.config._attn_implementation != ATTENTION_NAME:
+            model.set_attn_implementation(_of_the_decoder(model, ATTENTION_NAME, ATTENTION_NAME))
+            if _attention_of(model) != (ATTENTION_NAME, ATTENTION_NAME):
                 raise UserError(
                     f"{type(model).__name__} does not let its attention be replaced; this family is not supported"
                 )
@@ -77,13 +77,18 @@ def check_own_config(model: PreTrainedModel) -> None:
         )
 
 
-def _of_the_decoder(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
-    """The attention of a model's text decoder, as `set_attn_implementation` takes it; encoders of images or sounds keep
-    theirs."""
+def _attention_of(model: PreTrainedModel) -> tuple[str, str]:
+    """The names of the attention of a model's text decoder, and of the model around it."""
+    return model.config.get_text_config(decoder=True)._attn_implementation, model.config._attn_implementation
+
+
+def _of_the_decoder(model: PreTrainedModel, attention: str, around: str) -> str | dict[str, str]:
+    """The attention of a model's text decoder and of the model around it, as `set_attn_implementation` takes it; encoders of
+    images or sounds keep theirs."""
     config = model.config
     text = config.get_text_config(decoder=True)
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    return {"": attention, parts[0]: attention} if parts else attention
+    return {"": around, parts[0]: attention} if parts else attention
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -91,13 +96,13 @@ def restore(model: PreTrainedModel) -> None:
     serves as well (:func:`model_within`), and may have been put around it since."""
     model = model_within(model)
     with HOOKING:
-        previous = None
+        names = None
         unhook_generation(model)
         unhook_calls(model)
         for module in attention_modules(model).values():
             prepared: PreparedAttention | None = module.__dict__.pop(PREPARED, None)
             if prepared is not None:
                 prepared.hook.remove()
-                previous = prepared.previous
-        if previous is not None:
-            model.set_attn_implementation(_of_the_decoder(model, previous))
+                names = prepared.previous, prepared.around
+        if names is not None:
+            model.set_attn_implementation(_of_the_decoder(model, *names))

@@ -109,9 +109,14 @@ class LowRankCache(WholeCalls):
             UserError: the layers hold different numbers of tokens. Rotations tell it, too, where they are remembered.
         """
         first, layer = self.layers[self._first], self.layers[layer_idx]
-        if layer is not first and isinstance(layer, CompressedLayer) and first.is_initialized:
-            past = layer.get_seq_length() if layer.is_initialized else 0
-            check_same_length(first.get_seq_length(), past + key_states.shape[2])
+        past, new = layer.get_seq_length() if layer.is_initialized else 0, key_states.shape[2]
+        if layer is first:
+            # Native layers do not ask: those before this one have stored the call's tokens, those behind it have not.
+            for index, native in enumerate(self.layers):
+                if counts_tokens(native) and not isinstance(native, CompressedLayer):
+                    check_same_length(past, native.get_seq_length() - (new if index < layer_idx else 0))
+        elif isinstance(layer, CompressedLayer) and first.is_initialized:
+            check_same_length(first.get_seq_length(), past + new)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -161,6 +166,7 @@ class LowRankCache(WholeCalls):
             self._select_history(row_B)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        indices = torch.as_tensor(indices)  # a list serves stock caches, too
         rows = self.compressed_layers()[0].rows_of(indices)  # refused before a native layer moves
         row_B = torch.tensor(rows, dtype=torch.int64, device="cpu")
         with self._moving_sequences():

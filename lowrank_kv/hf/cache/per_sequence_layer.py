@@ -66,11 +66,15 @@ class SequenceLayer(CompressedLayer):
         self._sequences, self._first = sequences, sequences[0] if sequences else None
 
     def check_not_padded_right(self, mask: Tensor | None) -> None:
-        """Raise :class:`UserError` where a call's mask (B or 1, 1, Q, T) pads sequences on the right, whose last queries are
-        to choose tokens."""
-        if mask is not None and mask.shape[2] > 1:
+        """Raise :class:`UserError` where a call completes a prompt that its mask (B or 1, 1, Q, T) pads on the right: the
+        last queries are to choose tokens. A chunk before may end in the padding on the left of what is to come."""
+        if mask is None or mask.shape[2] == 1:
+            return
+        first, length = mask.shape[3] - mask.shape[2], mask.shape[3]
+        start, end = self.prompts.prompt_at(first, length) or (first, length)
+        if end <= length:
             for b in range(mask.shape[0]):
-                check_not_padded_right(mask_of_row(mask, b))
+                check_not_padded_right(mask_of_row(mask, b)[:, start:end])
 
     def evict(
         self,

@@ -3,6 +3,7 @@
 Shapes: H query heads, Q new queries, D head dim.
 """
 
+import torch
 from torch import Tensor
 
 from lowrank_kv.ops.gradients import without_gradients
@@ -31,5 +32,6 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
     if because is not None:
         operation, backend = eager, "eager"
     log_choice("lowrank_attention", backend, tokens.keys.coef.dtype, query_HQD.device, because)
-    output_HQD = operation.lowrank_attention(query_HQD, tokens, scoring)
+    with torch.no_grad():  # which keeps nothing of what caches share, nor needs to: there is no backward pass
+        output_HQD = operation.lowrank_attention(query_HQD, tokens, scoring)
     return without_gradients(output_HQD, query_HQD)

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, Q new queries, D head dim.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
@@ -44,5 +45,6 @@ def ragged_attention(
         operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
-    output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, scoring)
+    with torch.no_grad():  # which keeps nothing of what caches share, nor needs to: there is no backward pass
+        output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, scoring)
     return without_gradients(output_BQHD, query_BHQD)
