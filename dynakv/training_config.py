@@ -311,7 +311,8 @@ class TrainConfig:
                 not self.loss.distillation,
                 "loss.distillation",
                 self.loss.distillation,
-                "0 with `trainable: full`, which leaves no uncompressed model to learn from",
+                "0 with `trainable: full`, which leaves no uncompressed model to learn from; `loss.cross_entropy: 1` learns "
+                "from text",
             )
 
     def _fill_in(self) -> None:

@@ -96,11 +96,15 @@ def uncompress(model: PreTrainedModel) -> PreTrainedModel:
     return dynakv.detach(model)
 
 
+def preset_for(calibration: Calibration) -> str:
+    """The preset that a calibration is compressed by where none is named."""
+    return PRESET if calibration.read is not None else PRESET_WITHOUT_READ
+
+
 def _with_calibration(
     model: PreTrainedModel, found: Calibration, rate: float | None, settings: dict[str, Any], self_check: bool
 ) -> PreTrainedModel:
-    preset = PRESET if found.read is not None else PRESET_WITHOUT_READ
-    return _with_preset(model, preset, rate, found, settings, self_check)
+    return _with_preset(model, preset_for(found), rate, found, settings, self_check)
 
 
 def _with_preset(

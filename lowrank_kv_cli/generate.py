@@ -31,10 +31,11 @@ from lowrank_kv.hf.loading import (
     load_tokenizer,
 )
 from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
-from lowrank_kv.stores.quantization import CACHE_DTYPES
+from lowrank_kv.stores.quantization import CACHE_DTYPES, MIXED
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv_auto.compress import preset_for
 from ojakv import PRESETS, OjaKVConfig
 
 TEMPERATURE = 0.8
@@ -45,8 +46,9 @@ def main(argv: list[str]) -> None:
     if arguments.max_new_tokens < 1:
         raise UserError(f"`--max-new-tokens` must be at least 1, got {arguments.max_new_tokens}")
     sampling = _sampling(arguments)
-    model, tokenizer = load(arguments)
-    inputs = encode(tokenizer, arguments).to(model.device)
+    prompt = read_prompt(arguments.prompt)  # before the model, which may take minutes to load
+    model, tokenizer, method = load(arguments)
+    inputs = encode(tokenizer, prompt, chat=arguments.chat).to(model.device)
     if not inputs["input_ids"].numel():
         raise UserError(f"`--prompt` is {arguments.prompt!r}, which has no tokens; give some text to continue")
     check_length(model, inputs["input_ids"].shape[1] + arguments.max_new_tokens, "prompt plus --max-new-tokens")
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> None:
         return_dict_in_generate=True,
         pad_token_id=tokenizer.eos_token_id,
     )
-    print(_report(output.past_key_values))
+    print(_report(output.past_key_values, method))
 
 
 def _parser() -> ArgumentParser:
@@ -104,10 +106,10 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature} if arguments.sample else {"do_sample": False}
 
 
-def _report(cache: LowRankCache) -> str:
-    """The bytes of a cache, and why it gains less than half of them where the text is short."""
+def _report(cache: LowRankCache, method: str) -> str:
+    """What compressed, the bytes of the cache, and why it gains less than half of them where the text is short."""
     memory = cache.memory()
-    lines = [f"\n{memory}"]
+    lines = [f"\n{method}", f"{memory}"]
     exact = memory.kinds[FULL_RANK] + memory.kinds[BUFFERS]
     if memory.rate >= 1 or (memory.rate > 0.5 and 2 * exact > memory.total):
         gain = "nothing" if memory.rate >= 1 else "little"
@@ -115,11 +117,13 @@ def _report(cache: LowRankCache) -> str:
             f"a text this short gains {gain}: its first and latest tokens stay exact; give a longer `--prompt`"
         )
     tokens, rate = cache.get_seq_length(), f"rate {memory.rate:.3f} (uncompressed: {memory.full:,} bytes)"
+    if cache.compressed_layers()[0].dtype == torch.float32:
+        rate += f", in float32; {2 * memory.rate:.3f} of what 16 bits would take"
     return "\n".join([*lines, f"cache: {memory.total:,} bytes for {tokens:,} tokens, {rate}"])
 
 
 def load(arguments: argparse.Namespace):
-    """The compressed model that the arguments ask for, and its tokenizer."""
+    """The compressed model that the arguments ask for, its tokenizer, and the method in words."""
     given = {
         "cache_dtype": arguments.cache_dtype,
         "eviction": None if arguments.evict is None else {"keep_ratio": arguments.evict},
@@ -136,14 +140,14 @@ def load(arguments: argparse.Namespace):
                 f"compressor is given as `--checkpoint`"
             )
         rate = {} if arguments.rate is None else {"rate": arguments.rate}
-        if arguments.preset is not None:
-            OjaKVConfig.preset(arguments.preset, **rate, **settings)  # a mistake is found before minutes of loading
+        bases = Calibration.load(arguments.bases)
+        preset = arguments.preset or preset_for(bases)
+        config = OjaKVConfig.preset(preset, **rate, **settings)  # a mistake is found before minutes of loading
         model = load_model(arguments.model, **loading)
-        if arguments.preset is None:
-            lowrank_kv.compress(model, arguments.bases, **rate, **settings)
-        else:
-            lowrank_kv.compress(model, arguments.preset, bases=arguments.bases, **rate, **settings)
-        return model, load_tokenizer(arguments.model)
+        lowrank_kv.compress(model, preset, bases=bases, **rate, **settings)
+        of = "a token's bytes in 16 bits" if config.cache_dtype == MIXED else "the coefficients"
+        kept = f"energy {config.energy:g}" if config.ranks == "energy" else f"rate {config.rate:g} of {of}"
+        return model, load_tokenizer(arguments.model), f"preset {preset}, {kept}"
     for name in ("preset", "rate"):
         if getattr(arguments, name) is not None:
             raise UserError(f"`--{name}` is of bases: give `--bases` in place of `--checkpoint`, or leave it out")
@@ -159,19 +163,23 @@ def load(arguments: argparse.Namespace):
         name = str(directory)
         # A checkpoint of an uncompressed model is an error there, not a silent full cache.
         model = dynakv.configure(load_model(name, **loading), **settings)
-    return model, load_tokenizer(name)
+    return model, load_tokenizer(name), f"the compressor {directory}"
 
 
-def encode(tokenizer, arguments: argparse.Namespace):
-    prompt = arguments.prompt
-    if prompt.startswith("@"):
-        try:
-            prompt = Path(prompt[1:]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"the prompt file `{prompt[1:]}` is not UTF-8 text: {error.reason}; convert it") from error
-    if arguments.chat:
+def read_prompt(prompt: str) -> str:
+    """The text of a prompt, or of the file that `@FILE` names."""
+    if not prompt.startswith("@"):
+        return prompt
+    try:
+        return Path(prompt[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the prompt file `{prompt[1:]}`: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt file `{prompt[1:]}` is not UTF-8 text: {error.reason}; convert it") from error
+
+
+def encode(tokenizer, prompt: str, *, chat: bool):
+    if chat:
         if tokenizer.chat_template is None:
             raise UserError(f"`--chat` needs a chat template, which `{tokenizer.name_or_path}` has not; leave it out")
         messages = [{"role": "user", "content": prompt}]

@@ -55,6 +55,7 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
             split=dataset.heldout_split,
             text_field=dataset.heldout_text_field,
             streaming=dataset.streaming,
+            key="dataset.heldout",
         )
     if dataset.heldout_share:
         for index, label in enumerate(labels_of(dataset.name)):
@@ -101,6 +102,7 @@ def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
         split=entry_for(dataset.split, index),
         text_field=entry_for(dataset.text_field, index),
         streaming=dataset.streaming,
+        key="dataset.name",
     )
 
 

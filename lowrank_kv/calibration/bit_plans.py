@@ -100,7 +100,7 @@ def coded_model(
         joint_layers: of how many consecutive layers keys and values are coded together, as rows [key, value, key, value, …];
             0 codes each layer's keys, and its values, by themselves.
 
-    Warns where layers are coded together by a calibration of fewer tokens than twice the numbers of a row.
+    Warns where the calibration is of fewer tokens than twice the numbers of a row.
 
     Raises:
         UserError: the calibration does not say what is read, or the rate leaves no bit for every layer.
@@ -108,11 +108,13 @@ def coded_model(
     if joint_layers:
         joint = calibration.joint_read_states(joint_layers)
         read = {group[-1]: {KEY_VALUE: states} for group, states in joint.items()}
-        _warn_of_few_tokens(calibration, joint_layers, max(len(states.state_CC) for states in joint.values()))
     else:
         read = {
             index: {side: sides[side] for side in (KEY, VALUE)} for index, sides in calibration.read_states().items()
         }
+    _warn_of_few_tokens(
+        calibration, joint_layers, max(len(each.state_CC) for side in read.values() for each in side.values())
+    )
     names = [(index, side) for index, sides in read.items() for side in sides]
     sides = [_Side.of(read[index][side], token_classes) for index, side in names]
     importances = [side.spectrum.importance_C * weight for side in sides for weight in side.weights]
@@ -160,11 +162,12 @@ def _warn_of_few_tokens(calibration: Calibration, joint_layers: int, width: int)
     """Warn where a calibration has too few rows for their width: the gate that tells classes of tokens apart then fits these
     rows alone, and puts all tokens of another text into one class (docs/log/bit-plans.md)."""
     if (calibration.tokens or math.inf) < 2 * width:
+        narrower = ", or code layers by themselves, as `adaptive-mixed` does" if joint_layers else ""
+        together = f" (`joint_layers: {joint_layers}`)" if joint_layers else ""
         warnings.warn(
-            f"{calibration.origin} is of {calibration.tokens:,} tokens, too few for rows of {width:,} numbers "
-            f"(`joint_layers: {joint_layers}`): calibrate on at least {2 * width:,}, or better ten times as many, or code "
-            f"layers by themselves, as `adaptive-mixed` does",
-            stacklevel=2,
+            f"{calibration.origin} is of {calibration.tokens:,} tokens, too few for rows of {width:,} numbers{together}: "
+            f"calibrate on at least {2 * width:,}, or better ten times as many{narrower}",
+            stacklevel=3,
         )
 
 

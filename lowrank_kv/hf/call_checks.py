@@ -68,8 +68,8 @@ def objection_to_keywords(module: nn.Module, kwargs: dict[str, Any]) -> str | No
             )
         return (
             f"{type(module).__name__} passes `{name}` to its attention, which the compressed attention does not know and "
-            f"would leave out; leave it out of the call if it is named there, else this family, or this setting of it, cannot "
-            f"run with a compressed cache"
+            f"would leave out; leave it out of the call if it is named there, else this family, or this setting of it, "
+            f"cannot run with a compressed cache"
         )
     return None
 

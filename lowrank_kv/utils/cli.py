@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ def output_file(text: str) -> Path:
 def run(main: Callable[[list[str]], None]) -> None:
     """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2."""
     threading.excepthook = _without_disk_errors(threading.excepthook)
+    warnings.formatwarning = _one_paragraph
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -54,6 +56,11 @@ def run(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         # Every process of a launch is interrupted, and one line says so.
         _end("interrupted" if _is_first() else None, INTERRUPTED)
+
+
+def _one_paragraph(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning as a command shows it: without the line of code that gave it."""
+    return f"warning: {message}\n"
 
 
 def _is_first() -> bool:

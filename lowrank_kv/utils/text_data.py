@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 Documents: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
 
-def load_documents(name: str, *, subset: str | None, split: str, text_field: str, streaming: bool = False) -> Documents:
+def load_documents(
+    name: str, *, subset: str | None, split: str, text_field: str, streaming: bool = False, key: str = "name"
+) -> Documents:
     """One data set, a row per document, its text in the column ``text``.
 
     Args:
@@ -51,6 +53,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         split: of a hub data set, e.g. ``train`` or ``train[:1%]``.
         text_field: the column that holds the text.
         streaming: read while iterating, without a local copy; the result then has no length.
+        key: what names it, for errors.
 
     Raises:
         UserError: no name, nothing there, no such column, or no text in it.
@@ -58,7 +61,7 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
     import datasets
 
     if not name.strip():
-        raise UserError(f"`name` of a data set is {name!r}; name a file or a hub id, or leave out the comma too many")
+        raise UserError(f"`{key}` of a data set is {name!r}; name a file or a hub id, or leave out the comma too many")
     name = os.path.expanduser(name)
     format = _format(name)
     if format is None and Path(name).is_file():
@@ -71,17 +74,19 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
             if "://" not in name and not files_of(name):
-                raise UserError(f"the data file `{name}` does not exist; check `name`")
+                raise UserError(f"the data file `{name}` does not exist; check `{key}`")
             options = {"sample_by": "document"} if format == "text" else {}
             files = glob.escape(name) if Path(name).exists() else name
             rows = datasets.load_dataset(format, data_files=files, split="train", streaming=streaming, **options)
         first = next(iter(rows), None)
+    except StopIteration:  # how datasets ends on an empty file of JSON
+        raise UserError(f"the data set `{name}` is empty: it has no rows") from None
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         if isinstance(error, UserError):
             raise
         # What went wrong is said by what datasets' own exception came from.
         why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        remedy = "; give `subset` where it has several" if format is None else ""
+        remedy = "; mend the file" if format is not None else "; give `subset` where it has several"
         raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}{remedy}") from error
     if first is not None and text_field not in first:
         raise UserError(
@@ -91,7 +96,8 @@ def load_documents(name: str, *, subset: str | None, split: str, text_field: str
         kind = type(first[text_field]).__name__
         raise UserError(f"column `{text_field}` of the data set `{name}` holds {kind}, not text; set `text_field`")
     if first is not None:
-        rows = rows.select_columns([text_field]).filter(_has_text, input_columns=text_field)
+        has_text = functools.partial(_has_text, name=name, column=text_field)
+        rows = rows.select_columns([text_field]).filter(has_text, input_columns=text_field, with_indices=True)
         first = next(iter(rows), None)
     if first is None:
         raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
@@ -113,7 +119,12 @@ def _format(name: str) -> str | None:
     return _FORMATS.get(path.suffix)
 
 
-def _has_text(text: str | None) -> bool:
+def _has_text(text: str | None, index: int, *, name: str, column: str) -> bool:
+    if not isinstance(text, str | None):
+        kind = type(text).__name__
+        raise UserError(
+            f"column `{column}` of the data set `{name}` holds {kind} in row {index + 1}, not text; mend the row"
+        )
     return bool(text and text.strip())
 
 
@@ -178,6 +189,13 @@ class CalibrationText:
         """The token ids, (count, T) int64."""
         length = self._block_length
         count = self.tokens // len(self.name) // length
+
+        for key, default in (("subset", None), ("split", "train")):
+            given = getattr(self, key)
+            is_used = given == default or any(map(is_hub_id, self.name))
+            require(
+                is_used, key, given, f"left out of files (`name` is {', '.join(self.name)}), where it changes nothing"
+            )
 
         def of(name: str) -> Tensor:
             rows = load_documents(

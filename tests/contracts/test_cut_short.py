@@ -10,6 +10,7 @@ from methods import METHODS, calibration_of, dynakv_model, tiny_model
 
 import lowrank_kv
 from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 every_method = pytest.mark.parametrize(
     "method", [m for m in METHODS if m.name in ("dynakv", "ojakv-joint", "static-pca-joint")], ids=lambda m: m.name
@@ -224,3 +225,25 @@ def test_a_model_that_would_assist_itself_is_refused_and_stays_whole(ids):
         model.generate(ids, assistant_early_exit=1, max_new_tokens=4, do_sample=False)
     assert model.config.num_hidden_layers == 3
     model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layer"),
+    [
+        (("sliding", "full", "full"), 0),
+        (("full", "full", "sliding"), 1),
+        (("full", "sliding", "full"), 0),
+        (("full", "sliding", "full"), 1),
+    ],
+)
+@torch.no_grad()
+def test_a_torn_cache_is_refused_whichever_layers_have_a_window(kinds, layer, ids):
+    """Layers with a window of their own keep stock caches, before the compressed ones and behind them."""
+    model = BY_NAME["gemma3"].model(layer_types=[f"{kind}_attention" for kind in kinds])
+    with torch.enable_grad():
+        plan = make_plan(calibration_of(model), OjaKVConfig.preset("static-joint-pf", rate=1.0))
+    cache = OjaKVCache(model, plan)
+    model(ids[:, :40], past_key_values=cache)
+    interrupted(model, ids[:, 40:41], cache, layer)
+    with pytest.raises(UserError, match=r"as after a call that was cut short: `cache.crop\(0\)` makes them equal"):
+        model(ids[:, 40:41], past_key_values=cache)

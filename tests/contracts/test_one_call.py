@@ -137,6 +137,20 @@ def test_a_backward_pass_through_a_rebuilt_prompt_is_refused(settings):
         loss.backward()
 
 
+def test_a_calibration_in_memory_is_compressed_by_as_its_directory_is(bases):
+    models = [tiny_model(), tiny_model()]
+    for model, source in zip(models, (bases, Calibration.load(bases)), strict=True):
+        lowrank_kv.compress(model, source, rate=RATE)
+    first, second = (generate(model) for model in models)
+    assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
+    with pytest.raises(UserError, match=r"compress\(model, 'joint-mixed', bases='.*bases'\)"):
+        lowrank_kv.compress(models[0], bases, preset="joint-mixed")
+    with pytest.raises(
+        UserError, match="`source` must be a preset's name, a directory, or a calibration; got 'NoneType'"
+    ):
+        lowrank_kv.compress(models[0], None)
+
+
 def test_every_mistake_names_its_remedy(bases, tmp_path):
     model, trained = tiny_model(), tiny_model()
     next(method for method in METHODS if method.name == "dynakv").build(trained, RATE)

@@ -23,6 +23,7 @@ def defaults(dtype: torch.dtype, device: str):
         torch.set_default_dtype(torch.float32)
 
 
+PARTS = IDS.split([60, 1, 1, 18], dim=1)
 OTHERS = pytest.mark.parametrize(
     ("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")], ids=str
 )
@@ -84,3 +85,20 @@ def test_a_model_that_is_compressed_under_them_is_the_same(preset, dtype, device
     with defaults(dtype, device):
         found = logits(models[1])
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_prompt_in_inference_mode_goes_on_outside_it(method):
+    """With gradients on, which are then of no use: the same cache, and a new one that shares what the first has made."""
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    first, alone, other = make_cache(), make_cache(), make_cache()
+    with torch.no_grad():
+        expected = [model(part, past_key_values=alone).logits for part in PARTS]
+    with torch.inference_mode():
+        found = [model(PARTS[0], past_key_values=first).logits]
+    found += [model(part, past_key_values=first).logits for part in PARTS[1:]]
+    again = [model(part, past_key_values=other).logits for part in PARTS]
+    for logits in (found, again):
+        for one, wanted in zip(logits, expected, strict=True):
+            torch.testing.assert_close(one.detach().clone(), wanted, atol=1e-4, rtol=0)

@@ -220,7 +220,8 @@ def test_heads_whose_states_are_all_zero_cost_nothing_and_break_nothing(ids, pre
     model.model.layers[2].self_attn.v_proj.weight[:16].zero_()  # one KV head of two
     bases = Calibration.from_text(model, torch.randint(1, 97, (4, 32)), progress=False)
     rate = 1.0 if ranks == "fraction" else 0.5
-    config = OjaKVConfig.preset(preset, ranks=ranks, rate=rate, energy=0.99, update_period=8, full_rank_ratio=0.0)
+    amount = {"energy": 0.99} if ranks == "energy" else {"rate": rate}
+    config = OjaKVConfig.preset(preset, ranks=ranks, **amount, update_period=8, full_rank_ratio=0.0)
     cache = OjaKVCache.from_model(model, config, bases=bases)
     dense = model(ids, use_cache=False).logits
     logits = [model(part, past_key_values=cache).logits for part in ids.split([100, *[1] * 50], dim=1)]
@@ -230,3 +231,36 @@ def test_heads_whose_states_are_all_zero_cost_nothing_and_break_nothing(ids, pre
     if ranks != "fraction" and preset == "ojakv-joint":
         dead, alive = cache.layers[1].sequences[0], cache.layers[0].sequences[0]
         assert dead.value.coef.rank < alive.value.coef.rank
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "message"),
+    [
+        ("static-joint-pf", {"update": "triggered"}, "`update` must be left out with `tracker: fixed`"),
+        ("tokenwise-mixed", {"max_drift": 0.1}, "`max_drift` must be left out with `tracker: fixed`"),
+        ("static-joint-pf", {"learning_rate": 0.5}, "`learning_rate` must be left out with `tracker: fixed`"),
+        ("ojakv-joint", {"trigger": 0.5}, "`trigger` must be left out with `update: periodic`"),
+        ("static-joint-pf", {"energy": 0.5}, "`energy` must be left out with `ranks: "),
+        ("static-joint-pf", {"ranks": "energy", "rate": 0.1}, "`rate` must be left out with `ranks: energy`"),
+        ("ojakv-pf", {"key_weight": 50.0}, "`key_weight` must be left out with `ranks: fraction`"),
+    ],
+)
+def test_settings_that_change_nothing_are_refused(preset, settings, message):
+    with pytest.raises(UserError, match=message):
+        OjaKVConfig.preset(preset, **settings)
+    OjaKVConfig.preset(preset, **{key: getattr(OjaKVConfig.preset(preset), key) for key in settings})
+
+
+def test_a_name_or_a_model_in_the_place_of_settings_and_bases_is_named(model):
+    bases = Calibration.from_text(model, torch.randint(1, 97, (4, 32)), progress=False)
+    with pytest.raises(UserError, match=r"`config` must be settings, such as OjaKVConfig.preset.*; got 'ojakv-joint'"):
+        OjaKVCache.from_model(model, "ojakv-joint", bases=bases)
+    config = OjaKVConfig.preset("ojakv-joint")
+    for given, told in ((None, "NoneType"), (model, "LlamaForCausalLM")):
+        with pytest.raises(UserError, match=f"`bases` must be a calibration, or the directory .*; got '{told}'"):
+            OjaKVCache.from_model(model, config, bases=given)
+    for ids in (torch.ones(8, dtype=torch.int64), [[1, 2]], torch.ones(2, 8), torch.ones(0, 8, dtype=torch.int64)):
+        with pytest.raises(UserError, match="`blocks_NT` must be token ids, an integer tensor"):
+            Calibration.from_text(model, ids)
+    with pytest.raises(UserError, match="`joint_layers` must be zero or positive; got -1"):
+        Calibration.from_text(model, torch.ones(1, 8, dtype=torch.int64), joint_layers=-1)

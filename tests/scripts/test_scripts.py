@@ -134,11 +134,12 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
     command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", directory, "--name", text_file)
     done = run(*command, "--tokens", 512, "--length", 64)
     assert "2 compressed layers of 2 KV heads × 16 dims, 512 tokens" in done.stdout
+    assert "without `--read_gradients true` these bases serve `ojakv-joint`, at 60% of the coefficients" in done.stdout
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "moments.safetensors"]
     return directory
 
 
-def test_generate_needs_no_training(here, mistake, bases, tiny_dir):
+def test_generate_needs_no_training(here, mistake, bases, tiny_dir, text_file, tmp_path):
     def rate_of(*options) -> float:
         prompt = ("--prompt", "the cache keeps what " * 20, "--max-new-tokens", 4)
         report = here("scripts/generate.py", "--model", tiny_dir, "--bases", bases, *prompt, *options)
@@ -146,6 +147,21 @@ def test_generate_needs_no_training(here, mistake, bases, tiny_dir):
 
     assert rate_of("--preset", "static-joint-pf", "--rate", 0.3) < rate_of("--preset", "static-joint-pf", "--rate", 0.8)
     assert rate_of() > 0  # `ojakv-joint`: these bases were made without what plans of bits need
+    report = here("scripts/generate.py", "--model", tiny_dir, "--bases", bases, "--prompt", "the cache " * 40)
+    assert "\npreset ojakv-joint, rate 0.6 of the coefficients\n" in report
+    rate, _, told = report.splitlines()[-1].partition(", rate ")[2].partition(" (uncompressed: ")
+    assert " bytes), in float32; " in told
+    assert told.endswith(" of what 16 bits would take")
+    assert float(told.split("; ")[1].split()[0]) == pytest.approx(2 * float(rate), abs=0.0015)
+    missing = ("--model", "nowhere", "--bases", bases, "--prompt", "@none.txt")
+    assert "cannot read the prompt file `none.txt`" in mistake("scripts/generate.py", *missing), "before the model"
+    for option, value, message in (
+        ("--split", "validation", "`split` must be left out of files"),
+        ("--subset", "foo", "`subset` must be left out of files"),
+        ("--joint-layers", 2, "`joint_layers` must be left out without `read_gradients`"),
+    ):
+        words = ("--model", tiny_dir, "--name", text_file, "--output", tmp_path / "other", option, value)
+        assert message in mistake("scripts/calibrate.py", *words)
     assert "needs `--model`" in mistake("scripts/generate.py", "--bases", bases, "--prompt", "x")
     stray = ("--checkpoint", "nowhere", "--rate", 0.1, "--prompt", "x")
     assert "`--rate` is of bases" in mistake("scripts/generate.py", *stray)

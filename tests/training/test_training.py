@@ -128,7 +128,17 @@ def test_the_calibrated_threshold_gives_the_target_rate(training_values, tmp_pat
         (("--dataset.text_field", "body"), "no column `body`, only text"),
         (("--dataset.name", "NUMBERS"), "column `text` of the data set .* holds int, not text"),
         (("--dataset.name", "NOTES"), r"`.*notes.md` is of no known kind; give it its own of the endings .txt, .json"),
-        (("--dataset.name", "BROKEN"), r"cannot load the data set `.*broken.jsonl`: .*JSON parse error"),
+        (
+            ("--dataset.name", "BROKEN"),
+            r"cannot load the data set `.*broken.jsonl`: .*JSON parse error.*; mend the file",
+        ),
+        (("--dataset.name", "NOTHING"), r"the data set `.*nothing.jsonl` is empty: it has no rows"),
+        (("--dataset.name", "MIXED"), r"holds int in row 2, not text; mend the row"),
+        (("--dataset.heldout", "nowhere.jsonl"), "`nowhere.jsonl` does not exist; check `dataset.heldout`"),
+        (
+            ("--trainable", "full", "--loss.distillation", "1"),
+            "to learn from; `loss.cross_entropy: 1` learns from text",
+        ),
         (("--output", "EMPTY"), r"`.*empty.jsonl` cannot be a directory, since `.*empty.jsonl` is a file"),
         (("--model", "./nowhere"), "model directory `./nowhere` does not exist"),
         (("--resume",), "nothing to resume"),
@@ -145,8 +155,11 @@ def test_mistakes_end_in_one_paragraph(mistake, config_file, tmp_path, arguments
     notes.write_text("text\n")
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "whole"}\n{"text": "cut')
-    files = {"EMPTY": str(empty), "NUMBERS": str(numbers), "NOTES": str(notes), "BROKEN": str(broken)}
-    arguments = [files.get(word, word) for word in arguments]
+    nothing, mixed = tmp_path / "nothing.jsonl", tmp_path / "mixed.jsonl"
+    nothing.write_text("")
+    mixed.write_text('{"text": null}\n{"text": 5}\n{"text": "whole"}\n')
+    files = {"EMPTY": empty, "NUMBERS": numbers, "NOTES": notes, "BROKEN": broken, "NOTHING": nothing, "MIXED": mixed}
+    arguments = [str(files.get(word, word)) for word in arguments]
     assert re.search(message, mistake("train_dynakv.py", "--config", config_file, *arguments))
     assert not (tmp_path / "run").exists()
 

@@ -8,6 +8,7 @@ from families import SIZES
 from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import dynakv
+import lowrank_kv
 from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan
 
 TEXT = SIZES | {
@@ -91,3 +92,32 @@ def test_a_turn_may_be_told_no_positions(stock, model_and_cache):
     three = text[1:]  # the form in which the layers of this family are told none
     calls = [(ids[:, :20], text[..., :20]), (ids[:, 20:36], three[..., 20:36])]
     check(stock, *model_and_cache, calls + [(ids[:, i : i + 1], three[..., i : i + 1]) for i in range(36, 40)])
+
+
+def test_a_plain_call_fills_a_compressed_cache(stock):
+    model = copy.deepcopy(stock)
+    ids = torch.randint(1, 97, (4, 32), generator=torch.Generator().manual_seed(1))
+    bases = Calibration.from_text(model, ids, progress=False)
+    lowrank_kv.compress(model, "static-joint-pf", rate=1.0, bases=bases)
+    with torch.no_grad():
+        found, expected = model(input_ids=ids[:1]), stock(input_ids=ids[:1])
+        assert model(input_ids=ids[:1], use_cache=False).past_key_values is None
+    assert isinstance(found.past_key_values, OjaKVCache)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=0)
+
+
+def test_the_decoder_keeps_the_attention_that_was_chosen_for_it(stock):
+    model = copy.deepcopy(stock)
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager"})
+    ids = torch.randint(1, 97, (4, 32), generator=torch.Generator().manual_seed(1))
+
+    def names():
+        return [
+            each._attn_implementation for each in (model.config, model.config.text_config, model.config.vision_config)
+        ]
+
+    before = names()
+    lowrank_kv.compress(model, "static-joint-pf", bases=Calibration.from_text(model, ids, progress=False))
+    assert model.model.language_model.layers[0].self_attn.lowrank_kv.previous == "eager"
+    lowrank_kv.uncompress(model)
+    assert names() == before == ["sdpa", "eager", "sdpa"]
