@@ -109,7 +109,11 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def _report(cache: LowRankCache, method: str) -> str:
     """What compressed, the bytes of the cache, and why it gains less than half of them where the text is short."""
     memory = cache.memory()
-    lines = [f"\n{method}", f"{memory}"]
+    lines = [
+        f"\n{method}",
+        f"{memory}",
+        "(bases are a sequence's own; what all caches of the model share is not counted)",
+    ]
     exact = memory.kinds[FULL_RANK] + memory.kinds[BUFFERS]
     if memory.rate >= 1 or (memory.rate > 0.5 and 2 * exact > memory.total):
         gain = "nothing" if memory.rate >= 1 else "little"
