@@ -1,12 +1,13 @@
 """Settings of a run that change nothing, because another one says otherwise."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynakv.config import NESTED, SOFT_THRESHOLD
-from dynakv.training_config import LORA, TrainConfig
+from dynakv.training_config import COMPRESSOR, LORA, TrainConfig
 
 
 class _Condition(NamedTuple):
@@ -41,28 +42,29 @@ _KEYS = {
         lambda config: config.compressor.mask == "straight_through", "`compressor.mask: straight_through`"
     ),
     "lora": _Condition(lambda config: config.trainable == LORA, "`trainable: lora`"),
+    "optimizer.lr_backbone": _Condition(
+        lambda config: config.trainable != COMPRESSOR, "`trainable: lora` or `trainable: full`"
+    ),
+    "dataset.shuffle_buffer": _Condition(lambda config: config.dataset.streaming, "`dataset.streaming: true`"),
+    "calibration.tokens": _Condition(
+        lambda config: config.calibration.bases is None and config.initial_checkpoint is None,
+        "a run that calibrates, without `calibration.bases` and `initial_checkpoint`",
+    ),
 }
 
 
 def warn_of_unused_settings(config: TrainConfig) -> None:
     """Warn of each setting that was given, other than by default, and changes nothing."""
     for key, condition in _KEYS.items():
-        given, default = _value(config, key), _default(key)
+        given, default = _given_and_default(config, key)
         if given != default and not condition.holds(config):
             shown = f"{given!r}" if not dataclasses.is_dataclass(given) else "given"
             warnings.warn(f"`{key}` is {shown} and changes nothing: it needs {condition.what}", stacklevel=2)
 
 
-def _value(config: TrainConfig, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def _default(key: str) -> Any:
-    kind, *rest = TrainConfig, *key.split(".")
-    for part in rest:
-        field = kind.__dataclass_fields__[part]
-        found = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        kind = type(found)
-    return found
+def _given_and_default(config: TrainConfig, key: str) -> tuple[Any, Any]:
+    *sections, name = key.split(".")
+    section = functools.reduce(getattr, sections, config)
+    field = type(section).__dataclass_fields__[name]
+    has_default = field.default is not dataclasses.MISSING
+    return getattr(section, name), field.default if has_default else field.default_factory()

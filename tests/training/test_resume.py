@@ -348,9 +348,15 @@ def test_a_run_goes_on_without_the_bases_it_began_from(training_values, tiny_dir
     assert "bases" in [each["role"] for each in json.loads(record.read_text())["inputs"]]
 
 
-def test_settings_that_change_nothing_are_told(training_values, tmp_path):
-    with pytest.warns(UserWarning, match="`compressor.token_classes` is 2 and changes nothing: it needs .*plan"):
-        train_here(training_values, tmp_path / "run", compressor={"token_classes": 2}, optimizer={"steps": 1})
+def test_settings_that_change_nothing_are_told(training_values, tmp_path, recwarn):
+    changes = {"compressor": {"token_classes": 2}, "dataset": {"shuffle_buffer": 5}}
+    train_here(training_values, tmp_path / "run", **changes, optimizer={"steps": 1, "lr_backbone": 1.0})
+    found = [str(each.message).partition(" and changes nothing: it needs ") for each in recwarn]
+    assert [(given, needed) for given, is_unused, needed in found if is_unused] == [
+        ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
+        ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
+        ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),
+    ]
 
 
 def test_text_that_is_trained_on_is_no_unseen_text(training_values, tmp_path):
