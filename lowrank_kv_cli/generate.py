@@ -144,10 +144,12 @@ def load(arguments: argparse.Namespace):
                 f"compressor is given as `--checkpoint`"
             )
         rate = {} if arguments.rate is None else {"rate": arguments.rate}
+        if arguments.preset is not None:
+            OjaKVConfig.preset(arguments.preset, **rate, **settings)  # a mistake is found before minutes of loading
+        model = load_model(arguments.model, **loading)
         bases = Calibration.load(arguments.bases)
         preset = arguments.preset or preset_for(bases)
-        config = OjaKVConfig.preset(preset, **rate, **settings)  # a mistake is found before minutes of loading
-        model = load_model(arguments.model, **loading)
+        config = OjaKVConfig.preset(preset, **rate, **settings)
         lowrank_kv.compress(model, preset, bases=bases, **rate, **settings)
         of = "a token's bytes in 16 bits" if config.cache_dtype == MIXED else "the coefficients"
         kept = f"energy {config.energy:g}" if config.ranks == "energy" else f"rate {config.rate:g} of {of}"

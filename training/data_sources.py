@@ -102,7 +102,6 @@ def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
         split=entry_for(dataset.split, index),
         text_field=entry_for(dataset.text_field, index),
         streaming=dataset.streaming,
-        key="dataset.name",
     )
 
 

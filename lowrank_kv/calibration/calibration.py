@@ -292,8 +292,7 @@ class Calibration:
         if are_others(self.weights, model):
             made_on = f"`{Path(self.model).name}`, whose weights are others" if self.model else "other weights"
             warnings.warn(
-                f"{self.origin} was made on {made_on} than this model's; the quality is unknown, also of a model that was "
-                f"fine-tuned from it: {remedy}",
+                f"{self.origin} was made on {made_on} than this model's; unless one was fine-tuned from the other, {remedy}",
                 stacklevel=2,
             )
         else:

@@ -81,10 +81,7 @@ def warning_of_another(model: str, made_on: str | None, what: str, remedy: str) 
     made_on, name = (Path(each or "").name for each in (made_on, model))
     if not made_on or not name or made_on == name:
         return None
-    return (
-        f"{what} was made on `{made_on}`, and this model is `{name}`; the quality is unknown, also of a model that was "
-        f"fine-tuned from it: {remedy}"
-    )
+    return f"{what} was made on `{made_on}`, and this model is `{name}`; unless one was fine-tuned from the other, {remedy}"
 
 
 def check_model(model: PreTrainedModel) -> None:

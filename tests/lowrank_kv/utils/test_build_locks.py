@@ -9,6 +9,7 @@ import time
 from unittest.mock import Mock
 
 import pytest
+from methods import tiny_model
 from torch.utils.file_baton import FileBaton
 
 from lowrank_kv.utils import build_locks
@@ -105,7 +106,7 @@ def test_quanto_is_built_though_a_killed_process_has_left_its_lock(tmp_path, mon
     (tmp_path / LOCK).touch()
     monkeypatch.setattr(quantized_cache, "quanto_folders", lambda: [tmp_path])
     monkeypatch.setattr(quantized_cache, "_MODULES", {"optimum-quanto": "torch"})  # any that is installed
-    quantized_cache.quantized_maker(object(), "quanto-int4")
+    quantized_cache.quantized_maker(tiny_model(), "quanto-int4")
     assert not (tmp_path / LOCK).exists()
 
 
