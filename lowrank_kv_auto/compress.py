@@ -69,14 +69,15 @@ def compress(
         )
     if isinstance(source, Calibration):
         _refuse("bases", bases, "the calibration is given already; give a preset's name in its place")
-        return _with_calibration(model, source, rate, settings, self_check)
+        return _with_preset(model, preset_for(source), rate, source, settings, self_check)
     # Nothing but a preset has bases beside it.
     if str(source) in PRESETS or (bases is not None and not Path(source).expanduser().is_dir()):
         return _with_preset(model, str(source), rate, bases, settings, self_check)
     directory = Path(source).expanduser()
     if Calibration.is_in(directory):
         _refuse("bases", bases, f"`{source}` is a calibration itself; give a preset's name in its place")
-        return _with_calibration(model, Calibration.load(directory), rate, settings, self_check)
+        found = Calibration.load(directory)
+        return _with_preset(model, preset_for(found), rate, found, settings, self_check)
     if (directory / checkpoint_files.WEIGHTS).is_file():
         _refuse(
             "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
@@ -99,12 +100,6 @@ def uncompress(model: PreTrainedModel) -> PreTrainedModel:
 def preset_for(calibration: Calibration) -> str:
     """The preset that a calibration is compressed by where none is named."""
     return PRESET if calibration.read is not None else PRESET_WITHOUT_READ
-
-
-def _with_calibration(
-    model: PreTrainedModel, found: Calibration, rate: float | None, settings: dict[str, Any], self_check: bool
-) -> PreTrainedModel:
-    return _with_preset(model, preset_for(found), rate, found, settings, self_check)
 
 
 def _with_preset(

@@ -4,12 +4,23 @@ Stored coefficients keep no graph, and compiled code and kernels build none. Wit
 attention, through the residual stream alone, and end in gradients that look like any others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowrank_kv.utils.errors import UserError
+
+
+def attend_without_graph(operation: Callable[..., Tensor], query: Tensor, *arguments: Any) -> Tensor:
+    """What `operation` makes of the queries and the arguments, through which a backward pass is an error.
+
+    It keeps nothing of what caches share for such a pass: tensors that were made in inference mode could not be kept.
+    """
+    with torch.no_grad():
+        output = operation(query, *arguments)
+    return without_gradients(output, query)
 
 
 def without_gradients(output: Tensor, query: Tensor) -> Tensor:

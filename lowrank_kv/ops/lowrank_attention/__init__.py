@@ -3,10 +3,9 @@
 Shapes: H query heads, Q new queries, D head dim.
 """
 
-import torch
 from torch import Tensor
 
-from lowrank_kv.ops.gradients import without_gradients
+from lowrank_kv.ops.gradients import attend_without_graph
 from lowrank_kv.ops.lowrank_attention import eager, native, triton
 from lowrank_kv.ops.lowrank_attention.tokens import LowRankTokens, Operands
 from lowrank_kv.ops.scoring import Scoring
@@ -32,6 +31,4 @@ def lowrank_attention(query_HQD: Tensor, tokens: LowRankTokens, scoring: Scoring
     if because is not None:
         operation, backend = eager, "eager"
     log_choice("lowrank_attention", backend, tokens.keys.coef.dtype, query_HQD.device, because)
-    with torch.no_grad():  # which keeps nothing of what caches share, nor needs to: there is no backward pass
-        output_HQD = operation.lowrank_attention(query_HQD, tokens, scoring)
-    return without_gradients(output_HQD, query_HQD)
+    return attend_without_graph(operation.lowrank_attention, query_HQD, tokens, scoring)

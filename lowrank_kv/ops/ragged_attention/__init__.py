@@ -5,11 +5,10 @@ Shapes: B batch, H query heads, Q new queries, D head dim.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lowrank_kv.ops.decoders import Decoders
-from lowrank_kv.ops.gradients import without_gradients
+from lowrank_kv.ops.gradients import attend_without_graph
 from lowrank_kv.ops.ragged_attention import eager, native
 from lowrank_kv.ops.ragged_attention.tokens import RaggedTokens
 from lowrank_kv.ops.scoring import Scoring
@@ -45,6 +44,4 @@ def ragged_attention(
         operation, backend = eager, "eager"
     held = sequences[0].keys
     log_choice("ragged_attention", backend, held.dtype, held.device, because)
-    with torch.no_grad():  # which keeps nothing of what caches share, nor needs to: there is no backward pass
-        output_BQHD = operation.ragged_attention(query_BHQD, sequences, decoders, scoring)
-    return without_gradients(output_BQHD, query_BHQD)
+    return attend_without_graph(operation.ragged_attention, query_BHQD, sequences, decoders, scoring)
