@@ -1,6 +1,7 @@
-"""Low-rank compression of the key-value cache: `lowrank_kv.compress(model, "PRESET or DIR", …)` and `uncompress(model)`.
+"""Low-rank compression of the key-value cache: `lowrank_kv.compress(model, "PRESET or DIR", …)` and `uncompress(model)`;
+`save_cache(model, cache, FILE)` and `load_cache(model, FILE)`.
 
-The two calls live in `lowrank_kv_auto`, which chooses the method, and are loaded when they are first asked for. The rest
+The first two live in `lowrank_kv_auto`, which chooses the method. All are loaded when they are first asked for. The rest
 is the core that both methods share. It knows neither: `dynakv` (learned ranks) and `ojakv` (online bases) build on it.
 
 Two modules are the seams that the author of a method meets:
@@ -29,13 +30,20 @@ Importing the package registers an attention function with transformers and chan
 import importlib
 from typing import Any
 
-__all__ = ["compress", "uncompress"]
+# Name → where it is defined.
+_CALLS = {
+    "compress": "lowrank_kv_auto",
+    "uncompress": "lowrank_kv_auto",
+    "save_cache": "lowrank_kv.hf.cache.saved_cache",
+    "load_cache": "lowrank_kv.hf.cache.saved_cache",
+}
+__all__ = ["compress", "load_cache", "save_cache", "uncompress"]
 
 
 def __getattr__(name: str) -> Any:
-    """The two calls, loaded on first use: they need torch and both methods, which nothing below may import."""
-    if name in __all__:
-        return getattr(importlib.import_module("lowrank_kv_auto"), name)
+    """The calls, loaded on first use: they need torch, and two of them both methods, which nothing below may import."""
+    if name in _CALLS:
+        return getattr(importlib.import_module(_CALLS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

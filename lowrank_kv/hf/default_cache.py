@@ -60,6 +60,14 @@ def has_default_cache(model: PreTrainedModel) -> bool:
     return _DEFAULT in model.base_model.__dict__
 
 
+def new_default_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache as the model makes it by itself. Raises :class:`UserError` where it makes stock ones."""
+    if not has_default_cache(model):
+        raise UserError("the model is not compressed; call lowrank_kv.compress(model, …) first")
+    _, make_cache, *_ = model.base_model.__dict__[_DEFAULT]
+    return make_cache(model)
+
+
 def _remove_default_cache(model: PreTrainedModel) -> None:
     *_, handle = model.base_model.__dict__.pop(_DEFAULT, (None,))
     if handle is not None:

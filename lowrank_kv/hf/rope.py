@@ -101,6 +101,8 @@ class RopeHistory:
     whose tokens have places in time, height and width.
     """
 
+    saved = "_kept", "keeps_rows", "_dtype"  # attributes that hold the tokens' rotations, for a file
+
     def __init__(self, rotary: Rotary):
         self.rotary = rotary
         self.keeps_rows = rotary.is_length_dependent

@@ -1,5 +1,7 @@
-"""A cache that `torch.save` has written goes on where it was, in another process, too."""
+"""A saved cache goes on where it was: in another process, in another copy of the model, for every method and family."""
 
+import copy
+import json
 import os
 import pickle
 import subprocess
@@ -7,11 +9,19 @@ import sys
 
 import pytest
 import torch
+from families import FAMILIES, RECURRENT
 from methods import METHODS, calibration_of, tiny_model
 from ready_python import program
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
+import dynakv
 import lowrank_kv
+from lowrank_kv.hf.cache.state_graph import StateReader, StateWriter
 from lowrank_kv.hf.rotary import _of_queries_and_keys
+from lowrank_kv.utils.errors import UserError
+from ojakv import OjaKVCache, OjaKVConfig, make_plan
 
 GOES_ON = """
 import sys
@@ -19,33 +29,239 @@ import sys
 import torch
 from methods import METHODS, tiny_model
 
+import lowrank_kv
+
 name, directory = sys.argv[1:]
 model = tiny_model()
 [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
-make_cache()
-cache, tokens = torch.load(f"{directory}/cache.pt", weights_only=False)
+cache = lowrank_kv.load_cache(model, f"{directory}/cache.safetensors", empty=make_cache())
+tokens = torch.load(f"{directory}/tokens.pt")
 with torch.no_grad():
     logits = [model(step, past_key_values=cache).logits for step in tokens.split(1, dim=1)]
 torch.save(torch.cat(logits, dim=1), f"{directory}/logits.pt")
 """
+every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
 
-@pytest.mark.parametrize("name", ["dynakv", "ojakv", "ojakv-joint", "tokenwise-mixed", "adaptive-mixed", "joint-mixed"])
+def random_ids(batch: int = 2, length: int = 40) -> torch.Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def read(model, cache, ids: torch.Tensor, count: int) -> None:
+    """The last two tokens one by one, so that what compiled code keeps ready is made."""
+    for part in (ids[:, : count - 2], ids[:, count - 2 : count - 1], ids[:, count - 1 : count]):
+        model(part, past_key_values=cache)
+
+
+def read_on(model, cache, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([model(step, past_key_values=cache).logits for step in ids.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("name", ["dynakv", "ojakv", "adaptive-mixed", "joint-mixed"])
 @pytest.mark.parametrize("compiled", ["1", "0"], ids=["", "without compiled code"])
 @torch.no_grad()
 def test_a_saved_cache_goes_on_in_another_process(name, compiled, tmp_path):
-    model = tiny_model()
+    model, ids = tiny_model(), random_ids()
     [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
-    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
     cache = make_cache()
-    model(ids[:, :30], past_key_values=cache)
-    model(ids[:, 30:31], past_key_values=cache)  # what compiled code keeps ready is made
-    torch.save((cache, ids[:, 31:]), tmp_path / "cache.pt")
-    expected = torch.cat([model(step, past_key_values=cache).logits for step in ids[:, 31:].split(1, dim=1)], dim=1)
+    read(model, cache, ids, 31)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache.safetensors")
+    torch.save(ids[:, 31:], tmp_path / "tokens.pt")
+    expected = read_on(model, cache, ids[:, 31:])
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{GOES_ON}"
     environment = os.environ | {"LOWRANK_KV_NATIVE": compiled}
     subprocess.run([program(), "-c", code, name, str(tmp_path)], check=True, env=environment)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=0)
+
+
+@every_method
+@torch.no_grad()
+def test_every_method_goes_on_in_another_copy_of_the_model(method, tmp_path):
+    """To the bit, although the other copy has made its bases anew."""
+    ids = random_ids()
+    model, twin = tiny_model(), tiny_model()
+    make_cache, make_twin = method.build(model, 0.4), method.build(twin, 0.4)
+    cache = make_cache()
+    read(model, cache, ids, 31)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    loaded = lowrank_kv.load_cache(twin, tmp_path / "cache", empty=make_twin())
+    assert loaded.get_seq_length() == 31
+    assert loaded.nbytes <= cache.nbytes
+    assert torch.equal(read_on(twin, loaded, ids[:, 31:]), read_on(model, cache, ids[:, 31:]))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT], ids=lambda family: family.name)
+@torch.no_grad()
+def test_every_family_goes_on(family, tmp_path):
+    """Rotations, sliding windows and recurrent states, too."""
+    ids = random_ids()
+    model = family.model()
+    lowrank_kv.compress(model, "static-pca-joint", bases=calibration_of(model), rate=0.5)
+    cache = model(ids[:, :20]).past_key_values
+    read(model, cache, ids[:, 20:], 11)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    loaded = lowrank_kv.load_cache(model, tmp_path / "cache")
+    assert torch.equal(read_on(model, loaded, ids[:, 31:]), read_on(model, cache, ids[:, 31:]))
+
+
+@torch.no_grad()
+def test_generate_goes_on_with_a_loaded_prefix_as_with_the_cache_itself(tmp_path):
+    """Drafts, beams and a second turn ask a cache for all that it can do."""
+    model, ids = tiny_model(), random_ids(1)
+    lowrank_kv.compress(model, "adaptive-mixed", bases=calibration_of(model, read=True), rate=0.3)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    prefix = model.generate(ids[:, :30], **options)
+    lowrank_kv.save_cache(model, prefix.past_key_values, tmp_path / "cache")
+    again = torch.cat([prefix.sequences, ids[:, 30:]], dim=1)
+    for more in ({}, {"prompt_lookup_num_tokens": 3}):
+        caches = copy.deepcopy(prefix.past_key_values), lowrank_kv.load_cache(model, tmp_path / "cache")
+        texts = [model.generate(again, past_key_values=cache, **options, **more).sequences for cache in caches]
+        assert torch.equal(*texts)
+    loaded = lowrank_kv.load_cache(model, tmp_path / "cache")
+    length = loaded.get_seq_length()
+    loaded.crop(-1)
+    assert loaded.get_seq_length() == length - 1
+    loaded.batch_repeat_interleave(3)
+    beams = model(again[:, length - 1 :].repeat(3, 1), past_key_values=loaded).logits
+    single = lowrank_kv.load_cache(model, tmp_path / "cache")
+    single.crop(-1)
+    assert torch.equal(beams, model(again[:, length - 1 :], past_key_values=single).logits.expand_as(beams))
+
+
+@torch.no_grad()
+def test_a_file_has_about_the_bytes_of_the_cache_and_no_bases(tmp_path):
+    model = tiny_model(max_position_embeddings=4096)
+    lowrank_kv.compress(model, "joint-mixed", bases=calibration_of(model, read=True), rate=0.3)
+    cache = model(random_ids(1, 2000)).past_key_values
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    size = (tmp_path / "cache").stat().st_size
+    held = copy.deepcopy(cache).nbytes  # a copy has no room to grow
+    assert held < size < held + 32_000
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        header = json.loads(file.metadata()["header"])
+    assert (header["tokens"], header["sequences"], header["dtype"]) == (2000, 1, "float32")
+    assert header["cache"] == "ojakv.cache.OjaKVCache"
+    # The copy that pickle makes has the bases.
+    assert len(pickle.dumps(cache)) > 2 * size
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A compressed model, the file of a cache that it filled, and how it was compressed."""
+    model = tiny_model()
+    calibration = calibration_of(model, read=True)
+    lowrank_kv.compress(model, "adaptive-mixed", bases=calibration, rate=0.3)
+    with torch.no_grad():
+        lowrank_kv.save_cache(model, model(random_ids()).past_key_values, tmp_path / "cache")
+    return model, tmp_path / "cache", calibration
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        ("adaptive-mixed", {"rate": 0.4}),
+        ("adaptive-mixed", {"rate": 0.3, "recent_window": 9}),
+        ("tokenwise-mixed", {"rate": 0.3}),
+    ],
+    ids=["rate", "setting", "preset"],
+)
+def test_other_bases_and_settings_are_refused(saved, source, settings):
+    model, path, calibration = saved
+    lowrank_kv.compress(model, source, bases=calibration, **settings)
+    with pytest.raises(UserError, match="other bases or settings"):
+        lowrank_kv.load_cache(model, path)
+
+
+def test_another_calibration_is_refused(saved):
+    model, path, _ = saved
+    lowrank_kv.compress(model, "adaptive-mixed", bases=calibration_of(model, 3, read=True), rate=0.3)
+    with pytest.raises(UserError, match="other bases or settings"):
+        lowrank_kv.load_cache(model, path)
+
+
+def test_other_weights_another_dtype_and_another_method_are_refused(saved):
+    model, path, calibration = saved
+    other = tiny_model(seed=1)
+    lowrank_kv.compress(other, "adaptive-mixed", bases=calibration_of(other, read=True), rate=0.3)
+    with pytest.raises(UserError, match="other weights"):
+        lowrank_kv.load_cache(other, path)
+    lowrank_kv.compress(model.bfloat16(), "adaptive-mixed", bases=calibration, rate=0.3)
+    with pytest.raises(UserError, match=r"another dtype \(float32, and here bfloat16\)"):
+        lowrank_kv.load_cache(model, path)
+    gated = tiny_model()
+    [dynakv_row] = [method for method in METHODS if method.name == "dynakv"]
+    dynakv_row.build(gated, 0.4)
+    with pytest.raises(UserError, match="another method"):
+        lowrank_kv.load_cache(gated, path)
+
+
+def test_another_compressor_is_refused(tmp_path):
+    """Its gates alone differ, which no basis tells."""
+    [row] = [method for method in METHODS if method.name == "dynakv"]
+    model = tiny_model()
+    cache = row.build(model, 0.4)()
+    with torch.no_grad():
+        model(random_ids(), past_key_values=cache)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    for layer in dynakv.compressors(model).values():
+        layer.key.gate.bias.data += 1
+    with pytest.raises(UserError, match="other weights, or compressed by another compressor"):
+        lowrank_kv.load_cache(model, tmp_path / "cache")
+
+
+def test_a_stock_model_and_stock_caches_are_refused(saved, tmp_path):
+    model, path, calibration = saved
+    stock = tiny_model()
+    with pytest.raises(UserError, match="not compressed; call lowrank_kv.compress"):
+        lowrank_kv.load_cache(stock, path)
+    with pytest.raises(UserError, match="`cache` must be a compressed cache; got 'DynamicCache'"):
+        lowrank_kv.save_cache(model, DynamicCache(), tmp_path / "other")
+    with pytest.raises(UserError, match="`cache` must be a cache that has read some tokens"):
+        lowrank_kv.save_cache(model, OjaKVCache(model, make_plan(calibration, OjaKVConfig())), tmp_path / "other")
+    with pytest.raises(UserError, match="a cache of another model"):
+        lowrank_kv.save_cache(tiny_model_prepared(calibration), model(random_ids()).past_key_values, tmp_path / "other")
+    with pytest.raises(UserError, match="`empty` must be a cache that has read nothing"):
+        lowrank_kv.load_cache(model, path, empty=model(random_ids()).past_key_values)
+    assert not (tmp_path / "other").exists()
+
+
+def tiny_model_prepared(calibration):
+    model = tiny_model()
+    return lowrank_kv.compress(model, "adaptive-mixed", bases=calibration, rate=0.3)
+
+
+def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
+    model, path, _ = saved
+    with pytest.raises(UserError, match="cannot be read"):
+        lowrank_kv.load_cache(model, tmp_path / "nowhere")
+    whole = path.read_bytes()
+    (tmp_path / "short").write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="cannot be read"):
+        lowrank_kv.load_cache(model, tmp_path / "short")
+    (tmp_path / "flipped").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match="SHA-256"):
+        lowrank_kv.load_cache(model, tmp_path / "flipped")
+    save_file({"x": torch.zeros(3)}, tmp_path / "other")
+    with pytest.raises(UserError, match="is no saved cache"):
+        lowrank_kv.load_cache(model, tmp_path / "other")
+    for names, message in (({"package": "0.0.1"}, "another version"), ({"tokens": "many"}, "tokens")):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        metadata["header"] = json.dumps(json.loads(metadata["header"]) | names)
+        save_file(load_file(path), tmp_path / "changed", metadata)
+        with pytest.raises(UserError, match=message):
+            lowrank_kv.load_cache(model, tmp_path / "changed")
+
+
+@pytest.mark.parametrize("name", ["os:system", "lowrank_kv.hf.cache.state_graph:sys", "builtins:eval", "torch:save"])
+def test_a_file_names_no_other_classes(name):
+    with pytest.raises(UserError, match="no part of a cache"):
+        StateReader({}, [], torch.device("cpu")).read({"class": name, "state": [["a", 1]]})
+
+
+def test_a_function_is_not_written():
+    with pytest.raises(UserError, match="cannot be saved with a builtins.function"):
+        StateWriter().write([read])
 
 
 @torch.no_grad()

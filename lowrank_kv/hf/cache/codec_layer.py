@@ -20,6 +20,7 @@ class CodecLayer(CompressedLayer):
     computed when the first tokens arrive."""
 
     rotates = True
+    shared = "codec", "_decoders", "_encoder"
 
     def __init__(self, codec: LayerCodec):
         super().__init__()

@@ -59,6 +59,8 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    saved: tuple[str, ...] | None = None  # attributes that hold the tokens, for a file; None where no file takes them
+    shared: tuple[str, ...] = ()  # attributes that all caches of a configuration hold together
     _owner: int | None = None  # whose states are stored here; None once a cache was saved and loaded
 
     def __init__(self):
@@ -134,6 +136,10 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     @abc.abstractmethod
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of all state kept between steps, each byte once; kinds as in `stores.memory_report`."""
+
+    def shared_by_sequences(self) -> list[Any]:
+        """What the tokens' state refers to and all caches of a configuration share, of a layer that has started."""
+        return []
 
     def expect_prompt(self, length: int) -> None:
         """Called when a `generate()` begins whose prompt ends at position `length`; most layers treat all tokens alike."""

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from lowrank_kv.hf.attention import PREPARED
 from lowrank_kv.hf.cache.layer import CompressedLayer
+from lowrank_kv.hf.cache.shared_memory import nbytes_within
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules, geometry_of
 from lowrank_kv.hf.prepare import prepare
 from lowrank_kv.hf.recurrent_layers import WholeCalls, check_forgets, clear, counts_tokens, forget, is_recurrent
@@ -69,8 +70,9 @@ class LowRankCache(WholeCalls):
                 yield POSITIONS, tensor
 
     def memory(self) -> MemoryReport:
-        """Bytes by kind, and those of an uncompressed cache; ``print(cache.memory())`` shows a table."""
-        return MemoryReport.from_tensors(self.tensors_by_kind(), self.full_nbytes)
+        """Bytes by kind, of an uncompressed cache and of what all caches share; ``print(cache.memory())`` shows a table."""
+        roots = [getattr(layer, name) for layer in self.compressed_layers() for name in layer.shared]
+        return MemoryReport.from_tensors(self.tensors_by_kind(), self.full_nbytes, nbytes_within(roots))
 
     def compressed_layers(self) -> list[CompressedLayer]:
         return [self.layers[index] for index in self.geometry.layers]
@@ -83,7 +85,7 @@ class LowRankCache(WholeCalls):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, room to grow included; :meth:`memory` divides them by kind."""
-        return self.memory().total
+        return sum(tensor.nbytes for _, tensor in self.tensors_by_kind())
 
     @property
     def full_nbytes(self) -> int:
@@ -96,7 +98,8 @@ class LowRankCache(WholeCalls):
     @property
     def rate(self) -> float:
         """``nbytes / full_nbytes``; 1.0 for an empty cache."""
-        return self.memory().rate
+        full = self.full_nbytes
+        return self.nbytes / full if full else 1.0
 
     # -- state shared by the layers -------------------------------------------------------------------------------
 

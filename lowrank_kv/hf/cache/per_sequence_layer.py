@@ -44,6 +44,8 @@ class SequenceLayer(CompressedLayer):
         prompts: says which tokens are a prompt; the same ones in all sequences.
     """
 
+    saved = "sequences", "prompts"
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.sequences: list[SequenceState] = []

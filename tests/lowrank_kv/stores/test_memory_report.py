@@ -6,6 +6,7 @@ import pytest
 import torch
 from methods import calibration_of, dynakv_model, tiny_model
 
+import dynakv
 from benchmarks.peak_memory import allocations
 from lowrank_kv.stores import memory_report
 from lowrank_kv.stores.growable_tensor import GROWTH
@@ -113,6 +114,37 @@ def test_memory_adds_up_and_slack_is_bounded(make):
     else:
         assert memory.kinds[BASES] > 0
         assert memory.kinds[BUFFERS] > 0
+
+
+@torch.no_grad()
+def test_memory_says_what_all_caches_share():
+    """Bases, and their copies in the dtype of the rows, once however many layers, sequences and caches have them."""
+    model = tiny_model()
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(5))
+    plan = make_plan(calibration_of(model, read=True), OjaKVConfig.preset("joint-mixed", rate=0.3))
+    one, other = OjaKVCache(model, plan), OjaKVCache(model, plan)
+    assert one.memory().shared > 0
+    for cache in (one, other):
+        model(ids, past_key_values=cache)
+    shared = one.memory().shared
+    assert shared == other.memory().shared
+    bases = [initial for kv in plan.layers.values() for initial in kv]
+    matrices = sum(each.vectors_PWR.nbytes + each.decoder_PWR.nbytes for each in bases)
+    directions = {id(each.shared.decoder_CW): each.shared.decoder_CW.nbytes for each in bases}
+    assert matrices + sum(directions.values()) <= shared
+    model(ids[:, :1], past_key_values=one)  # attention makes layouts of its own
+    assert shared <= one.memory().shared <= 3 * shared
+    shown = {line[:18].strip(): line[18:].strip() for line in str(one.memory()).splitlines()}
+    assert shown["shared by caches"] == f"{one.memory().shared:,}"
+
+
+@torch.no_grad()
+def test_memory_says_what_a_compressor_holds():
+    model = tiny_model()
+    cache = dynakv_model(model, 0.4)()
+    model(torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(5)), past_key_values=cache)
+    weights = sum(each.nbytes for layer in dynakv.compressors(model).values() for each in layer.parameters())
+    assert weights <= cache.memory().shared <= 4 * weights
 
 
 def test_the_peak_is_that_of_all_gpus_with_parts_of_a_cache(monkeypatch):

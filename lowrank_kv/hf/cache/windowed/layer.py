@@ -39,6 +39,7 @@ class WindowedLayer(SequenceLayer):
     """
 
     attends = staticmethod(lowrank_attention)
+    shared = ("plan",)
 
     def __init__(self, plan: Plan, index: int):
         super().__init__()
@@ -73,6 +74,9 @@ class WindowedLayer(SequenceLayer):
     def start(self) -> None:
         self.row_group.check_device(self)
         super().start()
+
+    def shared_by_sequences(self) -> list[Any]:
+        return [self.config, self.schedule, *self.plan.pair(self.index, self.device)]
 
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)

@@ -139,6 +139,9 @@ class TokenStore:
     def forget_text(self) -> None:
         """All tokens but the first are gone: forget what was found in them."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_operands": None}
+
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
     def tensors_by_kind(self, num_pinned: int) -> Iterator[tuple[str, Tensor]]:
