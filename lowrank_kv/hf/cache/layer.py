@@ -246,9 +246,9 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             self._select([b for b in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(self.rows_of(indices))
+        self._select(self.sequences_at(indices))
 
-    def rows_of(self, indices: Tensor) -> list[int]:
+    def sequences_at(self, indices: Tensor) -> list[int]:
         """The sequences that an index names: as with tensors, a boolean one keeps its True places, and a negative number
         counts from the end.
 

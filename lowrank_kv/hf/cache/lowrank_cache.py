@@ -154,7 +154,7 @@ class LowRankCache(WholeCalls):
             self.history.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.compressed_layers()[0].rows_of(beam_idx)  # refused before a native layer moves
+        self.compressed_layers()[0].sequences_at(beam_idx)  # refused before a native layer moves
         with self._moving_sequences():
             super().reorder_cache(beam_idx)
             self._select_history(beam_idx)
@@ -170,7 +170,7 @@ class LowRankCache(WholeCalls):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         indices = torch.as_tensor(indices)  # a list serves stock caches, too
-        rows = self.compressed_layers()[0].rows_of(indices)  # refused before a native layer moves
+        rows = self.compressed_layers()[0].sequences_at(indices)  # refused before a native layer moves
         row_B = torch.tensor(rows, dtype=torch.int64, device="cpu")
         with self._moving_sequences():
             for layer in self.layers:

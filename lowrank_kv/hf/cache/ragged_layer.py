@@ -50,7 +50,7 @@ class RaggedSequence:
         """The place of each row of the stores, (N,) int64; None where row t is token t."""
         return None if self._place is None else self._place.rows.long()
 
-    def rows_of(self, places: slice) -> slice:
+    def rows_at(self, places: slice) -> slice:
         """The rows of the tokens at `places`, if neither these nor any after them have been evicted."""
         return slice(places.start - self.num_evicted, places.stop - self.num_evicted)
 
@@ -195,7 +195,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
             return key[b, :, prompt]
         sequence = self.sequences[b]
         rope = None if self.history is None else self.history.rope_at(b, prompt)
-        return self._keys(sequence.key.dense()[None, sequence.rows_of(prompt)], rope)[0]
+        return self._keys(sequence.key.dense()[None, sequence.rows_at(prompt)], rope)[0]
 
     def _attend_rebuilt(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, length: int, **kwargs: Any

@@ -1,7 +1,7 @@
 """Objects that hold a cache's tokens as JSON and tensors, and back, without running anything that a file says.
 
 Such objects refer to one another, and to what all caches of a configuration share: bases, plans, settings. These are written
-as numbers, and read as the reader's own. Only classes of this project and transformers' cache layers are read back, by setting
+as numbers, and read as the reader's own. Only classes of this project and of transformers' caches are read back, by setting
 their attributes; nothing is called but their `__new__`.
 """
 

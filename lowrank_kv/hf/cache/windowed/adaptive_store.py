@@ -64,7 +64,7 @@ class AdaptiveStore(TokenStore):
             return super().rebuilt(coef_PNR)
         shared = self.initial.shared
         row_NR = self.own.encode(coef_PNR[0], shared, self.initial.rank)
-        return self.rows_of(row_NR[None], self.own.decoder(shared, self.initial.rank).mT[None])
+        return self.states_of(row_NR[None], self.own.decoder(shared, self.initial.rank).mT[None])
 
     def forget_text(self) -> None:
         super().forget_text()

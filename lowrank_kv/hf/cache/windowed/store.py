@@ -92,10 +92,10 @@ class TokenStore:
     def rebuilt(self, coef_PNR: Tensor) -> Tensor:
         """Rows (G, N, D), fp32, from their coefficients."""
         decoder_PWR = self._decoder_PWR.float()
-        return self.rows_of(coef_PNR[..., : decoder_PWR.shape[2]], decoder_PWR)  # a gate reads more than is kept
+        return self.states_of(coef_PNR[..., : decoder_PWR.shape[2]], decoder_PWR)  # a gate reads more than is kept
 
-    def rows_of(self, coef_PNR: Tensor, decoder_PWR: Tensor) -> Tensor:
-        """Rows (G, N, D) from coefficients and a decoder, in their dtype."""
+    def states_of(self, coef_PNR: Tensor, decoder_PWR: Tensor) -> Tensor:
+        """States (G, N, D) from coefficients and a decoder, in their dtype."""
         return Operands(self.coef, decoder_PWR, self.full).rebuilt(coef_PNR)
 
     def forget_operands(self) -> None:
