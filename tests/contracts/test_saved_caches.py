@@ -128,6 +128,20 @@ def test_generate_goes_on_with_a_loaded_prefix_as_with_the_cache_itself(tmp_path
     assert torch.equal(beams, model(again[:, length - 1 :], past_key_values=single).logits.expand_as(beams))
 
 
+@pytest.mark.parametrize("name", ["dynakv", "adaptive-mixed"])
+def test_a_cache_goes_on_in_another_mode_of_torch_than_it_was_read_or_loaded_in(name, tmp_path):
+    model, ids = tiny_model(), random_ids()
+    [make_cache] = [method.build(model, 0.4) for method in METHODS if method.name == name]
+    cache = make_cache()
+    with torch.inference_mode():
+        read(model, cache, ids, 31)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    with torch.inference_mode():
+        loaded = lowrank_kv.load_cache(model, tmp_path / "cache", empty=make_cache())
+    with torch.no_grad():
+        assert torch.equal(read_on(model, loaded, ids[:, 31:]), read_on(model, cache, ids[:, 31:]))
+
+
 @torch.no_grad()
 def test_a_file_has_about_the_bytes_of_the_cache_and_no_bases(tmp_path):
     model = tiny_model(max_position_embeddings=4096)

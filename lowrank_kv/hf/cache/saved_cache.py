@@ -99,6 +99,11 @@ def load_cache(model: PreTrainedModel, path: str | Path, *, empty: LowRankCache 
             method, or of other bases or settings.
     """
     path = Path(path).expanduser()
+    with torch.inference_mode(False), torch.no_grad():  # the text may go on outside of that mode
+        return _load(model, path, empty)
+
+
+def _load(model: PreTrainedModel, path: Path, empty: LowRankCache | None) -> LowRankCache:
     header, state, tensors = _read(path)
     cache = new_default_cache(model) if empty is None else empty
     _check_kind(cache)
