@@ -240,6 +240,16 @@ def test_time_to_first_token_of_later_turns(rows, caches):
         )
 
 
+def test_saved_prefixes(rows, caches):
+    found = rows("saved_prefix", *caches, "--repeats", 1)
+    assert list(found) == [name for name in CACHES if name != "preallocated"]
+    for row in found.values():
+        assert row["load_over_read"] == pytest.approx(row["ms_to_load"] / row["ms_to_read"])
+        assert row["file_over_uncompressed"] == row["file_bytes"] / found["dynamic_cache"]["file_bytes"]
+    full = 2 * 80 * 3 * 2 * 16 * 4
+    assert full < found["dynamic_cache"]["file_bytes"] < full + 4096
+
+
 def test_memory(rows, caches):
     found = rows("memory", *caches, "--sequences", 3)
     assert list(found) == CACHES
