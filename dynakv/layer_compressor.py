@@ -105,6 +105,7 @@ class SingleLayerCompressor(LayerCompressor):
             quantization=config.quantization,
             eviction=config.eviction,
             exact_prefill=config.prefill == "exact",
+            settings=config,
         )
 
 

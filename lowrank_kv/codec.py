@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, C joint width, R kept coefficients.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class LayerCodec:
         quantization: how coefficients are stored as integers; None to store them in the model's dtype.
         eviction: which tokens of a prompt are kept.
         exact_prefill: whether a prompt's own attention sees exact keys and values instead of rebuilt ones.
+        settings: a dataclass of what else the codec goes by, which tells its saved caches from those of another.
     """
 
     key: Codec
@@ -80,6 +81,7 @@ class LayerCodec:
     quantization: Quantization | None = None
     eviction: Eviction = Eviction()
     exact_prefill: bool = False
+    settings: Any = None
 
     def __post_init__(self):
         if self.quantization is not None:

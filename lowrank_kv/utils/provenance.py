@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +73,14 @@ def token_input(role: str, name: str, ids: "Tensor") -> dict[str, Any]:
     return content_input(role, name, ids.cpu().numpy().tobytes())
 
 
-def model_input(model: "PreTrainedModel") -> dict[str, Any]:
-    """The entry of an uncompressed model by its configuration, without the directory, version and dtype it was loaded with.
+def model_input(model: "PreTrainedModel", *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The entry of an uncompressed model by its configuration, without the directory, version and dtype it was loaded with,
+    and without the keys to `leave_out`.
 
     A model and one that was fine-tuned from it have one configuration: :func:`weights_input` tells them apart.
     """
-    values = {key: value for key, value in model.config.to_diff_dict().items() if key not in _NOT_OF_MODEL}
+    left_out = _NOT_OF_MODEL.union(leave_out)
+    values = {key: value for key, value in model.config.to_diff_dict().items() if key not in left_out}
     return content_input("model", name_of(model.config._name_or_path), json.dumps(values, sort_keys=True))
 
 
@@ -122,8 +124,8 @@ def code_state(source: str | Path = __file__) -> dict[str, Any]:
         commit = _git(source.parent, "rev-parse", "HEAD")
         changes = _git(Path(root), "status", "--porcelain", "--", ".", *_NOT_SOURCES) if root else None
         if commit and changes is not None:
-            return {"commit": commit, "dirty": bool(changes), "version": _version(DISTRIBUTION)}
-    return {"commit": None, "dirty": None, "version": _version(DISTRIBUTION) or "unknown"}
+            return {"commit": commit, "dirty": bool(changes), "version": version_of(DISTRIBUTION)}
+    return {"commit": None, "dirty": None, "version": version_of(DISTRIBUTION) or "unknown"}
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
@@ -132,8 +134,8 @@ def environment(device: str | None = None) -> dict[str, Any]:
     gpu = device is not None and device.startswith("cuda") and torch is not None and torch.cuda.is_available()
     libc = " ".join(platform.libc_ver()).strip()
     return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "accelerate")},
+        "python": platform.pythonversion_of(),
+        **{name: version_of(name) for name in ("torch", "transformers", "accelerate")},
         "cpu": _processor(),
         "vector": torch.backends.cpu.get_cpu_capability() if torch is not None else None,
         "cores": _cores(),
@@ -202,7 +204,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -98,8 +98,7 @@ class LowRankCache(WholeCalls):
     @property
     def rate(self) -> float:
         """``nbytes / full_nbytes``; 1.0 for an empty cache."""
-        full = self.full_nbytes
-        return self.nbytes / full if full else 1.0
+        return self.memory().rate
 
     # -- state shared by the layers -------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         return RaggedSequence(store(self.codec.key), store(self.codec.value))
 
     def shared_by_sequences(self) -> list[Any]:
-        return [self._decoders.key_CC, self._decoders.value_CC, self.codec.quantization, self.codec.eviction]
+        return [self._decoders.key_CC, self._decoders.value_CC, self.codec.settings, self.codec.quantization]
 
     def start(self) -> None:
         SequenceLayer.start(self)

@@ -7,42 +7,57 @@ read other states from the coefficients.
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
-from lowrank_kv.hf.attention import PREPARED
+from lowrank_kv.hf.attention import PREPARED, is_prepared
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
+from lowrank_kv.hf.cache.shared_marks import agree, marks_of, objects_shared
 from lowrank_kv.hf.cache.state_graph import StateReader, StateWriter, dtype_named
 from lowrank_kv.hf.default_cache import new_default_cache
-from lowrank_kv.hf.geometry import attention_modules
+from lowrank_kv.hf.geometry import attention_modules, device_of_module, geometry_of
 from lowrank_kv.hf.rope import RopeHistory
 from lowrank_kv.utils.atomic_write import write_bytes
 from lowrank_kv.utils.config import check_entries, require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.provenance import DISTRIBUTION, weights_input
+from lowrank_kv.utils.provenance import DISTRIBUTION, model_input, version_of, weights_input
 
 FORMAT = "lowrank-kv cache"
 _HEADER = {
-    "package": str,
+    "versions": dict,
     "cache": str,
+    "model": str,
+    "weights": str,
     "dtype": str,
+    "states": str,
+    "shared": dict,
     "sequences": int,
     "tokens": int,
-    "weights": str,
-    "shared": str,
     "sha256": str,
 }
+# Header's key → what a cache is of that has another.
+_OTHERS = {
+    "versions": "was written by other versions",
+    "cache": "is of another method",
+    "model": "is of a model of another configuration",
+    "dtype": "is of a model in another dtype",
+    "weights": "is of a model with other weights, or with another compressor",
+}
+_HASHES = "model", "weights"  # of the header, which tell a reader nothing
+# What a state that this module did not write may do to who reads it.
+_MISREAD = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, zlib.error)
 
 
 def save_cache(model: PreTrainedModel, cache: LowRankCache, path: str | Path) -> None:
@@ -56,27 +71,25 @@ def save_cache(model: PreTrainedModel, cache: LowRankCache, path: str | Path) ->
         path: an earlier file there is replaced, whole or not at all.
 
     Raises:
-        UserError: the cache is empty, of another model or of a kind that is not saved, or the disk refuses.
+        UserError: the cache is empty, of another model or of a kind that is not saved, the model is on several devices, or
+            the disk refuses.
     """
-    _check_kind(cache)
-    layer = cache.compressed_layers()[0]
-    require(layer.is_initialized and layer.get_seq_length() > 0, "cache", "empty", "a cache that has read some tokens")
+    _check(model, cache, "cache")
+    layer, tokens = cache.compressed_layers()[0], _tokens(cache)
+    require(tokens > 0, "cache", f"{tokens} tokens", "a cache that has read some")
     cache.check_not_cut_short()
-    _check_own(model, cache)
-    shared, shared_sha256 = _shared(cache)
-    writer = StateWriter(shared)
+    writer = StateWriter(objects_shared(cache.compressed_layers()))
     state = _packed(writer.write(_state(cache)))
     header = {
-        "package": importlib.metadata.version(DISTRIBUTION),
-        "cache": _kind_of(cache),
-        "dtype": str(layer.dtype).removeprefix("torch."),
+        **_belongs_to(model, cache),
+        "states": str(layer.dtype).removeprefix("torch."),  # under autocast another dtype than the model's
+        "shared": marks_of(cache.compressed_layers()),
         "sequences": layer.batch_size,
-        "tokens": layer.get_seq_length(),
-        "weights": weights_input(model)["sha256"],
-        "shared": shared_sha256,
-        "sha256": _digest(state, writer.tensors),
+        "tokens": tokens,
     }
-    write_bytes(path, save(writer.tensors, {"format": FORMAT, "header": json.dumps(header), "state": state}))
+    header["sha256"] = _digest(header, state, writer.tensors)
+    metadata = {"format": FORMAT, "header": json.dumps(header), "state": state}
+    write_bytes(Path(path).expanduser(), save(writer.tensors, metadata))
 
 
 def load_cache(model: PreTrainedModel, path: str | Path, *, empty: LowRankCache | None = None) -> LowRankCache:
@@ -84,99 +97,123 @@ def load_cache(model: PreTrainedModel, path: str | Path, *, empty: LowRankCache 
 
     ``cache = lowrank_kv.load_cache(model, "prefix.safetensors"); model.generate(**inputs, past_key_values=cache)``
 
-    No code of the file is run. Load files that you trust all the same: what a cache holds is what the model reads.
+    Load files that you trust, as you do with a model: damage is found by a hash, but attention reads what the file says.
 
     Args:
         model: compressed as the one that filled the cache was, with the same bases and settings, and of the same weights.
         path: the file.
-        empty: an empty cache of this model, to be filled; None takes one as the model makes it by itself.
+        empty: an empty cache of this model, to be filled; None takes one as the model makes it by itself. Where a file is
+            refused it stays empty.
 
     Returns:
         `empty`, or the model's own cache, filled; on the model's device.
 
     Raises:
-        UserError: there is no such file, or a damaged one, or one of another version of this package, another model, dtype,
-            method, or of other bases or settings.
+        UserError: there is no such file, or a damaged one, or one of another version of this package (of transformers, where
+            some layers are its own), of another model, dtype or method, or of other bases or settings.
     """
     path = Path(path).expanduser()
     with torch.inference_mode(False), torch.no_grad():  # the text may go on outside of that mode
-        return _load(model, path, empty)
-
-
-def _load(model: PreTrainedModel, path: Path, empty: LowRankCache | None) -> LowRankCache:
-    header, state, tensors = _read(path)
-    cache = new_default_cache(model) if empty is None else empty
-    _check_kind(cache)
-    require(not cache.compressed_layers()[0].is_initialized, "empty", "filled", "a cache that has read nothing")
-    _check_own(model, cache)
-    expected = {
-        "package": (importlib.metadata.version(DISTRIBUTION), "was written by another version of this package"),
-        "cache": (_kind_of(cache), "is of another method"),
-        "dtype": (str(model.dtype).removeprefix("torch."), "is of a model in another dtype"),
-        "weights": (
-            weights_input(model)["sha256"],
-            "is of a model with other weights, or compressed by another compressor",
-        ),
-    }
-    for name, (value, what) in expected.items():
-        if header[name] != value:
-            raise UserError(f"`{path}` {what} ({header[name]}, and here {value}); read its text again with this model")
-    device = _start(cache, model, header)
-    shared, shared_sha256 = _shared(cache)
-    if header["shared"] != shared_sha256:
-        raise UserError(
-            f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the file "
-            f"was written, or read its text again"
-        )
-    _restore(cache, StateReader(tensors, shared, device).read(state))
+        header, state, tensors = _read(path)
+        cache = new_default_cache(model) if empty is None else empty
+        _check(model, cache, "empty")
+        require(_tokens(cache) == 0, "empty", f"{_tokens(cache)} tokens", "a cache that has read nothing")
+        here = _belongs_to(model, cache)
+        for name, what in _OTHERS.items():
+            if header[name] != here[name]:
+                both = f" ({header[name]}, here {here[name]})" if name not in _HASHES else ""
+                raise UserError(f"`{path}` {what}{both}; let this model read its text again")
+        try:
+            _fill(cache, model, path, header, state, tensors)
+        except BaseException:  # an interrupt, too
+            cache.reset()
+            raise
     return cache
 
 
-def _check_kind(cache: LowRankCache) -> None:
-    require(isinstance(cache, LowRankCache), "cache", type(cache).__name__, "a compressed cache")
+def _fill(
+    cache: LowRankCache,
+    model: PreTrainedModel,
+    path: Path,
+    header: Mapping[str, Any],
+    state: str,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    [device] = _devices(model)
+    layers = cache.compressed_layers()
+    shape = header["sequences"], cache.geometry.num_kv_heads, 0, cache.geometry.head_dim
+    none_BG0D = torch.empty(shape, dtype=dtype_named(header["states"]), device=device)
+    for layer in layers:  # as the first tokens let them start
+        layer.lazy_initialization(none_BG0D, none_BG0D)
+    if not agree(header["shared"], marks_of(layers)):
+        raise UserError(
+            f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the file "
+            f"was written, or let it read the text again"
+        )
+    try:
+        _restore(cache, StateReader(tensors, objects_shared(layers), device).read(_unpacked(state)))
+        found = _tokens(cache), len(layers[0].sequences)
+    except _MISREAD as error:
+        raise UserError(f"`{path}` is damaged ({type(error).__name__}: {error}); save the cache again") from error
+    if found != (header["tokens"], header["sequences"]):
+        raise UserError(f"`{path}` is damaged: it holds {found}, tokens and sequences; save the cache again")
+
+
+def _check(model: PreTrainedModel, cache: LowRankCache, name: str) -> None:
+    """Raise :class:`UserError` for a cache, the argument of this name, that is not of this model or is not saved."""
+    require(isinstance(cache, LowRankCache), name, type(cache).__name__, "a compressed cache")
     if any(layer.saved is None for layer in cache.compressed_layers()):
         raise UserError(
             f"a {type(cache).__name__} is not saved; save one as `generate()` of the model fills it by itself"
         )
-
-
-def _kind_of(cache: LowRankCache) -> str:
-    return f"{type(cache).__module__}.{type(cache).__qualname__}"
-
-
-def _check_own(model: PreTrainedModel, cache: LowRankCache) -> None:
-    for layer, module in zip(cache.compressed_layers(), _modules(model, cache), strict=True):
-        layer.check_owner(getattr(module, PREPARED).identity)
-
-
-def _modules(model: PreTrainedModel, cache: LowRankCache) -> list[nn.Module]:
+    geometry_of(model).check_equal(cache.geometry, f"`{name}`")
+    if not is_prepared(model):
+        raise UserError("`model` is not compressed, as the cache's is; call lowrank_kv.compress(model, …) first")
     modules = attention_modules(model)
-    return [modules[index] for index in cache.geometry.layers]
+    for index, layer in zip(cache.geometry.layers, cache.compressed_layers(), strict=True):
+        layer.check_owner(getattr(modules[index], PREPARED).identity)
+    devices = sorted(map(str, _devices(model)))
+    require(len(devices) == 1, "model", ", ".join(devices), "on one device, to save or load a cache")
 
 
-def _start(cache: LowRankCache, model: PreTrainedModel, header: Mapping[str, Any]) -> torch.device:
-    """Let the layers of an empty cache have sequences, as the first tokens do, and return where these are."""
-    devices = [next(module.parameters()).device for module in _modules(model, cache)]
-    require(len(set(devices)) == 1, "model", sorted(set(map(str, devices))), "on one device, to read a saved cache")
-    shape = header["sequences"], cache.geometry.num_kv_heads, 0, cache.geometry.head_dim
-    none_BG0D = torch.empty(shape, dtype=dtype_named(header["dtype"]), device=devices[0])
-    for layer in cache.compressed_layers():
-        layer.lazy_initialization(none_BG0D, none_BG0D)
-    return devices[0]
+def _tokens(cache: LowRankCache) -> int:
+    layer = cache.compressed_layers()[0]
+    return layer.get_seq_length() if layer.is_initialized else 0
 
 
-def _shared(cache: LowRankCache) -> tuple[list[Any], str]:
-    """What the sequences of a cache refer to and all caches like it share, in an order that depends on nothing else, and a
-    hash of its content."""
-    writer = StateWriter()
-    said = json.dumps([writer.write(layer.shared_by_sequences()) for layer in cache.compressed_layers()])
-    return writer.visited, _digest(said, writer.tensors)
+def _devices(model: PreTrainedModel) -> set[torch.device]:
+    """Where the attention modules are whose states are compressed."""
+    modules = attention_modules(model)
+    return {device_of_module(modules[index], model) for index in geometry_of(model).layers}
+
+
+def _belongs_to(model: PreTrainedModel, cache: LowRankCache) -> dict[str, Any]:
+    """What a cache is of; a file of another is refused."""
+    versions = {DISTRIBUTION: version_of(DISTRIBUTION)}
+    if any(_native(cache)):
+        versions["transformers"] = transformers.__version__
+    return {
+        "versions": versions,
+        "cache": f"{type(cache).__module__}.{type(cache).__qualname__}",
+        # An attached compressor may be told of there; its settings are compared by themselves.
+        "model": model_input(model, leave_out=["quantization_config"])["sha256"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights_input(model)["sha256"],
+    }
+
+
+def _native(cache: LowRankCache) -> Iterator[CacheLayerMixin]:
+    """The layers of the model's own kinds."""
+    return (layer for layer in cache.layers if layer is not None and not isinstance(layer, CompressedLayer))
 
 
 def _state(cache: LowRankCache) -> dict[str, Any]:
     """All that a cache holds of its tokens; layers of the model's own kinds are taken whole."""
-    layers = [_saved(layer) if isinstance(layer, CompressedLayer) else layer and vars(layer) for layer in cache.layers]
-    return {"layers": layers, "history": cache.history and _saved(cache.history)}
+    return {
+        "compressed": [_saved(layer) for layer in cache.compressed_layers()],
+        "native": [vars(layer) for layer in _native(cache)],
+        "history": None if cache.history is None else _saved(cache.history),
+    }
 
 
 def _saved(part: CompressedLayer | RopeHistory) -> dict[str, Any]:
@@ -184,25 +221,39 @@ def _saved(part: CompressedLayer | RopeHistory) -> dict[str, Any]:
 
 
 def _restore(cache: LowRankCache, state: Mapping[str, Any]) -> None:
-    for part, saved in [*zip(cache.layers, state["layers"], strict=True), (cache.history, state["history"])]:
-        for name, value in (saved or {}).items():
-            setattr(part, name, value)
+    for layer, saved in zip(cache.compressed_layers(), state["compressed"], strict=True):
+        _set(layer, saved)
+    for layer, saved in zip(_native(cache), state["native"], strict=True):
+        if any(callable(getattr(type(layer), name, None)) for name in saved):
+            raise ValueError("attributes that are functions")
+        vars(layer).update(saved)
+    if cache.history is not None:
+        _set(cache.history, state["history"])
 
 
-def _digest(said: str, tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256(said.encode())
+def _set(part: CompressedLayer | RopeHistory, saved: Mapping[str, Any]) -> None:
+    for name in part.saved:
+        setattr(part, name, saved[name])
+
+
+def _digest(header: Mapping[str, Any], state: str, tensors: Mapping[str, Tensor]) -> str:
+    said = {name: value for name, value in header.items() if name != "sha256"}
+    found = hashlib.sha256(f"{json.dumps(said, sort_keys=True)}\0{state}".encode())
     for name, tensor in tensors.items():
         found.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         found.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
-    """Header, state and tensors of a file. Raises :class:`UserError` where it is not whole."""
+def _read(path: Path) -> tuple[dict[str, Any], str, dict[str, Tensor]]:
+    """Header, state and tensors of a file. Raises :class:`UserError` where there is none, or it is not whole."""
+    if not path.is_file():
+        raise UserError(f"`{path}` is no file; give the name that `lowrank_kv.save_cache` wrote to")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            # Copies: the file may be overwritten while its tokens are used.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no dict)
     except (OSError, SafetensorError) as error:
         raise UserError(f"`{path}` cannot be read ({error}); save the cache again") from error
     if metadata.get("format") != FORMAT:
@@ -212,10 +263,11 @@ def _read(path: Path) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
         in_order = {str(number): tensors[str(number)] for number in range(len(tensors))}
     except (KeyError, json.JSONDecodeError) as error:
         raise UserError(f"`{path}` is damaged ({error}); save the cache again") from error
+    require(isinstance(header, dict), f"header of {path}", header, "a JSON object")
     check_entries(header, _HEADER, path)
-    if header["sha256"] != _digest(state, in_order):
+    if header["sha256"] != _digest(header, state, in_order):
         raise UserError(f"`{path}` is damaged: its SHA-256 is not the recorded one; save the cache again")
-    return header, _unpacked(state), tensors
+    return header, state, tensors
 
 
 def _packed(value: Any) -> str:

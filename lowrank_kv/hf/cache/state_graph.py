@@ -1,8 +1,8 @@
-"""Objects that hold a cache's tokens as JSON and tensors, and back, without running anything that a file says.
+"""Objects that hold a cache's tokens as JSON and tensors, and back.
 
 Such objects refer to one another, and to what all caches of a configuration share: bases, plans, settings. These are written
 as numbers, and read as the reader's own. Only classes of this project and of transformers' caches are read back, by setting
-their attributes; nothing is called but their `__new__`.
+their attributes.
 """
 
 import copyreg
@@ -20,7 +20,8 @@ from lowrank_kv.utils.errors import UserError
 
 _MODULES = ("lowrank_kv.", "ojakv.", "dynakv.", "transformers.cache_utils.")
 _PLAIN = (bool, int, float, str, type(None))
-_SEQUENCES = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
+_SEQUENCES = {"tuple": tuple, "list": list}
+_ADDRESSES = "native_view"  # attribute: what compiled code has worked out about the tensors beside it
 
 
 class StateWriter:
@@ -28,15 +29,17 @@ class StateWriter:
 
     Args:
         shared: what is written as its place here.
+        repeats: write such an object again wherever it stands, so that a copy of it makes no difference.
 
     Attributes:
-        tensors: name → tensor, contiguous, no two in the same memory.
+        tensors: name → tensor, contiguous; without repeats no two are in the same memory.
         visited: every object and tensor that was written, in order.
     """
 
-    def __init__(self, shared: Sequence[Any] = ()):
+    def __init__(self, shared: Sequence[Any] = (), *, repeats: bool = False):
         self.tensors: dict[str, Tensor] = {}
         self.visited: list[Any] = []
+        self._repeats = repeats
         self._shared = {id(each): place for place, each in enumerate(shared)}
         self._places: dict[int, int] = {}  # in `visited`, by identity
         self._memory: set[int] = set()
@@ -64,14 +67,14 @@ class StateWriter:
             return {"count": value.value}
         if id(value) in self._shared:
             return {"shared": self._shared[id(value)]}
-        if id(value) in self._places:
+        if id(value) in self._places and not self._repeats:
             return {"same": self._places[id(value)]}
         if isinstance(value, Tensor):
             self._visit(value)
             return self._tensor(value)
         name = _name_of(type(value))
         make, arguments, *rest = value.__reduce_ex__(2)
-        if make is type(None):  # addresses, which whoever has them works out again
+        if make is type(None):  # addresses
             return None
         self._visit(value)
         if isinstance(value, GrowingRows):  # without room to grow
@@ -87,7 +90,7 @@ class StateWriter:
         is_by_columns = tensor.dim() > 1 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
         kept = tensor.mT if is_by_columns else tensor.contiguous()
         memory = kept.untyped_storage().data_ptr()
-        if memory in self._memory or kept.untyped_storage().nbytes() != kept.nbytes:
+        if not self._repeats and (memory in self._memory or kept.untyped_storage().nbytes() != kept.nbytes):
             kept = kept.clone()
         self._memory.add(memory)
         self.tensors[name] = kept
@@ -95,12 +98,10 @@ class StateWriter:
 
     def _content(self, kind: type, make: Any, arguments: tuple, state: dict[str, Any] | None = None, *more: Any) -> Any:
         """What an object holds, by what its `__reduce_ex__` says of it."""
-        if make is kind and not arguments:
-            return {}
         if make is not copyreg.__newobj__ or arguments[0] is not kind or any(more):
             raise UserError(f"a cache cannot be saved with a {kind.__module__}.{kind.__qualname__} in it")
         # What was worked out on the way is worked out again.
-        kept = {name: each for name, each in (state or {}).items() if not _is_cached(kind, name)}
+        kept = {name: each for name, each in (state or {}).items() if not _is_worked_out(kind, name)}
         return {
             "items": [self.write(each) for each in arguments[1:]],  # of a named tuple
             "state": [[name, self.write(each)] for name, each in kept.items()],
@@ -156,18 +157,15 @@ class StateReader:
     def _object(self, value: dict[str, Any]) -> Any:
         kind, place = _class_named(value["class"]), len(self._visited)
         self._visited.append(None)
-        if "state" not in value:
-            self._visited[place] = kind()
-            return self._visited[place]
         self._visited[place] = found = kind.__new__(kind, *(self.read(each) for each in value["items"]))
         for name, each in value["state"]:
-            found.__dict__[name] = self.read(each)
+            found.__dict__[name] = None if name == _ADDRESSES else self.read(each)
         if isinstance(found, GrowingRows):
             _check_rows(found)
         return found
 
 
-def _is_cached(kind: type, name: str) -> bool:
+def _is_worked_out(kind: type, name: str) -> bool:
     return isinstance(getattr(kind, name, None), functools.cached_property)
 
 

@@ -76,7 +76,8 @@ class WindowedLayer(SequenceLayer):
         super().start()
 
     def shared_by_sequences(self) -> list[Any]:
-        return [self.config, self.schedule, *self.plan.pair(self.index, self.device)]
+        pair = self.plan.pair(self.index, self.device)
+        return [self.config, self.schedule, *pair, *(initial.coef_scale for initial in pair)]
 
     def new_sequence(self) -> WindowedSequence:
         key, value = self.plan.pair(self.index, self.device)

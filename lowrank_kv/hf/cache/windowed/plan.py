@@ -253,4 +253,4 @@ def eviction_parts(kv: tuple[InitialBasis, InitialBasis]) -> int:
 
 def by_columns(matrix_PWR: Tensor) -> Tensor:
     """The same matrix with the numbers of each column side by side, as attention reads a basis at every token."""
-    return matrix_PWR.mT.contiguous().mT
+    return matrix_PWR if matrix_PWR.mT.is_contiguous() else matrix_PWR.mT.contiguous().mT

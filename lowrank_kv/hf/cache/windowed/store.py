@@ -140,7 +140,7 @@ class TokenStore:
         """All tokens but the first are gone: forget what was found in them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_operands": None}
+        return self.__dict__ | {"_operands": None}  # of a copy, too, which makes its own
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -165,5 +165,4 @@ class TokenStore:
     def _clone_with(self, coef: Coefficients) -> "TokenStore":
         twin = copy.copy(self)
         twin.full, twin.coef = self.full.clone(), coef
-        twin.forget_operands()
         return twin

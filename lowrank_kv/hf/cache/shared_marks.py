@@ -1,0 +1,72 @@
+"""By what two caches are known to share bases and settings, which each of two processes has made for itself.
+
+Another number of threads, another processor or another device gives bases that differ in their last digits: those read each
+other's coefficients as well as their own. Where eigenvectors changed their signs or turned among themselves they would read
+other states. So settings, shapes and whole numbers must be equal, and of matrices a few random sums about equal.
+
+Shapes: M rows of a matrix, N of its columns, S sums.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_kv.hf.cache.layer import CompressedLayer
+from lowrank_kv.hf.cache.state_graph import StateWriter
+
+_SUMS = 4
+# A column of a basis of 1,152 with another sign moves a sum by a twentieth; digits that rounding changes, by a millionth.
+_TOLERANCE = 1e-3
+
+
+def objects_shared(layers: Iterable[CompressedLayer]) -> list[Any]:
+    """What the sequences of started layers refer to and all caches like theirs share, in the same order in each."""
+    return [each for layer in layers for each in _written(layer)[0].visited]
+
+
+def marks_of(layers: Iterable[CompressedLayer]) -> dict[str, Any]:
+    """Marks of that, for :func:`agree`, as JSON: `exact`, a hash, and `sums` of each layer."""
+    exact, sums = hashlib.sha256(), []
+    for layer in layers:
+        writer, said = _written(layer)
+        exact.update(json.dumps(said).encode())
+        found_S = torch.zeros(_SUMS + 1, dtype=torch.float64)
+        for place, tensor in enumerate(writer.tensors.values()):
+            exact.update(f"\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            if tensor.is_floating_point():
+                found_S += _sums(tensor, place)
+            else:
+                exact.update(tensor.cpu().flatten().numpy().tobytes())
+        sums.append(found_S.tolist())
+    return {"exact": exact.hexdigest(), "sums": sums}
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the marks are those of the same bases and settings."""
+    if one["exact"] != other["exact"] or len(one["sums"]) != len(other["sums"]):
+        return False
+    pairs = zip(sum(one["sums"], []), sum(other["sums"], []), strict=True)
+    return all(math.isclose(*pair, rel_tol=0, abs_tol=_TOLERANCE) for pair in pairs)
+
+
+def _written(layer: CompressedLayer) -> tuple[StateWriter, Any]:
+    # Each time anew: on another device what was one object may be several.
+    writer = StateWriter(repeats=True)
+    return writer, writer.write(layer.shared_by_sequences())
+
+
+def _sums(tensor: Tensor, place: int) -> Tensor:
+    """Random sums of a tensor's numbers over its norm, and the norm's logarithm, by a sign of the place, (S + 1,) fp64."""
+    generator = torch.Generator().manual_seed(place)
+    matrix_MN = tensor.detach().cpu().double().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    rows_MS, columns_NS = (
+        torch.randn(count, _SUMS, generator=generator, dtype=torch.float64) for count in matrix_MN.shape
+    )
+    norm = float(matrix_MN.norm()) or 1.0
+    sums_S = ((matrix_MN @ columns_NS) * rows_MS).sum(dim=0) / norm
+    return torch.cat([sums_S, torch.tensor([(-1) ** place * math.log(norm)], dtype=torch.float64)])
