@@ -162,6 +162,18 @@ def test_a_file_has_about_the_bytes_of_the_cache_and_no_bases(tmp_path):
     assert len(pickle.dumps(cache)) > 2 * size
 
 
+@torch.no_grad()
+def test_bases_that_no_text_has_moved_are_not_in_a_file(tmp_path):
+    model = tiny_model()
+    config = OjaKVConfig.preset("ojakv-joint", rate=0.4, learning_rate=0, decode_learning_rate=0)
+    plan = make_plan(calibration_of(model), config)
+    cache = OjaKVCache(model, plan)
+    model(random_ids(), past_key_values=cache)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    bases = {tuple(initial.vectors_PWR.mT.shape) for kv in plan.layers.values() for initial in kv}
+    assert not bases & {tuple(tensor.shape) for tensor in load_file(tmp_path / "cache").values()}
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A compressed model, the file of a cache that it filled, and how it was compressed."""
