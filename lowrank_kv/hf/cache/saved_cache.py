@@ -145,12 +145,12 @@ def _fill(
     none_BG0D = torch.empty(shape, dtype=dtype_named(header["states"]), device=device)
     for layer in layers:  # as the first tokens let them start
         layer.lazy_initialization(none_BG0D, none_BG0D)
-    if not agree(header["shared"], marks_of(layers)):
-        raise UserError(
-            f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the file "
-            f"was written, or let it read the text again"
-        )
     try:
+        if not agree(header["shared"], marks_of(layers)):
+            raise UserError(
+                f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the "
+                f"file was written, or let it read the text again"
+            )
         _restore(cache, StateReader(tensors, objects_shared(layers), device).read(_unpacked(state)))
         found = _tokens(cache), len(layers[0].sequences)
     except _MISREAD as error:
