@@ -134,7 +134,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
     gpu = device is not None and device.startswith("cuda") and torch is not None and torch.cuda.is_available()
     libc = " ".join(platform.libc_ver()).strip()
     return {
-        "python": platform.pythonversion_of(),
+        "python": platform.python_version(),
         **{name: version_of(name) for name in ("torch", "transformers", "accelerate")},
         "cpu": _processor(),
         "vector": torch.backends.cpu.get_cpu_capability() if torch is not None else None,
