@@ -22,8 +22,6 @@ from benchmarks.harness import check_close, count, interleaved_ms, write_results
 from lowrank_kv.hf.cache.saved_cache import load_cache, save_cache
 from lowrank_kv.utils import cli
 
-Save, Load = Callable[[PreTrainedModel, Cache, Path], None], Callable[[PreTrainedModel, Path], Cache]
-
 
 def main(argv: list[str]) -> None:
     parser = argument_parser(__doc__)
@@ -32,10 +30,8 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
 
     found = candidates(arguments, arguments.context + 1)
-    for name in (
-        PREALLOCATED,
-        PAGED,
-    ):  # the file of the one would be that of the other uncompressed cache, pages are not saved
+    # The file of the one would be that of the other uncompressed cache; pages are not saved.
+    for name in (PREALLOCATED, PAGED):
         found.pop(name, None)
     text = context_ids(arguments, found[DYNAMIC][0], arguments.context + 1)
     ids, token = text.split([arguments.context, 1], dim=1)
@@ -43,11 +39,10 @@ def main(argv: list[str]) -> None:
         files = {name: Path(directory, name) for name in found}
         read, saved, loaded = {}, {}, {}
         for name, (model, make_cache) in found.items():
-            cache, save, load = prefill(model, ids, make_cache()), save_cache, load_cache
+            cache = prefill(model, ids, make_cache())
+            save, load = save_cache, functools.partial(_load_into, make_cache)
             if name == DYNAMIC:
                 save, load = _save_states, _load_states
-            else:
-                load = functools.partial(_load_into, make_cache)
             save(model, cache, files[name])
             _check(name, model, cache, load(model, files[name]), token)
             read[name] = functools.partial(_read, model, make_cache, ids)

@@ -24,7 +24,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lowrank_kv.hf.attention import PREPARED, is_prepared
 from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.lowrank_cache import LowRankCache
-from lowrank_kv.hf.cache.shared_marks import agree, marks_of, objects_shared
+from lowrank_kv.hf.cache.shared_marks import agree, shared_and_marks
 from lowrank_kv.hf.cache.state_graph import StateReader, StateWriter, dtype_named
 from lowrank_kv.hf.default_cache import new_default_cache
 from lowrank_kv.hf.geometry import attention_modules, device_of_module, geometry_of
@@ -78,12 +78,13 @@ def save_cache(model: PreTrainedModel, cache: LowRankCache, path: str | Path) ->
     layer, tokens = cache.compressed_layers()[0], _tokens(cache)
     require(tokens > 0, "cache", f"{tokens} tokens", "a cache that has read some")
     cache.check_not_cut_short()
-    writer = StateWriter(objects_shared(cache.compressed_layers()))
+    shared, marks = shared_and_marks(cache.compressed_layers())
+    writer = StateWriter(shared)
     state = _packed(writer.write(_state(cache)))
     header = {
         **_belongs_to(model, cache),
         "states": str(layer.dtype).removeprefix("torch."),  # under autocast another dtype than the model's
-        "shared": marks_of(cache.compressed_layers()),
+        "shared": marks,
         "sequences": layer.batch_size,
         "tokens": tokens,
     }
@@ -145,13 +146,14 @@ def _fill(
     none_BG0D = torch.empty(shape, dtype=dtype_named(header["states"]), device=device)
     for layer in layers:  # as the first tokens let them start
         layer.lazy_initialization(none_BG0D, none_BG0D)
+    shared, marks = shared_and_marks(layers)
     try:
-        if not agree(header["shared"], marks_of(layers)):
+        if not agree(header["shared"], marks):
             raise UserError(
                 f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the "
                 f"file was written, or let it read the text again"
             )
-        _restore(cache, StateReader(tensors, objects_shared(layers), device).read(_unpacked(state)))
+        _restore(cache, StateReader(tensors, shared, device).read(_unpacked(state)))
         found = _tokens(cache), len(layers[0].sequences)
     except _MISREAD as error:
         raise UserError(f"`{path}` is damaged ({type(error).__name__}: {error}); save the cache again") from error

@@ -24,17 +24,14 @@ _SUMS = 4
 _TOLERANCE = 1e-3
 
 
-def objects_shared(layers: Iterable[CompressedLayer]) -> list[Any]:
-    """What the sequences of started layers refer to and all caches like theirs share, in the same order in each."""
-    return [each for layer in layers for each in _written(layer)[0].visited]
-
-
-def marks_of(layers: Iterable[CompressedLayer]) -> dict[str, Any]:
-    """Marks of that, for :func:`agree`, as JSON: `exact`, a hash, and `sums` of each layer."""
-    exact, sums = hashlib.sha256(), []
+def shared_and_marks(layers: Iterable[CompressedLayer]) -> tuple[list[Any], dict[str, Any]]:
+    """What the sequences of started layers refer to and all caches like theirs share, in the same order in each, and marks of
+    it for :func:`agree`, as JSON: `exact`, a hash, and `sums` of each layer."""
+    shared, exact, sums = [], hashlib.sha256(), []
     for layer in layers:
-        writer, said = _written(layer)
-        exact.update(json.dumps(said).encode())
+        writer = StateWriter(repeats=True)  # on another device what is one object may be several
+        exact.update(json.dumps(writer.write(layer.shared_by_sequences())).encode())
+        shared += writer.visited
         found_S = torch.zeros(_SUMS + 1, dtype=torch.float64)
         for place, tensor in enumerate(writer.tensors.values()):
             exact.update(f"\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
@@ -43,7 +40,7 @@ def marks_of(layers: Iterable[CompressedLayer]) -> dict[str, Any]:
             else:
                 exact.update(tensor.cpu().flatten().numpy().tobytes())
         sums.append(found_S.tolist())
-    return {"exact": exact.hexdigest(), "sums": sums}
+    return shared, {"exact": exact.hexdigest(), "sums": sums}
 
 
 def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -52,12 +49,6 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return False
     pairs = zip(sum(one["sums"], []), sum(other["sums"], []), strict=True)
     return all(math.isclose(*pair, rel_tol=0, abs_tol=_TOLERANCE) for pair in pairs)
-
-
-def _written(layer: CompressedLayer) -> tuple[StateWriter, Any]:
-    # Each time anew: on another device what was one object may be several.
-    writer = StateWriter(repeats=True)
-    return writer, writer.write(layer.shared_by_sequences())
 
 
 def _sums(tensor: Tensor, place: int) -> Tensor:
