@@ -25,8 +25,8 @@ _TOLERANCE = 1e-3
 
 
 def shared_and_marks(layers: Iterable[CompressedLayer]) -> tuple[list[Any], dict[str, Any]]:
-    """What the sequences of started layers refer to and all caches like theirs share, in the same order in each, and marks of
-    it for :func:`agree`, as JSON: `exact`, a hash, and `sums` of each layer."""
+    """What the sequences of started layers refer to and all caches like theirs share, in the same order in each, and marks
+    of it for :func:`agree`, as JSON: `exact`, a hash, and `sums` of each layer."""
     shared, exact, sums = [], hashlib.sha256(), []
     for layer in layers:
         writer = StateWriter(repeats=True)  # on another device what is one object may be several
