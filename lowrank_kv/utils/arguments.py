@@ -40,12 +40,27 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As `argparse`'s; names it does not know stay as they were typed."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._as_declared(word) for word in words], namespace)
+        words = [self._as_declared(word) for word in (sys.argv[1:] if args is None else args)]
+        self._check_once(words)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise a :class:`UserError` with what `argparse` found wrong."""
         raise UserError(f"{message}; see `{self.prog} --help`")
+
+    def _check_once(self, words: Sequence[str]) -> None:
+        """Refuse an option that is given twice, of which `argparse` would take the last and lose the first."""
+        given: set[str] = set()
+        for word in words:
+            option = word.partition("=")[0]
+            action = self._option_string_actions.get(option)
+            if action is None or isinstance(action, argparse._AppendAction):
+                continue
+            if action.nargs == argparse.REMAINDER:
+                return
+            if action.dest in given:
+                raise UserError(f"`{option}` is given twice; give it once (a list is one value, such as A,B)")
+            given.add(action.dest)
 
     def _as_declared(self, word: str) -> str:
         name, equals, value = word.partition("=")

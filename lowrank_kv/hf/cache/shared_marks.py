@@ -4,9 +4,10 @@ Another number of threads, another processor or another device gives bases that 
 other's coefficients as well as their own. Where eigenvectors changed their signs or turned among themselves they would read
 other states. So settings, shapes and whole numbers must be equal, and of matrices a few random sums about equal.
 
-Shapes: M rows of a matrix, N of its columns, S sums.
+Shapes: K numbers of a matrix that are read, S sums of them.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -20,7 +21,8 @@ from lowrank_kv.hf.cache.layer import CompressedLayer
 from lowrank_kv.hf.cache.state_graph import StateWriter
 
 _SUMS = 4
-# A column of a basis of 1,152 with another sign moves a sum by a twentieth; digits that rounding changes, by a millionth.
+_SAMPLE = 16384  # of a matrix; a column of a basis of 1,152 has about 14 of them
+# Such a column with another sign moves a sum by a twentieth; digits that rounding changes, by a millionth.
 _TOLERANCE = 1e-3
 
 
@@ -52,12 +54,20 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _sums(tensor: Tensor, place: int) -> Tensor:
-    """Random sums of a tensor's numbers over its norm, and the norm's logarithm, by a sign of the place, (S + 1,) fp64."""
-    generator = torch.Generator().manual_seed(place)
-    matrix_MN = tensor.detach().cpu().double().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-    rows_MS, columns_NS = (
-        torch.randn(count, _SUMS, generator=generator, dtype=torch.float64) for count in matrix_MN.shape
+    """Random sums of a sample of a tensor's numbers over its norm, and the norm's logarithm, by a sign of the place,
+    (S + 1,) fp64."""
+    picked_K, weights_SK = _sample(tensor.numel(), place)
+    sample_K = tensor.detach().flatten()[picked_K.to(tensor.device)].cpu().double()
+    norm = float(sample_K.norm()) or 1.0
+    return torch.cat(
+        [weights_SK @ sample_K / norm, torch.tensor([(-1) ** place * math.log(norm)], dtype=torch.float64)]
     )
-    norm = float(matrix_MN.norm()) or 1.0
-    sums_S = ((matrix_MN @ columns_NS) * rows_MS).sum(dim=0) / norm
-    return torch.cat([sums_S, torch.tensor([(-1) ** place * math.log(norm)], dtype=torch.float64)])
+
+
+@functools.lru_cache(maxsize=16)
+def _sample(count: int, place: int) -> tuple[Tensor, Tensor]:
+    """Which of `count` numbers are summed, (K,) int64, and the weights of each sum, (S, K) fp64; everywhere the same."""
+    generator = torch.Generator().manual_seed(place)
+    # At random: numbers at a fixed step can be those of a few columns.
+    picked_K = torch.randint(count, (_SAMPLE,), generator=generator) if count > _SAMPLE else torch.arange(count)
+    return picked_K, torch.randn(_SUMS, len(picked_K), generator=generator, dtype=torch.float64)

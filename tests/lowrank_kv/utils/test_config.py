@@ -149,6 +149,17 @@ def test_what_argparse_refuses_is_one_paragraph(tmp_path):
         parse(tmp_path, "--seed")
 
 
+def test_an_option_that_is_given_twice_is_refused(tmp_path):
+    """The last would count, and the first be lost."""
+    for again in (["--seed", "4"], ["--seed=4"]):
+        with pytest.raises(UserError, match="`--seed` is given twice"):
+            parse(tmp_path, "--seed", "3", *again)
+    with pytest.raises(UserError, match="given twice.*a list is one value"):
+        parse(tmp_path, "--dataset.name", "a.txt", "--dataset.name", "b.txt")
+    with pytest.raises(UserError, match="`--heldout_blocks` is given twice"):
+        parse(tmp_path, "--heldout_blocks", "3", "--heldout-blocks", "4")
+
+
 @pytest.mark.parametrize(
     ("arguments", "source"),
     [
