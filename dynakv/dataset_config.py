@@ -1,8 +1,10 @@
 """The keys of a training run that say what text it reads."""
 
 import math
+from typing import Any
 
 from lowrank_kv.utils.config import configuration, option, require
+from lowrank_kv.utils.paths import name_of
 
 BLOCKS, DOCUMENTS = DIVISIONS = ("blocks", "documents")
 
@@ -66,3 +68,15 @@ class DatasetConfig:
         require(self.shuffle_buffer >= 1, "shuffle_buffer", self.shuffle_buffer, "at least 1")
         require(self.workers >= 0, "workers", self.workers, "zero or positive")
         require(0 <= self.heldout_share < 1, "heldout_share", self.heldout_share, "at least 0 and below 1")
+
+    def records(self) -> list[dict[str, Any]]:
+        """What training reads, as :attr:`lowrank_kv.calibration.known_text.KnownText.record` says it, of each data set."""
+        return [
+            {"text": [name_of(name)], "split": entry_for(self.split, index), "heldout_share": self.heldout_share}
+            for index, name in enumerate(self.name)
+        ]
+
+
+def entry_for(values: list[str] | None, index: int) -> str | None:
+    """The entry for one data set of a list that has one for all or one for each."""
+    return None if values is None else values[index if len(values) > 1 else 0]

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -89,8 +90,16 @@ class Cells:
         """The cell that was measured with exactly these settings; None if it is missing."""
         return self._found.get(_key(of))
 
-    def add(self, of: Mapping[str, Any], cell: Cell) -> None:
-        """Write a cell to the end of the file."""
+    def add(self, of: Mapping[str, Any], cell: Cell, what: str) -> None:
+        """Write a cell to the end of the file.
+
+        Args:
+            what: is measured, for errors.
+
+        Raises:
+            UserError: a figure is no finite number; nothing is written.
+        """
+        _check_finite(cell.score, what)
         line = {"of": dict(of), "score": dataclasses.asdict(cell.score), **dataclasses.asdict(cell.by)}
         append_line(self._path, json.dumps(line, ensure_ascii=False, allow_nan=False))
         self._found[_key(of)] = cell
@@ -109,6 +118,18 @@ class Cells:
                 raise UserError(
                     f"{self._path}: line {number} is damaged ({error}); delete that line, and its cell is measured again"
                 ) from error
+
+
+def _check_finite(score: Any, what: str) -> None:
+    fields = dataclasses.asdict(score)
+    figures = fields | fields.get("values", {})
+    wrong = [name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)]
+    if wrong:
+        whose = "the uncompressed model's own figures" if "full_loss" in wrong else "figures"
+        raise UserError(
+            f"{what}: {whose} are not finite ({', '.join(wrong)}), so that nothing can be said of it; measure in another "
+            f"`dtype`, or leave it out"
+        )
 
 
 def measured_by(cells: Iterable[Cell]) -> list[dict[str, Any]]:

@@ -86,7 +86,12 @@ def compare(config: CompareConfig, output: Path) -> Iterator[MakeRecord]:
     windows = max(1, round(config.windows * config.fraction))
     texts = read_texts(config.texts, tokenizer, config.length, windows, read=config.read)
     calibration, inputs = load_calibration(
-        model, tokenizer, config, read_gradients=config.needs_read_gradients, measured=measured_texts(config.texts)
+        model,
+        tokenizer,
+        config,
+        read_gradients=config.needs_read_gradients,
+        measured=measured_texts(config.texts),
+        needed=config.needs_calibration or config.anatomy,
     )
     methods = methods_of(
         config.methods, model, calibration, prompt=config.prefix or config.length, tokens=config.length

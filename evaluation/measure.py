@@ -55,21 +55,27 @@ def measure_cells(
     found: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
     count = len(methods) * sum(map(len, texts.values()))
     with progress_bar(total=count, unit="cell", desc="comparing") as bar:
-        for methods_now, (label, window_T) in itertools.product(rounds(methods), _by_turns(texts)):
+        for methods_now, (label, number, window_T) in itertools.product(rounds(methods), _by_turns(texts)):
             window = {"window": token_input("text", "window", window_T[None])["sha256"]}
             wanted = [_Wanted.of_method(each, label, found, {**setting, **window}) for each in methods_now]
             missing = [each for each in wanted if cells.get(each.of) is None]
             bar.update(len(wanted) - len(missing))
             if missing:
-                _measure(model, window_T.to(model.device), missing, cells, record, reading, bar)
+                for each, score in _scores(model, window_T.to(model.device), missing, reading, bar):
+                    what = f"`{each.method.label}` on window {number} of `{label}`"
+                    cells.add(each.of, Cell(score, Measurer.of_run(record)), what)
+                    bar.update()  # for each, since a window of many methods takes minutes
             for each in wanted:
                 found[label, each.method.label].append(cells.get(each.of))
             yield found
 
 
-def _by_turns(texts: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """(text, window): the first window of each text, then the second, so that a run that is stopped has some of all."""
-    turns = itertools.zip_longest(*([(label, window_T) for window_T in each_NT] for label, each_NT in texts.items()))
+def _by_turns(texts: Mapping[str, Tensor]) -> list[tuple[str, int, Tensor]]:
+    """(text, number of the window, window): the first window of each text, then the second, so that a run that is stopped
+    has some of all."""
+    turns = itertools.zip_longest(
+        *([(label, *numbered) for numbered in enumerate(each_NT, 1)] for label, each_NT in texts.items())
+    )
     return [each for turn in turns for each in turn if each is not None]
 
 
@@ -102,31 +108,15 @@ class _Wanted(NamedTuple):
         return cls(method, share, setting | method.of | {"bytes": share})
 
 
-def _measure(
-    model: PreTrainedModel,
-    window_T: Tensor,
-    missing: list[_Wanted],
-    cells: Cells,
-    record: Mapping[str, Any],
-    reading: Reading,
-    bar: tqdm,
-) -> None:
-    """Measure the missing cells of a window; the bar counts each, since a window of many methods takes minutes."""
-    full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
-    for wanted, score in _scores(model, window_T, full_SV, missing, reading, bar):
-        cells.add(wanted.of, Cell(score, Measurer.of_run(record)))
-        bar.update()
-
-
 def _scores(
     model: PreTrainedModel,
     window_T: Tensor,
-    full_SV: Tensor,
     missing: list[_Wanted],
     reading: Reading,
     bar: tqdm,
 ) -> Iterator[tuple[_Wanted, WindowScore]]:
     """The score of each: methods that read a prompt exactly read the window together, the others alone."""
+    full_SV = read_uncompressed(model, window_T, prefix=reading.prefix)
     shares = bool(reading.prefix) and can_share(model)
     exact = []
     for wanted in missing:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynakv.checkpoint_files import read_config
 from dynakv.known_texts import known_texts
+from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, load_tokenizer
 from lowrank_kv.utils.config import configuration, option, require
@@ -94,6 +95,11 @@ class MethodsConfig(MeasurementConfig):
         return list(dict.fromkeys(method.checkpoint for method in self.methods if method.checkpoint))
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether one of the methods is made of it."""
+        return any(method.needs for method in self.methods)
+
+    @property
     def needs_read_gradients(self) -> bool:
         """Whether the calibration must say what is read of a compressed cache."""
         return any(READ in method.needs for method in self.methods)
@@ -116,6 +122,7 @@ def load_calibration(
     *,
     read_gradients: bool,
     measured: Iterable[MeasuredText],
+    needed: bool = True,
 ) -> tuple[Calibration | None, list[dict[str, Any]]]:
     """The model's calibration, and what it was made of as inputs of a record; (None, []) where there is neither bases nor
     text. Warns where it, or a checkpoint of `config`, can have read what is measured.
@@ -123,12 +130,15 @@ def load_calibration(
     Args:
         read_gradients: whether it is to say what is read of a compressed cache.
         measured: the texts.
+        needed: whether anything asks for it; a text is calibrated on only then.
     """
     known = list(itertools.chain.from_iterable(map(known_texts, config.checkpoints)))
     calibration, inputs = None, []
     if config.bases is not None:
         calibration = Calibration.load(config.bases).for_model(model)
         inputs = [path_input("bases", config.bases)]
+    elif config.calibration is not None and not needed:
+        print("`calibration` is left out: nothing that is measured needs it")
     elif config.calibration is not None:
         ids_NT = config.calibration.blocks(tokenizer)
         inputs = [token_input("calibration", ",".join(config.calibration.name), ids_NT)]
@@ -136,9 +146,14 @@ def load_calibration(
         calibration = dataclasses.replace(calibration, record=config.calibration.record())
     if calibration is not None:
         known.append(calibration.known_text)
+    warn_of_known(known, measured)
+    return calibration, inputs
+
+
+def warn_of_known(known: Iterable[KnownText], measured: Iterable[MeasuredText]) -> None:
+    """Warn of each measured text that may be among known ones."""
     for read, text in itertools.product(known, measured):
         read.warn_of(text.name, share=text.share, split=text.split)
-    return calibration, inputs
 
 
 def setting_of(record: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dynakv.config import GATE
 from dynakv.training_config import COMPRESSOR, TrainConfig
+from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DEVICE_HELP, DTYPES, check_length, device_of, load_model, load_tokenizer
 from lowrank_kv.utils import run_record
@@ -34,9 +35,9 @@ from ojakv import Calibration
 from .cells import measured_by
 from .compare import new_comparison, rows_of_cells
 from .measure import Reading, measure_cells
-from .measurement import cells_in, identity_of, setting_of
+from .measurement import cells_in, identity_of, setting_of, warn_of_known
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
-from .texts import TextConfig, check_texts, documents_told, read_texts
+from .texts import TextConfig, check_texts, documents_told, measured_texts, read_texts
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.
@@ -89,6 +90,9 @@ class SweepConfig:
         require(bool(self.targets or self.alphas), "targets", self.targets, "given, or `alphas`")
         require(all(0 < rate <= 1 for rate in self.targets), "targets", self.targets, "numbers in (0, 1]")
         require(all(alpha >= 0 for alpha in self.alphas), "alphas", self.alphas, "zero or positive")
+        for key, values in (("targets", self.targets), ("alphas", self.alphas)):
+            names = [f"{value:g}" for value in values]  # of the points' directories
+            require(len(set(names)) == len(names), key, values, "numbers that differ in their first six digits")
         check_texts(self.texts)
         require(self.block_length >= 2, "block_length", self.block_length, "at least 2 tokens")
         require(0 <= self.prefix < self.block_length - 1, "prefix", self.prefix, "below `block_length` by two at least")
@@ -212,7 +216,8 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
     recipe, runs = read_yaml(config.train), points(config, output)
     source = runs[0].run.model
     name, tokenizer = name_of(source), load_tokenizer(source)
-    texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks)
+    texts = read_texts(config.texts, tokenizer, config.block_length, config.blocks, key="block_length")
+    warn_of_known(_known_texts(config, runs), measured_texts(config.texts))
     device = device_of(config.device)
     # Training needs the device, too: the model is there only while it is in use.
     model = load_model(source, dtype=config.dtype, device="cpu")
@@ -242,6 +247,16 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
         record["inputs"].append(path_input("checkpoint", checkpoint) | {"name": point.name})
         path = run_record.write(record, output)
     return record, path
+
+
+def _known_texts(config: SweepConfig, runs: list[Point]) -> list[KnownText]:
+    """What the calibration and the training runs read."""
+    known = [("the calibration", config.calibration.record(), "calibrate", "--calibration.heldout_share")]
+    for point in runs:
+        for record in point.run.dataset.records():
+            if all(record != other for _, other, *_ in known):  # points of one recipe read the same
+                known.append((f"`{point.name}`", record, "train", "--dataset.heldout_share"))
+    return [KnownText(reader=reader, record=record, make=make, share_option=o) for reader, record, make, o in known]
 
 
 def by_points(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Shapes: N windows, T tokens of a window, X tokens of a text.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import configuration, option, require
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import STREAMING_HELP, Blocks, Documents, document_blocks, hold_out, load_documents
+from lowrank_kv.utils.paths import files_of
+from lowrank_kv.utils.text_data import (
+    STREAMING_HELP,
+    Blocks,
+    Documents,
+    check_of_hub,
+    document_blocks,
+    hold_out,
+    load_documents,
+)
 
 from .measurement import MeasuredText
 
@@ -78,13 +86,20 @@ def check_texts(texts: list[TextConfig]) -> None:
 
 
 def read_texts(
-    texts: list[TextConfig], tokenizer: PreTrainedTokenizerBase, length: int, count: int, *, read: int | None = None
+    texts: list[TextConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    *,
+    read: int | None = None,
+    key: str = "length",
 ) -> dict[str, Windows]:
     """Label of each text that is there → `count` windows of `length` tokens.
 
     Args:
         read: the windows are spread evenly over this many of a text's first tokens, which may be of one document; None
             spreads them over all of its documents.
+        key: what a user calls `length`, for errors.
 
     Raises:
         UserError: no text is there, or one is too short.
@@ -95,9 +110,9 @@ def read_texts(
     found = {}
     for text in there:
         if read is None:
-            windows = document_blocks(_documents(text), tokenizer, length, count)
+            windows = document_blocks(_documents(text), tokenizer, length, count, key=key)
         else:
-            first = document_blocks(_documents(text), tokenizer, read, 1)
+            first = document_blocks(_documents(text), tokenizer, read, 1, key="read")
             windows = Blocks(*(windows_of(each_1X[0], length, count) for each_1X in first))
         found[text.label] = Windows.of_blocks(windows)
     return found
@@ -111,6 +126,8 @@ def windows_of(ids_X: Tensor, length: int, count: int) -> Tensor:
 
 
 def _documents(text: TextConfig) -> Documents:
+    for key in ("subset", "split"):
+        check_of_hub(f"texts.{key}", getattr(text, key), [text.name], default="test")
     rows = load_documents(
         text.name, subset=text.subset, split=text.split, text_field=text.text_field, streaming=text.streaming
     )
@@ -125,7 +142,7 @@ def _documents(text: TextConfig) -> Documents:
 
 
 def _is_there(text: TextConfig) -> bool:
-    if text.optional and not Path(text.name).exists():
+    if text.optional and not files_of(text.name):
         print(f"leaving out `{text.label}`: {text.name} is not there")
         return False
     return True

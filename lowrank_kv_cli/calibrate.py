@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     blocks_NT = config.blocks(load_tokenizer(config.model))
     device = device_of(config.device)
     model = load_model(config.model, dtype=dtype_for(config.dtype, device), device=device)
-    check_length(model, min(config.length, config.tokens), "length")
+    check_length(model, config.block_length, "length")
     calibration = Calibration.from_text(
         model,
         blocks_NT,

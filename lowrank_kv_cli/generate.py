@@ -76,7 +76,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--rate", type=float, metavar="R", help="of the preset [default: the preset's own]")
     parser.add_argument("--prompt", required=True, help="text to continue; @FILE reads it from a file")
-    parser.add_argument("--model", metavar="ID", help="base model [default: the one the checkpoint was trained on]")
+    parser.add_argument("--model", metavar="ID", help="base model [default: the one a compressor was trained on]")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="[default %(default)s]")
     parser.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
     parser.add_argument("--temperature", type=float, metavar="T", help=f"of sampling [default {TEMPERATURE}]")
@@ -166,6 +166,10 @@ def load(arguments: argparse.Namespace):
         name = arguments.model or read_config(directory).base_model
         model = dynakv.attach(load_model(name, **loading), directory, **settings)
     else:
+        if arguments.model is not None:
+            raise UserError(
+                f"`--model` is of a compressor alone, and the checkpoint `{directory}` has a whole model; leave it out"
+            )
         name = str(directory)
         # A checkpoint of an uncompressed model is an error there, not a silent full cache.
         model = dynakv.configure(load_model(name, **loading), **settings)

@@ -6,7 +6,7 @@ In each window the methods `--against` make a line: log KL, linear in the bytes 
 by how much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
 (`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method
 `--against` is compared as it is, whatever its bytes. The methods may stand in several records, if these measured the same
-model on the same windows.
+model on the same windows in the same way.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from evaluation.page.alike import check_read_alike
 from lowrank_kv.utils import cli, run_record
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.intervals import clusters_of, interval
@@ -47,11 +48,12 @@ def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, 
 
     Raises:
         UserError: a method is in no record, or was measured on one text in two; the records are of different models or
-            windows, or have no text in common; or a comparison was still running.
+            windows, read them otherwise, or have no text in common; or a comparison was still running.
     """
     windows, documents, measured, known = {}, {}, {}, set()
-    for path in paths:
-        record = run_record.load(path)
+    records = {path: run_record.load(path) for path in paths}
+    check_read_alike(list(records.values()))
+    for path, record in records.items():
         summary = record["summary"]
         if not {"windows", "documents"} <= summary.keys():
             raise UserError(f"{path} holds no windows of a comparison; name a record of `lowrank-kv compare`")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from dynakv.dataset_config import DOCUMENTS, DatasetConfig
+from dynakv.dataset_config import DOCUMENTS, DatasetConfig, entry_for
 from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.known_text import KnownText
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import Documents, document_blocks, hold_out, load_documents
+from lowrank_kv.utils.text_data import Documents, check_of_hub, document_blocks, hold_out, load_documents
 
 from .data import Batch, TrainingBlocks
 
@@ -17,6 +17,8 @@ from .data import Batch, TrainingBlocks
 def training_stream(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingBlocks:
     """The global stream of training blocks, without the documents that are held out."""
     dataset = config.dataset
+    for key in ("subset", "split"):
+        check_of_hub(f"dataset.{key}", getattr(dataset, key), dataset.name)
     sources = [_training_documents(dataset, index) for index in range(len(dataset.name))]
     if dataset.heldout_share:
         sources = [hold_out(rows, dataset.heldout_share)[0] for rows in sources]
@@ -41,6 +43,9 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
     dataset, count = config.dataset, config.heldout_blocks
     if not count:
         return {}
+    if dataset.heldout:
+        check_of_hub("dataset.heldout_subset", dataset.heldout_subset, dataset.heldout)
+        check_of_hub("dataset.heldout_split", dataset.heldout_split, dataset.heldout, default="test")
     documents: dict[str, Documents] = {}
     for label, name in zip(labels_of(dataset.heldout or []), dataset.heldout or [], strict=True):
         if Path(name).is_file() and any(Path(name).samefile(each) for each in dataset.name if Path(each).is_file()):
@@ -77,7 +82,7 @@ def _heldout_batches(
     name: str, rows: Documents, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig, count: int
 ) -> list[Batch]:
     try:
-        blocks = document_blocks(rows, tokenizer, dataset.sequence_length, count)
+        blocks = document_blocks(rows, tokenizer, dataset.sequence_length, count, key="dataset.sequence_length")
     except UserError as error:
         raise UserError(
             f"cannot measure on {name}: {error}, raise `dataset.heldout_share`, or leave it out (`heldout_blocks: 0`)"
@@ -103,8 +108,3 @@ def _training_documents(dataset: DatasetConfig, index: int) -> Documents:
         text_field=entry_for(dataset.text_field, index),
         streaming=dataset.streaming,
     )
-
-
-def entry_for(values: list[str] | None, index: int) -> str | None:
-    """The entry for one data set of a list that has one for all or one for each."""
-    return None if values is None else values[index if len(values) > 1 else 0]

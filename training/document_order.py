@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 from datasets.distributed import split_dataset_by_node
 
-from lowrank_kv.utils.text_data import Documents
+from lowrank_kv.utils.text_data import Documents, texts_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DocumentOrder:
         if isinstance(self.rows, datasets.IterableDataset):
             rows = self.rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
             rows.set_epoch(epoch)
-            return itertools.islice(_texts(rows), document, None)
+            return itertools.islice(texts_in(rows), document, None)
         return (self.rows[index]["text"] for index in self._order(epoch)[document:])
 
     def state(self) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ class SharedDocumentOrder(DocumentOrder):
         if start is not None:
             rows.load_state_dict(start["rows"])
             first = start["first"]
-        texts = _texts(rows)
+        texts = texts_in(rows)
         while True:
             self._chunk = {"epoch": epoch, "first": first, "rows": rows.state_dict()}
             chunk = list(itertools.islice(texts, self.shuffle_buffer))
@@ -93,8 +93,3 @@ class SharedDocumentOrder(DocumentOrder):
             random.Random(f"{self.seed}/{epoch}/{self.share.index}/{first}").shuffle(chunk)
             yield from chunk[max(0, document - first) :]
             first += len(chunk)
-
-
-def _texts(rows: datasets.IterableDataset) -> Iterator[str]:
-    # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
-    return (text for batch in rows.iter(batch_size=1) for text in batch["text"])

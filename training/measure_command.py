@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     name = config.model or saved.base_model
     model = dynakv.attach(load_model(name, dtype=config.dtype, device=config.device), config.checkpoint)
     dynakv.set_exact_tokens(model, saved.compressor.seen_exactly)
-    check_length(model, min(config.length, config.tokens), "length")
+    check_length(model, config.block_length, "length")
     blocks_NT = config.blocks(load_tokenizer(name))
     text = ", ".join(name_of(each) for each in config.name)
     batches = [Batch.from_ids(block_1T, None) for block_1T in blocks_NT.split(1)]

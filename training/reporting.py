@@ -172,9 +172,15 @@ def _forget_rows_after(path: Path, step: int) -> None:
     """Drop rows of steps that a resumed run is about to repeat."""
     if path.exists():
         rows = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        # A process that was killed while it wrote left half a line, of a step that is repeated.
-        complete = [row for row in rows if row.endswith("\n")]
-        write_text(path, "".join(row for row in complete if json.loads(row)["step"] <= step))
+        write_text(path, "".join(row for row in rows if (found := _step_of(row)) is not None and found <= step))
+
+
+def _step_of(row: str) -> int | None:
+    """None of half a line, which a process that was killed while it wrote has left; other lines may follow it."""
+    try:
+        return json.loads(row)["step"] if row.endswith("\n") else None
+    except json.JSONDecodeError:
+        return None
 
 
 def _cell(token: str) -> str:

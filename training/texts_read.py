@@ -6,9 +6,6 @@ from dynakv.checkpoint_files import read_config
 from dynakv.known_texts import texts_read
 from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration import calibration_files
-from lowrank_kv.utils.paths import name_of
-
-from .data_sources import entry_for
 
 
 def texts_of_run(config: TrainConfig) -> list[dict[str, Any]]:
@@ -18,11 +15,7 @@ def texts_of_run(config: TrainConfig) -> list[dict[str, Any]]:
     Raises:
         UserError: its bases or its checkpoint are none.
     """
-    dataset = config.dataset
-    records = [
-        {"text": [name_of(name)], "split": entry_for(dataset.split, index), "heldout_share": dataset.heldout_share}
-        for index, name in enumerate(dataset.name)
-    ]
+    records = config.dataset.records()
     if config.initial_checkpoint is not None:
         return records + texts_read(read_config(config.initial_checkpoint).summary)
     if config.calibration.bases is not None:

@@ -23,6 +23,7 @@ _TARGET = _Condition(
     lambda config: config.rate.target_retain_rate is not None and config.compressor.rank_policy != NESTED,
     "`rate.target_retain_rate` and something that learns what is kept",
 )
+_HELD_OUT = _Condition(lambda config: bool(config.dataset.heldout), "`dataset.heldout`")
 _KEYS = {
     "compressor.threshold": _GATES,
     "compressor.gate_decay": _GATES,
@@ -46,6 +47,10 @@ _KEYS = {
         lambda config: config.trainable != COMPRESSOR, "`trainable: lora` or `trainable: full`"
     ),
     "dataset.shuffle_buffer": _Condition(lambda config: config.dataset.streaming, "`dataset.streaming: true`"),
+    "dataset.heldout_subset": _HELD_OUT,
+    "dataset.heldout_split": _HELD_OUT,
+    "dataset.heldout_text_field": _HELD_OUT,
+    "calibration.start": _Condition(lambda config: config.initial_checkpoint is None, "no `initial_checkpoint`"),
     "calibration.tokens": _Condition(
         lambda config: config.calibration.bases is None and config.initial_checkpoint is None,
         "a run that calibrates, without `calibration.bases` and `initial_checkpoint`",

@@ -1,6 +1,7 @@
 """Whether records of one page measured the same: equal labels stand for equal texts and tasks there."""
 
 import collections
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,30 +9,38 @@ from typing import Any
 from lowrank_kv.utils.errors import UserError
 
 from ..methods import FULL
+from ..tasks.registry import FAMILIES, default_query
 from .points import points_of
 
 _Record = Mapping[str, Any]
 _Found = Sequence[tuple[_Record, Any]]  # records, and what something is in each
+_OF_MEASUREMENTS, _OF_COMPARISONS = ("model", "dtype", "step"), ("prefix", "length")  # keys of how a model reads
 _HASH = 12  # characters of a hash that are told
-_NOT_OF_ITEMS = ("task", "optional", "items")  # keys of a task's configuration that no item depends on
+# Keys of a task's configuration on which no item depends, or by which its items are told apart.
+_NOT_OF_ITEMS = ("task", "optional", "items", "together", "length", "query")
 
 
 def check_alike(records: Sequence[_Record]) -> None:
     """Raise :class:`UserError` where records would be compared that measured other models, windows or items, or read them
     otherwise."""
     comparisons = [record for record in records if points_of([record])]
-    of_key = {"model": records, "dtype": records, "step": records, "prefix": comparisons, "length": comparisons}
-    for key, those in of_key.items():
-        _check_same(
-            f"`{key}`", [(record, config[key]) for record in those if key in (config := record["config"] or {})]
-        )
+    check_read_alike(records, _OF_MEASUREMENTS)
+    check_read_alike(comparisons, _OF_COMPARISONS)
     for role, what in {"model": "the model's configuration", "weights": "the model's weights"}.items():
         inputs = [(record, each) for record in records for each in record["inputs"] if each["role"] == role]
         _check_same(what, [(record, each["sha256"][:_HASH]) for record, each in inputs])
     for text, found in _windows(comparisons).items():
         _check_same(f"the windows of `{text}`", found)
     for task, found in _items(records).items():
-        _check_same(f"the items of `{task}`", found)
+        _check_same(f"the items of {task}", found)
+
+
+def check_read_alike(records: Sequence[_Record], keys: Sequence[str] = (*_OF_MEASUREMENTS, *_OF_COMPARISONS)) -> None:
+    """Raise :class:`UserError` where configurations differ in how a model reads; a record may lack a key."""
+    for key in keys:
+        _check_same(
+            f"`{key}`", [(record, config[key]) for record in records if key in (config := record["config"] or {})]
+        )
 
 
 def _check_same(what: str, found: _Found) -> None:
@@ -39,7 +48,7 @@ def _check_same(what: str, found: _Found) -> None:
     if len(different) > 1:
         told = ", ".join(f"{value!r} in {run_id}" for value, run_id in different.values())
         raise UserError(
-            f"the records differ in {what} ({told}), so that one page cannot compare them; make a page for each"
+            f"the records differ in {what} ({told}), so they cannot be compared; name only records that have it in common"
         )
 
 
@@ -61,9 +70,11 @@ def _items(records: Sequence[_Record]) -> dict[str, _Found]:
     for record in records:
         for row in record["rows"]:
             if row.get("method") == FULL and "items" in row:
-                found[row["dataset"]].append((record, row["items"]))
+                found[f"`{row['dataset']}`"].append((record, row["items"]))
         for entry in (record["config"] or {}).get("tasks") or []:
             settings = {key: value for key, value in entry.items() if key not in _NOT_OF_ITEMS}
-            for task in entry["task"]:
-                found[f"{task}, {settings.get('length')} tokens"].append((record, settings))
+            names = [name for each in entry["task"] for name in FAMILIES.get(each, (each,))]
+            for task, length in itertools.product(names, entry.get("length") or [None]):
+                of = [f"`{task}`", *([f"{length} tokens"] if length else []), entry.get("query") or default_query(task)]
+                found[", ".join(of)].append((record, settings))
     return found

@@ -140,6 +140,7 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
         config,
         read_gradients=config.needs_read_gradients,
         measured=[MeasuredText(file) for each in config.tasks for file in sorted(each.files)],
+        needed=config.needs_calibration,
     )
     inputs += [path_input("checkpoint", directory) for directory in config.checkpoints]
     inputs += [model_input(model), weights_input(model)]
@@ -170,7 +171,8 @@ def run_tasks(config: TasksConfig, output: Path) -> Iterator[MakeRecord]:
                 bar.set_postfix_str(f"{part.task.label}, {label}", refresh=False)
                 scores = _answers(part.task, each.missing, prompts.of(label))
                 for wanted, score in zip(each.missing, scores, strict=True):
-                    cells.add(wanted.of, Cell(score, Measurer.of_run(record)))
+                    what = f"`{label}` on item {wanted.number} of `{part.task.label}`"
+                    cells.add(wanted.of, Cell(score, Measurer.of_run(record)), what)
                 for wanted in each.wanted:
                     progress.add(part.task.label, label, wanted.number, cells.get(wanted.of))
                 if each.missing:

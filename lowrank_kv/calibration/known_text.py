@@ -1,17 +1,19 @@
 """Which texts a calibration or a training has read: what is measured on one of them says nothing of unseen text."""
 
 import dataclasses
+import fnmatch
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_kv.utils.paths import name_of
+from lowrank_kv.utils.paths import files_of, name_of
 from lowrank_kv.utils.text_data import is_hub_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnownText:
-    """The texts of one calibration or training. They are compared with others by their names.
+    """The texts of one calibration or training. They are compared with others by their names, a pattern by those of the
+    files that it stands for.
 
     Attributes:
         reader: what was made of them, for warnings.
@@ -38,7 +40,8 @@ class KnownText:
         left_out = self.record.get("heldout_share") or 0.0
         # Only data sets of the hub have splits.
         is_another = split is not None and is_hub_id(name) and (self.record.get("split") or split) != split
-        if name_of(name) not in (self.record.get("text") or []) or is_another:
+        read = self.record.get("text") or []
+        if is_another or not any(fnmatch.fnmatchcase(each, known) for each in _names_of(name) for known in read):
             return
         if not share:
             warnings.warn(
@@ -50,3 +53,8 @@ class KnownText:
                 f"it, so that some of these documents were read; {self.make} with `{self.share_option} {share:g}`",
                 stacklevel=3,
             )
+
+
+def _names_of(name: str) -> list[str]:
+    """A text's name, as records have it, and those of the files of a pattern."""
+    return [name_of(each) for each in (name, *files_of(name))]

@@ -178,6 +178,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read the configuration `{path}`: {error.strerror}; check --config") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the configuration `{path}` is not UTF-8 text: {error.reason}; convert it") from error
     values = _yaml(text, f"`{path}` is not valid YAML")
     if not isinstance(values, dict):
         raise UserError(f"`{path}` must hold keys and values, got {type(values).__name__}")

@@ -3,12 +3,14 @@
 import getpass
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ RUN_FILE = "run.json"
 _CHUNK = 1 << 20
 _HASHED_NUMBERS = 1 << 14  # about, of each of a model's tensors
 _PATH = re.compile(r"(?<![\w.\-/\\}])(?:~\w*|\.\.|[A-Za-z]:)?[/\\](?=[\w.~$/\\])[^\s,;=:'\"\[\](){}]*")
+_ADDRESS = re.compile(r"\b(?!file:)[A-Za-z][\w+.\-]+://[^\s,'\"]*")
 _NOT_OF_MODEL = {"_name_or_path", "transformers_version", "dtype"}
 _NOT_SOURCES = (":(exclude)results", ":(exclude)docs", ":(exclude)*.md")
 
@@ -148,8 +151,9 @@ def environment(device: str | None = None) -> dict[str, Any]:
 def without_paths(value: Any) -> Any:
     """The value with every path that belongs to this machine cut to its last part, in mappings and lists, too.
 
-    A path relative to the working directory stays, unless a part of it is the user's name. What JSON has no word for
-    becomes its nearest: a path its name, a tuple a list.
+    A path relative to the working directory stays, unless a part of it is the user's name, and so does an address
+    (``https://…``), without a user, a password or a query, which may let others in. What JSON has no word for becomes its
+    nearest: a path its name, a tuple a list.
     """
     if isinstance(value, Mapping):
         return {str(without_paths(key)): without_paths(each) for key, each in value.items()}
@@ -159,8 +163,19 @@ def without_paths(value: Any) -> Any:
         return without_paths(str(value))
     if not isinstance(value, str):
         return value
-    value = _PATH.sub(lambda match: _last_part(match.group()), value)
-    return _last_part(value) if _user() in re.split(r"[/\\]", value)[:-1] else value
+    addresses = [_without_secrets(address) for address in _ADDRESS.findall(value)]
+    texts = [_of_any_machine(text) for text in _ADDRESS.split(value)]
+    return "".join(itertools.chain.from_iterable(itertools.zip_longest(texts, addresses, fillvalue="")))
+
+
+def _without_secrets(address: str) -> str:
+    found = urllib.parse.urlsplit(address)
+    return f"{found.scheme}://{found.netloc.rpartition('@')[2]}{found.path}"
+
+
+def _of_any_machine(text: str) -> str:
+    text = _PATH.sub(lambda match: _last_part(match.group()), text)
+    return _last_part(text) if _user() in re.split(r"[/\\]", text)[:-1] else text
 
 
 def command(argv: list[str] | None = None) -> list[str]:

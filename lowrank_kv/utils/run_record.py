@@ -153,7 +153,7 @@ def load(path: str | Path) -> dict[str, Any]:
     name = f"{path.absolute().parent.name}/{path.name}"  # from within its directory a record is named without it
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RecordError(f"{path}: there is no such record; runs keep theirs as `quality/RUN.json`") from error
     except IsADirectoryError as error:
         raise RecordError(f"{path}: is a directory, and a record is a file; name one, as `quality/RUN.json`") from error

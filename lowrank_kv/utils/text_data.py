@@ -4,11 +4,15 @@ Shapes: N blocks, T tokens of a block, X tokens of a text.
 """
 
 import bisect
+import contextlib
 import functools
 import glob
 import hashlib
 import itertools
+import lzma
 import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -69,7 +73,8 @@ def load_documents(
             f"the data file `{name}` is of no known kind; give it its own of the endings {', '.join(_FORMATS)}, "
             f"or one of these and {', '.join(_PACKED)}"
         )
-    try:
+    remedy = "mend the file" if format is not None else "give `subset` where it has several"
+    with _readable(f"load the data set `{name}`", remedy):
         if format is None:
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         else:
@@ -77,36 +82,78 @@ def load_documents(
                 raise UserError(f"the data file `{name}` does not exist; check `{key}`")
             options = {"sample_by": "document"} if format == "text" else {}
             files = glob.escape(name) if Path(name).exists() else name
-            rows = datasets.load_dataset(format, data_files=files, split="train", streaming=streaming, **options)
+            try:
+                rows = datasets.load_dataset(format, data_files=files, split="train", streaming=streaming, **options)
+            except StopIteration:  # how datasets ends on an empty file of JSON
+                raise UserError(f"the data set `{name}` is empty: it has no rows") from None
         first = next(iter(rows), None)
-    except StopIteration:  # how datasets ends on an empty file of JSON
-        raise UserError(f"the data set `{name}` is empty: it has no rows") from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
-        if isinstance(error, UserError):
-            raise
-        # What went wrong is said by what datasets' own exception came from.
-        why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        remedy = "; mend the file" if format is not None else "; give `subset` where it has several"
-        raise UserError(f"cannot load the data set `{name}`: {' '.join(why.split())[:300]}{remedy}") from error
-    if first is not None and text_field not in first:
-        raise UserError(
-            f"the data set `{name}` has no column `{text_field}`, only {', '.join(first)}; set `text_field`"
-        )
-    if first is not None and not isinstance(first[text_field], str | None):
-        kind = type(first[text_field]).__name__
-        raise UserError(f"column `{text_field}` of the data set `{name}` holds {kind}, not text; set `text_field`")
-    if first is not None:
-        has_text = functools.partial(_has_text, name=name, column=text_field)
-        rows = rows.select_columns([text_field]).filter(has_text, input_columns=text_field, with_indices=True)
-        first = next(iter(rows), None)
+        if first is not None:
+            _check_column(first, text_field, name)
+            has_text = functools.partial(_has_text, name=name, column=text_field)
+            rows = rows.select_columns([text_field]).filter(has_text, input_columns=text_field, with_indices=True)
+            first = next(iter(rows), None)
     if first is None:
         raise UserError(f"the data set `{name}` is empty: no row has text in `{text_field}`")
+    rows.info.description = f"the data set `{name}`"  # for errors of what is read later
     return rows.rename_column(text_field, "text") if text_field != "text" else rows
+
+
+def texts_in(rows: Documents) -> Iterator[str]:
+    """The documents' texts, in order.
+
+    Raises:
+        UserError: a file that is read while iterating (`streaming`) is damaged.
+    """
+    # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
+    batches = rows.iter(batch_size=1)
+    while True:
+        with _readable(f"read {rows.info.description}", "mend the file, or start again where a connection broke"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield from batch["text"]
+
+
+@contextlib.contextmanager
+def _readable(what: str, remedy: str) -> Iterator[None]:
+    """Turn what a damaged file or a missing data set raises into a :class:`UserError`."""
+    import datasets
+    import zstandard
+
+    of_packed = (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, *of_packed, datasets.exceptions.DatasetGenerationError) as error:
+        # What went wrong is said by what datasets' own exception came from.
+        why = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise UserError(f"cannot {what}: {' '.join(why.split())[:300]}; {remedy}") from error
+
+
+def _check_column(row: Mapping[str, Any], column: str, name: str) -> None:
+    if column not in row:
+        raise UserError(f"the data set `{name}` has no column `{column}`, only {', '.join(row)}; set `text_field`")
+    if not isinstance(row[column], str | None):
+        kind = type(row[column]).__name__
+        raise UserError(f"column `{column}` of the data set `{name}` holds {kind}, not text; set `text_field`")
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a data set's name is none of a file, of a pattern or of an address."""
     return _format(name) is None and "://" not in name and not files_of(name)
+
+
+def check_of_hub(key: str, given: str | Sequence[str] | None, names: Sequence[str], *, default: str = "train") -> None:
+    """Raise :class:`UserError` where a setting of hub data sets is given and none of the names is one's.
+
+    Args:
+        key, given: what it is called, and its value or values.
+        default: what stands there where nothing is given. `train`, as files are called once they are loaded, may, too.
+    """
+    values = [given] if given is None or isinstance(given, str) else given
+    is_used = set(values) <= {None, default, "train"} or any(map(is_hub_id, names))
+    require(is_used, key, given, f"left out of files ({', '.join(names)}), where it changes nothing")
 
 
 def _format(name: str) -> str | None:
@@ -179,23 +226,19 @@ class CalibrationText:
     def record(self) -> dict[str, Any]:
         """What is read, by its names, as a calibration records it."""
         named = {key: getattr(self, key) for key in ("subset", "split", "text_field", "heldout_share")}
-        return {"text": [name_of(name) for name in self.name], **named, "length": self._block_length}
+        return {"text": [name_of(name) for name in self.name], **named, "length": self.block_length}
 
     @property
-    def _block_length(self) -> int:
+    def block_length(self) -> int:
+        """Tokens of a block: `length`, or less, so that `tokens` has room for one of every text."""
         return min(self.length, self.tokens // len(self.name))
 
     def blocks(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """The token ids, (count, T) int64."""
-        length = self._block_length
+        length = self.block_length
         count = self.tokens // len(self.name) // length
-
-        for key, default in (("subset", None), ("split", "train")):
-            given = getattr(self, key)
-            is_used = given == default or any(map(is_hub_id, self.name))
-            require(
-                is_used, key, given, f"left out of files (`name` is {', '.join(self.name)}), where it changes nothing"
-            )
+        for key in ("subset", "split"):
+            check_of_hub(key, getattr(self, key), self.name)
 
         def of(name: str) -> Tensor:
             rows = load_documents(
@@ -247,12 +290,20 @@ def blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, cou
     return document_blocks(rows, tokenizer, length, count).ids_NT
 
 
-def document_blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Blocks:
+def document_blocks(
+    rows: Documents, tokenizer: PreTrainedTokenizerBase, length: int, count: int, *, key: str = "length"
+) -> Blocks:
     """`count` blocks, or as many as there are; no token is in two of them.
 
     They lie at even distances through all documents, so that a few blocks represent all of the text, whatever the order of
     its documents; of documents that are streamed they are the first. Of long texts only the documents around the blocks are
     tokenized, and each block begins a document.
+
+    Args:
+        key: what a user calls `length`, for errors.
+
+    Raises:
+        UserError: the text has not one block.
     """
     from datasets import IterableDataset
 
@@ -265,9 +316,9 @@ def document_blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length:
     limit = count * length if isinstance(rows, IterableDataset) else None
     ids: list[int] = []
     starts: list[int] = []
-    for row in rows:
+    for text in texts_in(rows):
         starts.append(len(ids))
-        ids += tokens_of(row["text"], tokenizer)
+        ids += tokens_of(text, tokenizer)
         if limit is not None and len(ids) >= limit:
             ids = ids[:limit]
             break
@@ -275,7 +326,7 @@ def document_blocks(rows: Documents, tokenizer: PreTrainedTokenizerBase, length:
     if not usable:
         raise UserError(
             f"the text has {len(ids)} tokens, too few for one block of {length}; give more text, or ask for shorter blocks "
-            f"(`length`, of training `dataset.sequence_length`)"
+            f"by `{key}`"
         )
     picked = torch.linspace(0, usable - 1, min(count, usable)).round().long()
     return Blocks(*(of[picked] for of in _cut(ids, starts, length)))

@@ -17,7 +17,7 @@ LATER = dataclasses.replace(BY, run_id="later", dirty=True)
 def written(directory):
     cells = Cells(directory)
     for window in "ab":
-        cells.add({"method": "m", "window": window}, Cell(SCORE, BY))
+        cells.add({"method": "m", "window": window}, Cell(SCORE, BY), "m")
     return cells
 
 
@@ -38,7 +38,7 @@ def test_a_line_that_was_cut_short_is_measured_again_and_the_others_stay(tmp_pat
         path.write_bytes(content[:-cut])
         cells = Cells(tmp_path)
         assert len(cells) == 1
-        cells.add({"method": "m", "window": "b"}, Cell(dataclasses.replace(SCORE, kl=0.2), LATER))
+        cells.add({"method": "m", "window": "b"}, Cell(dataclasses.replace(SCORE, kl=0.2), LATER), "m")
         assert Cells(tmp_path).get({"method": "m", "window": "b"}).score.kl == 0.2
         assert Cells(tmp_path).get({"method": "m", "window": "a"}).score.kl == 0.1
 
@@ -46,7 +46,7 @@ def test_a_line_that_was_cut_short_is_measured_again_and_the_others_stay(tmp_pat
 def test_each_cell_says_what_measured_it(tmp_path):
     """Also one of an earlier version, which knew less."""
     cells = written(tmp_path)
-    cells.add({"method": "m", "window": "c"}, Cell(SCORE, LATER))
+    cells.add({"method": "m", "window": "c"}, Cell(SCORE, LATER), "m")
     path = tmp_path / CELLS
     earlier = {"of": {"method": "m", "window": "d"}, "score": dataclasses.asdict(SCORE), "run_id": "old", "commit": "c"}
     path.write_text(path.read_text() + json.dumps(earlier) + "\n")
@@ -55,6 +55,21 @@ def test_each_cell_says_what_measured_it(tmp_path):
         {**dataclasses.asdict(LATER), "cells": 1},
         {"run_id": "old", "commit": "c", "dirty": None, "torch": None, "processor": None, "cells": 1},
     ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kl": float("nan"), "loss": float("inf")}, r"`m` on window 3: figures are not finite \(loss, kl\)"),
+        ({"full_loss": float("nan")}, r"`m` on window 3: the uncompressed model's own figures .*another `dtype`"),
+    ],
+)
+def test_what_is_not_finite_is_said_and_not_written(tmp_path, changed, message):
+    cells = written(tmp_path)
+    content = (tmp_path / CELLS).read_bytes()
+    with pytest.raises(UserError, match=message):
+        cells.add({"window": "d"}, Cell(dataclasses.replace(SCORE, **changed), BY), "`m` on window 3")
+    assert (tmp_path / CELLS).read_bytes() == content
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"no json", b'{"of": {}, "score": {"loss": 1}, "run_id": "", "commit": ""}'])

@@ -305,6 +305,19 @@ def test_equal_tasks_of_other_items_are_not_shown_side_by_side(record):
             page([first, measured("20991230T000000-abcdef", **changed)])
 
 
+def test_one_task_is_shown_with_and_without_its_question_and_under_any_name_of_a_row(record):
+    def measured(*tasks, run_id="20991231T000000-abcdef"):
+        rows = [{"method": "full", "dataset": "niah", "rate": 1.0, "score": 50.0, "items": 20, "of_full": 100.0}]
+        return {**record, "run_id": run_id, "config": {"model": "tiny", "tasks": tasks}, "rows": rows}
+
+    agnostic = {"task": ["niah_single_1"], "length": [1024, 2048], "seed": 42, "query": None, "together": "ruler"}
+    aware = {**agnostic, "query": "aware", "seed": 7, "together": None}
+    alike = {**agnostic, "task": ["ruler"], "query": "agnostic", "length": [2048], "together": None}
+    page([measured(agnostic, aware), measured(alike, run_id="20991230T000000-abcdef")])
+    with pytest.raises(UserError, match="the items of `niah_single_1`, 2048 tokens, agnostic"):
+        page([measured(agnostic, aware), measured({**alike, "seed": 7}, run_id="20991230T000000-abcdef")])
+
+
 def test_records_without_a_configuration_are_shown_or_refused(record):
     assert "learned" in page([{**record, "config": None}])
     with pytest.raises(UserError, match="none of the records compares methods"):

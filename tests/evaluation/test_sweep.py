@@ -191,7 +191,7 @@ def test_a_sweep_knows_what_its_calibration_must_have(sweep_of):
         return [key for key, needed in found.items() if needed]
 
     plain = Variant(label="plain")
-    weighted = Variant(label="weighted", arguments=["--calibration.start=pca", "--calibration.start", "gradient"])
+    weighted = Variant(label="weighted", arguments=["--calibration.start=gradient"])
     unweighted = Variant(label="unweighted", arguments=["--calibration.start", "pca"])
     gated = Variant(label="gated", arguments=["--compressor.rank_policy", "gate"])
     orthogonal = Variant(label="orthogonal", arguments=["--compressor.decoder", "orthogonal"])

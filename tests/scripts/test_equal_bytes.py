@@ -62,14 +62,21 @@ def test_a_record_of_a_comparison_that_still_runs_is_refused():
         check_whole(WINDOWS, {"novels": [0, 1, 1]}, "record.json")
 
 
-def written(directory: Path, methods: dict[str, list[dict]], *, text: str = "a" * 64, weights: str = "b" * 64) -> Path:
+def written(
+    directory: Path,
+    methods: dict[str, list[dict]],
+    *,
+    text: str = "a" * 64,
+    weights: str = "b" * 64,
+    prefix: int = 1024,
+) -> Path:
     """A record of a comparison on one text."""
     inputs = [
         {"role": "weights", "name": "model", "sha256": weights, "run_id": None},
         {"role": "text", "name": "novels", "sha256": text, "run_id": None},
     ]
     record = run_record.new_record(
-        "quality", config={"of": sorted(methods)}, inputs=inputs, n={"windows": 2}, device="cpu"
+        "quality", config={"of": sorted(methods), "prefix": prefix}, inputs=inputs, n={"windows": 2}, device="cpu"
     )
     record["rows"] = [{"method": method, "dataset": "novels"} for method in methods]
     told_of = [{"method": method, "dataset": "novels", "windows": each} for method, each in methods.items()]
@@ -93,6 +100,14 @@ def test_methods_of_two_records_are_compared(tmp_path, capsys):
 def test_records_of_different_windows_or_models_are_refused(tmp_path, changed, message):
     paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"other": OTHER}, **{changed: "c" * 64})
     with pytest.raises(UserError, match=message):
+        windows_of(paths, ["small", "other"])
+
+
+def test_records_that_were_read_otherwise_are_refused(tmp_path):
+    paths = written(tmp_path, {"small": SMALL}), written(tmp_path, {"other": OTHER}, prefix=0)
+    with pytest.raises(
+        UserError, match=r"the records differ in `prefix` \(1024 in .*, 0 in .*\), so they cannot be compared"
+    ):
         windows_of(paths, ["small", "other"])
 
 

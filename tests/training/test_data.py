@@ -17,11 +17,14 @@ from training_blocks import LENGTH, first_batches, load
 
 import dynakv
 from dynakv import DynaKVConfig
+from dynakv.training_config import TrainConfig
 from evaluation.texts import TextConfig, read_texts
 from lowrank_kv.utils import text_data
+from lowrank_kv.utils.config import build
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText, blocks, document_blocks, hold_out, tokens_of
 from training.data import Batch, TrainingBlocks
+from training.data_sources import heldout_blocks, training_stream
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +215,48 @@ def test_files_of_every_kind_are_read(tmp_path):
     assert [row["text"] for row in load(tmp_path / "book.txt")] == ["one\n\ntwo\n"]
     (tmp_path / "plain-2.jsonl").write_text(lines)
     assert len(load(tmp_path / "plain*.jsonl", text_field="body")) == 4
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_files_are_named(tmp_path, streaming):
+    """Also those that are found to be so only when they are read on."""
+    lines = "".join(json.dumps({"text": f"line {i} " * 40}) + "\n" for i in range(3000)).encode()
+    damaged = {
+        "short.jsonl.gz": gzip.compress(lines)[:-2000],
+        "short.jsonl.xz": lzma.compress(lines)[:-300],
+        "plain.jsonl.xz": lines,
+        "plain.jsonl.zst": lines,
+        "latin.jsonl": lines + '{"text": "caf\xe9"}\n'.encode("latin-1"),
+        "open.jsonl": lines * 30 + b'{"text": "x"\n',
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"cannot (load|read) the data set `.*{name}`: .*; mend the file"):
+            document_blocks(hold_out(load(tmp_path / name, streaming=streaming), 0.1)[1], byte_tokenizer(), 10**7, 1)
+
+
+def test_settings_of_hub_data_sets_are_refused_with_files(texts, tmp_path):
+    path = str(texts / "a.jsonl")
+    for key, value in (("split", "validation"), ("subset", "en")):
+        with pytest.raises(UserError, match=f"`texts.{key}` must be left out of files .*a.jsonl"):
+            read_texts([TextConfig(label="a", name=path, **{key: value})], byte_tokenizer(), 16, 1)
+        with pytest.raises(UserError, match=f"`{key}` must be left out of files"):
+            CalibrationText(name=[path], tokens=16, **{key: value}).blocks(byte_tokenizer())
+    config = build(TrainConfig, {"model": "m", "output": str(tmp_path), "dataset": {"name": path, "split": "test"}})
+    with pytest.raises(UserError, match="`dataset.split` must be left out of files"):
+        training_stream(config, byte_tokenizer())
+    heldout = {"name": path, "heldout": path, "heldout_subset": "en"}
+    with pytest.raises(UserError, match="`dataset.heldout_subset` must be left out of files"):
+        heldout_blocks(
+            build(TrainConfig, {"model": "m", "output": str(tmp_path), "dataset": heldout}), byte_tokenizer()
+        )
+
+
+def test_an_optional_text_may_be_a_pattern(texts, capsys):
+    found = [TextConfig(label="all", name=str(texts / "*.jsonl"), optional=True)]
+    none = TextConfig(label="none", name=str(texts / "*.txt"), optional=True)
+    assert list(read_texts([*found, none], byte_tokenizer(), 16, 1)) == ["all"]
+    assert "leaving out `none`" in capsys.readouterr().out
 
 
 def test_blocks_of_a_stream_are_its_first(texts):

@@ -152,6 +152,10 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
         ("configs/compare-demo.yaml", "configs/compare-demo.yaml"),
         ("a / b", "a / b"),
+        ("https://host.org/texts/a.jsonl.gz", "https://host.org/texts/a.jsonl.gz"),
+        ("hf://datasets/org/name/a.parquet,/data/b.txt", "hf://datasets/org/name/a.parquet,b.txt"),
+        ("--name=https://me:secret@host.org:80/a?token=secret", "--name=https://host.org:80/a"),
+        ("file:///data/me/a.txt", "file:a.txt"),
     ],
 )
 def test_paths_of_the_machine_are_cut_to_names(text, expected):
@@ -161,6 +165,7 @@ def test_paths_of_the_machine_are_cut_to_names(text, expected):
 def test_the_users_name_does_not_appear(monkeypatch):
     monkeypatch.setattr(provenance.getpass, "getuser", lambda: "alice")
     assert provenance.without_paths("runs/alice/checkpoint") == "checkpoint"
+    assert provenance.without_paths("https://host.org/alice/a") == "https://host.org/alice/a"
 
 
 def test_written_records_hold_no_path(tmp_path):
