@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def _comparison(points: Sequence[Point]) -> dict[str, Any]:
         "legend": [(family, Markup(drawn)) for family, drawn in fronts.legend(points)],
         "rows": _leaderboard(points, datasets, colours),
         "datasets": datasets,
-        "best": _best(means or points),
+        "best": _best(means if len(datasets) > 1 else points),
         "scored": {name: int(min(point.values.get("scored", 0) for point in found)) for name, found in by_text.items()},
         "documents": {
             name: min(point.values.get("documents", 0) for point in found) for name, found in by_text.items()
@@ -106,7 +107,8 @@ def _comparison(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def _leaderboard(points: Sequence[Point], datasets: Sequence[str], colours: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each method and budget: bytes, means over texts, and the divergence on each text with its interval."""
+    """A row for each method and budget: bytes, means over texts, and the divergence on each text with its interval. A method
+    that was not measured on all texts has no means, and stands behind those of its bytes that have."""
     by_label: dict[str, dict[str, Point]] = {}
     for point in points:
         by_label.setdefault(point.label, {})[point.dataset] = point
@@ -124,7 +126,7 @@ def _leaderboard(points: Sequence[Point], datasets: Sequence[str], colours: Mapp
                 "measures": {
                     key: sum(point.values[key] for point in found.values()) / len(found)
                     for key in MEASURES
-                    if all(key in point.values for point in found.values())
+                    if len(found) == len(datasets) and all(key in point.values for point in found.values())
                 },
                 "texts": [
                     (found[name].values["kl"], *found[name].interval("kl")) if name in found else None
@@ -132,7 +134,7 @@ def _leaderboard(points: Sequence[Point], datasets: Sequence[str], colours: Mapp
                 ],
             }
         )
-    return sorted(rows, key=lambda row: (-round(row["rate"], 2), row["measures"]["kl"]))
+    return sorted(rows, key=lambda row: (-round(row["rate"], 2), row["measures"].get("kl", math.inf)))
 
 
 def _best(points: Sequence[Point]) -> list[dict[str, Any]]:
