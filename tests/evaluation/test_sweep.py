@@ -46,6 +46,11 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     path.write_text(yaml.safe_dump(settings))
     environment = {**os.environ, "PYTHON_EXEC": program()}  # for the trainings that it starts
     done = run("scripts/sweep.py", "--config", path, "--output", output, env=environment)
+    # The points of one recipe read the same, which is said once.
+    told = [
+        f"{reader} read `{text_file.name}`, which this run" for reader in ("the calibration", "`dynakv-target-0.9`")
+    ]
+    assert [done.stderr.count(each) for each in (*told, "which this run measures")] == [1, 1, 2]
     [path_of_first] = (output / "quality").iterdir()
     first = run_record.load(path_of_first)
     rows = first["rows"]
@@ -154,6 +159,13 @@ def test_a_sweep_refuses_a_run_that_could_not_be_trained_before_it_begins(sweep_
     with pytest.raises(UserError, match="the run `other-target-0.5` of the sweep: unknown argument .*decodr"):
         sweep(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["targets", "alphas"])
+def test_points_of_one_name_are_refused(sweep_of, key):
+    """They would be trained in one directory."""
+    with pytest.raises(UserError, match=f"`{key}` must be numbers that differ in their first six digits; got"):
+        sweep_of(**{key: [0.5, 0.25, 0.50000001]})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("sweep-*.yaml")), ids=lambda path: path.stem)

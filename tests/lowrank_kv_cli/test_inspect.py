@@ -19,6 +19,7 @@ from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import load_model, load_shape
 from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.errors import UserError
+from lowrank_kv_cli import generate
 from lowrank_kv_cli.inspect_command import main
 from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes, preset_nbytes
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
@@ -103,6 +104,8 @@ def test_a_full_checkpoint_and_a_calibration(inspect, compressed, bases, tmp_pat
     found, text = inspect(tmp_path / "full")
     assert (found["kind"], found["shape"]["width"]) == ("full DynaKV checkpoint", 32)
     assert "LlamaForCausalLM" in text
+    with pytest.raises(UserError, match="the checkpoint `.*full` has a whole model; leave it out"):
+        generate.main(["--checkpoint", str(tmp_path / "full"), "--model", "another", "--prompt", "x"])
     found, text = inspect(bases)
     assert found["moments"] == ["key", "query", "rotated_key", "value"]
     assert "holds    moments of keys, values and queries\n" in text

@@ -332,6 +332,8 @@ def test_the_last_step_is_saved_before_what_follows_it(training_values, tmp_path
     with pytest.raises(KeyboardInterrupt):
         train_here(training_values, tmp_path / "run", checkpoint_every=2, optimizer={"steps": 3})
     monkeypatch.undo()
+    with open(tmp_path / "run/metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo\n')  # as a process that was killed leaves it, and another one goes on behind it
     train_here(training_values, tmp_path / "run", resume=True, checkpoint_every=2, optimizer={"steps": 3})
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
@@ -349,13 +351,17 @@ def test_a_run_goes_on_without_the_bases_it_began_from(training_values, tiny_dir
 
 
 def test_settings_that_change_nothing_are_told(training_values, tmp_path, recwarn):
-    changes = {"compressor": {"token_classes": 2}, "dataset": {"shuffle_buffer": 5}}
+    changes = {
+        "compressor": {"token_classes": 2},
+        "dataset": {"shuffle_buffer": 5, "heldout": None, "heldout_split": "x"},
+    }
     train_here(training_values, tmp_path / "run", **changes, optimizer={"steps": 1, "lr_backbone": 1.0})
     found = [str(each.message).partition(" and changes nothing: it needs ") for each in recwarn]
     assert [(given, needed) for given, is_unused, needed in found if is_unused] == [
         ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
         ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
         ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),
+        ("`dataset.heldout_split` is 'x'", "`dataset.heldout`"),
     ]
 
 

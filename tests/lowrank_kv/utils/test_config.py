@@ -181,6 +181,12 @@ def test_every_value_is_checked_once(monkeypatch):
     assert config.calibration.bases == "${NOT_EXPANDED}"
 
 
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("model: caf\xe9\n".encode("latin-1"))
+    with pytest.raises(UserError, match="the configuration `.*latin.yaml` is not UTF-8 text: .*; convert it"):
+        parse_config(TrainConfig, ["--config", str(tmp_path / "latin.yaml")], description="")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="nowhere.yaml"):
         parse_config(TrainConfig, ["--config", str(tmp_path / "nowhere.yaml")], description="")

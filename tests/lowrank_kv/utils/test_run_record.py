@@ -100,6 +100,8 @@ def test_a_missing_key_and_file_are_named(tmp_path):
         run_record.load(path)
     with pytest.raises(RecordError, match="quality/none.json: there is no such record; runs keep theirs"):
         run_record.load(path.with_name("none.json"))
+    with pytest.raises(RecordError, match="there is no such record"):
+        run_record.load(path / "none.json")  # as if the file were a directory
     with pytest.raises(RecordError, match="is a directory, and a record is a file; name one"):
         run_record.load(path.parent)
     path.write_text("{")
