@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynakv.checkpoint_files import read_config
+from dynakv.checkpoint_files import WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import GRADIENTS, Calibration
+from lowrank_kv.hf.cache.shared_memory import nbytes_within
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of
 from lowrank_kv.hf.loading import DTYPES, load_shape
 from lowrank_kv.hf.rope import RopeHistory
@@ -45,6 +46,7 @@ from ojakv.planned_bytes import break_even
 SHOWN = ("model", "dataset.name", "dataset.subset", "calibration.start", "rate.target_retain_rate")
 # What a calibration says of how it read its text.
 READ = ("tokens", "length", "subset", "split", "text_field", "heldout_share", "joint_layers", "tokens_sha256")
+_COME_ON_TOP = "this is not counted here, nor what is made of it for decoding"
 # Of the cache whose bytes are asked for, where they are not given.
 DEFAULTS = {"tokens": 4096, "batch": 1, "dtype": "bfloat16"}
 
@@ -153,11 +155,14 @@ def _dynakv_cache(
         note = f"a compressed token takes {rates.mean:.3f} of its bytes in 16 bits, on {rates.source}"
     else:
         note = f"DynaKV's rate depends on the text: this is {rates.mean:.3f} of all coefficients, as on {rates.source}"
+    shared = (
+        f"all sequences share the compressor, {Path(arguments.checkpoint, WEIGHTS).stat().st_size:,} bytes as saved"
+    )
 
     def nbytes(tokens: int) -> int:
         return dynakv_nbytes(config, rates, tokens=tokens, itemsize=itemsize, rotation_bytes=rotation_bytes)
 
-    return _PlannedCache(f"DynaKV, {Path(arguments.checkpoint)}", nbytes, [note])
+    return _PlannedCache(f"DynaKV, {Path(arguments.checkpoint)}", nbytes, [note, f"{shared}; {_COME_ON_TOP}"])
 
 
 def _preset_cache(
@@ -195,10 +200,12 @@ def _row(cache: _PlannedCache, uncompressed: _PlannedCache, arguments: argparse.
 
 
 def _notes_of(preset: Plan, arguments: argparse.Namespace, itemsize: int) -> list[str]:
-    """What else to say of a preset's plan: the rate that a budget gave, and from which length on it pays."""
+    """What else to say of a preset's plan: a budget's rate, what all sequences share, and from which length on it pays."""
     notes = []
     if arguments.budget is not None:
         notes.append(f"`--budget {arguments.budget}` is a rate of {preset.config.rate:.4f}")
+    if arguments.bases is not None:
+        notes.append(f"all sequences share bases of {nbytes_within([preset.layers]):,} bytes; {_COME_ON_TOP}")
     if preset.config.follows_text:
         notes.append(break_even(preset, itemsize))
     return notes

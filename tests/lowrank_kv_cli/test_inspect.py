@@ -9,7 +9,7 @@ import torch
 from methods import spread_gates
 
 import dynakv
-from dynakv.checkpoint_files import CheckpointConfig, read_config
+from dynakv.checkpoint_files import WEIGHTS, CheckpointConfig, read_config
 from dynakv.config import DynaKVConfig
 from dynakv.measured_rates import Rates
 from dynakv.objective import RateRecorder
@@ -227,14 +227,14 @@ def test_a_budget_is_a_rate(inspect, tiny_dir, bases):
     common = ("--model", tiny_dir, "--tokens", 300, "--dtype", "float32", "--preset", "ojakv-joint", "--bases", bases)
     found, text = inspect(*common, "--budget", "100 KB/300 tokens")
     assert 0.95 * 100_000 < found["caches"][1]["bytes"] <= 100_000
-    rate = (
-        OjaKVCache.from_model(
-            load_model(str(tiny_dir)), OjaKVConfig.preset("ojakv-joint"), bases=bases, budget="100 KB/300 tokens"
-        )
-        .compressed_layers()[0]
-        .plan.config.rate
+    cache = OjaKVCache.from_model(
+        load_model(str(tiny_dir)), OjaKVConfig.preset("ojakv-joint"), bases=bases, budget="100 KB/300 tokens"
     )
-    assert f"`--budget 100 KB/300 tokens` is a rate of {rate:.4f}" in text
+    plan = cache.compressed_layers()[0].plan
+    assert f"`--budget 100 KB/300 tokens` is a rate of {plan.config.rate:.4f}" in text
+    tensors = [each for kv in plan.layers.values() for basis in kv for each in (basis.vectors_PWR, basis.energy_PR)]
+    kept = sum(each.untyped_storage().nbytes() for each in tensors)
+    assert f"all sequences share bases of {kept:,} bytes; this is not counted here" in text
     assert "it takes fewer bytes than uncompressed from" in text
 
 
@@ -297,3 +297,5 @@ def test_a_checkpoint_s_measured_rates_become_bytes(inspect, compressed, tiny_di
     found, text = inspect("--model", tiny_dir, "--checkpoint", tmp_path / "checkpoint", *size)
     assert found["caches"][1]["bytes"] == 2 * (100 * (8 + 16 + 24 + 32) * 4 + 100 * 4 * 2 + 4 * 100)
     assert "0.625 of all coefficients, as on text.jsonl" in text
+    saved = (tmp_path / "checkpoint" / WEIGHTS).stat().st_size
+    assert f"all sequences share the compressor, {saved:,} bytes as saved; this is not counted here" in text
