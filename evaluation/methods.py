@@ -58,11 +58,12 @@ class MethodConfig:
         for key in ("rates", "bytes"):
             values = getattr(self, key)
             require(all(0 < value <= 1 for value in values), key, values, "numbers in (0, 1]")
+        of_presets = (
+            "left out without a `preset`; a peer takes `bytes: [0.3]`, or nothing where it has bytes of its own"
+        )
+        require(not self.rates or self.preset is not None, "rates", self.rates, of_presets)
         require(
-            not self.rates or (self.preset is not None and self.has_budget),
-            "rates",
-            self.rates,
-            "left out without a `preset`, and with `ranks: energy`, which has no rate",
+            not self.rates or self.has_budget, "rates", self.rates, "left out with `ranks: energy`, which has no rate"
         )
         budget = self.bytes or self.bytes_of
         require(not budget or self.has_budget, "bytes", budget, "left out where the method has bytes of its own")

@@ -44,8 +44,11 @@ def __getattr__(name: str) -> Any:
     """The calls, loaded on first use: they need torch, and two of them both methods, which nothing below may import."""
     if name in _CALLS:
         return getattr(importlib.import_module(_CALLS[name]), name)
+    if name == "__version__":  # None of a checkout that is not installed
+        provenance = importlib.import_module("lowrank_kv.utils.provenance")
+        return provenance.version_of(provenance.DISTRIBUTION)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), "__version__", *__all__})

@@ -2,10 +2,10 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 
+import lowrank_kv
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError, nearest
 
@@ -98,10 +98,7 @@ def dispatch(argv: list[str]) -> None:
 
 
 def _version() -> str:
-    try:
-        return importlib.metadata.version(PROGRAM)
-    except importlib.metadata.PackageNotFoundError:
-        return "(a checkout that is not installed)"
+    return lowrank_kv.__version__ or "(a checkout that is not installed)"
 
 
 if __name__ == "__main__":

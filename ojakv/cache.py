@@ -57,6 +57,8 @@ class OjaKVCache(LowRankCache):
             model: the model to serve.
             plan: from :func:`ojakv.make_plan`; caches may share it.
         """
+        how = "a plan: of make_plan(calibration, config), or call OjaKVCache.from_model(model, config, bases=DIR)"
+        require(isinstance(plan, Plan), "plan", type(plan).__name__, how)
         geometry_of(model).check_equal(plan.geometry, "the plan")
         super().__init__(model, layers_of(plan, OjaKVLayer))
 

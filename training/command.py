@@ -12,6 +12,7 @@ Every key of the YAML file can be given on the command line as ``--section.key v
 
 from dynakv.training_config import TrainConfig
 from lowrank_kv.utils.config import parse_config
+from lowrank_kv.utils.errors import UserError
 
 from .engine import end_process, is_first_process
 from .loop import train
@@ -25,18 +26,23 @@ def main(argv: list[str]) -> None:
         "action": "store_true",
         "help": "print what each engine needs of a GPU, and train nothing",
     }
-    gpus = {"flag": "--gpus", "type": int, "default": 8, "metavar": "N", "help": "of a plan [default: 8]"}
+    gpus = {"flag": "--gpus", "type": int, "metavar": "N", "help": "of a plan [default: 8]"}
     memory = {
         "flag": "--gpu_memory",
         "type": float,
-        "default": 80.0,
         "metavar": "GB",
         "help": "of each GPU of a plan [default: 80]",
     }
     config, arguments = parse_config(TrainConfig, argv, description=__doc__, extra=[resume, plan, gpus, memory])
+    of_plan = {key: value for key in ("gpus", "gpu_memory") if (value := getattr(arguments, key)) is not None}
     if arguments.plan:
-        print(report(config, gpus=arguments.gpus, gpu_memory=arguments.gpu_memory))
+        print(report(config, **{"gpus": 8, "gpu_memory": 80.0, **of_plan}))
         return
+    if of_plan:
+        raise UserError(
+            f"`--{next(iter(of_plan))}` is of `--plan`, which trains nothing; to train on several GPUs: `lowrank-kv launch "
+            f"--multi_gpu --num_processes 8 -m lowrank_kv_cli train …`"
+        )
     checkpoint = train(config, resume=arguments.resume)
     if is_first_process():
         print(f"checkpoint: {checkpoint}")

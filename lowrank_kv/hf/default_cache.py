@@ -91,7 +91,7 @@ def _prepare_cache_for_generation(
     else:
         type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     if is_compressed and cache is not None:
-        cache.expect_prompt(_prompt_length(generation_config, model_kwargs))
+        cache.begin_prompt(_prompt_length(generation_config, model_kwargs))
         if generation_config.is_assistant:
             cache.activate_past_recording()
 

@@ -151,4 +151,5 @@ def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"cannot load `{name}`: {' '.join(str(error).split())}") from error
+        here = "" if Path(name).is_dir() else "there is no such directory here, and as a hub id: "
+        raise UserError(f"cannot load `{name}`: {here}{' '.join(str(error).split())}") from error

@@ -132,6 +132,8 @@ def write_bytes(target: str | Path, content: bytes) -> None:
         UserError: the disk refuses; an earlier file is as it was.
     """
     target = Path(target)
+    if target.is_dir():
+        raise UserError(f"`{target}` is a directory; give the name of a file, such as `{target / 'FILE'}`")
     with writing(target):
         with making(target):
             check_directory(target.parent).mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import operator
 import textwrap
 import types
 import typing
@@ -89,6 +90,18 @@ def require(condition: bool, key: str, value: Any, remedy: str) -> None:
         raise _refusal(key, f"must be {remedy}; got {value!r}")
 
 
+def whole_number(key: str, value: Any) -> int:
+    """The value as an int: of Python, of numpy, or of a tensor with one element.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _refusal(key, f"must be a whole number; got {value!r}") from None
+
+
 def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: str | Path) -> None:
     """Check what a JSON file that the project wrote must hold: key → type. What may be None may be missing.
 
@@ -101,6 +114,15 @@ def check_entries(values: Mapping[str, Any], kinds: Mapping[str, Any], source: s
             raise UserError(f"{source} is damaged: {what}; restore the file, or make it again")
 
 
+def _names(cls: type) -> list[str]:
+    """Its keys, and those of its sections with a dot."""
+    found = []
+    for field in dataclasses.fields(cls):
+        of = field.metadata.get("section")
+        found += [field.name, *(f"{field.name}.{name}" for name in (_names(of) if of else ()))]
+    return found
+
+
 def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = "config") -> Config:
     """An instance of `cls` from a nested mapping; the class checks the values, this the keys.
 
@@ -111,11 +133,12 @@ def build(cls: type[Config], values: Mapping[str, Any] | None, *, source: str = 
     with within(source=source):
         prefix, source = _PLACE.get()
         if not isinstance(values, Mapping):
-            raise UserError(f"`{prefix.rstrip('.') or source}` must be a section with keys, got {values!r} in {source}")
+            place, keys = prefix.rstrip(".") or source, ", ".join(field.name for field in dataclasses.fields(cls))
+            raise UserError(f"`{place}` must be a section with keys, got {values!r} in {source}; its keys are {keys}")
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in values:
             if key not in fields:
-                raise UserError(f"unknown key `{prefix}{key}` in {source}; {nearest(str(key), list(fields))}")
+                raise UserError(f"unknown key `{prefix}{key}` in {source}; {nearest(str(key), _names(cls))}")
         # A section that is left out may have keys that must be given.
         values = {name: {} for name, field in fields.items() if "section" in field.metadata} | dict(values)
         for name, field in fields.items():

@@ -27,6 +27,18 @@ def not_installed(what: str, package: str, *, extra: str) -> UserError:
 
 
 def nearest(name: str, valid: Sequence[str], kind: str = "keys") -> str:
-    """A 'did you mean …?' hint, or the list of valid names when nothing is near; `kind` says what they name."""
-    near = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"valid {kind}: {', '.join(sorted(valid))}"
+    """A 'did you mean …?' hint, or the list of valid names when nothing is near; `kind` says what they name.
+
+    Names within sections have dots (``optimizer.steps``): who gives a section, or a key without its section, is told all.
+    """
+    bare = {_bare(each): each for each in valid}
+    given = _bare(name)
+    whole = [each for key, each in bare.items() if given in key.split(".")]
+    near = [bare[key] for key in difflib.get_close_matches(given, list(bare), n=1)]
+    if found := whole or near:
+        return f"did you mean {'one of ' if len(found) > 1 else ''}{', '.join(f'`{each}`' for each in found)}?"
+    return f"valid {kind}: {', '.join(sorted(valid))}"
+
+
+def _bare(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")

@@ -94,9 +94,9 @@ def test_a_stock_model_and_stock_caches_are_refused(saved, tmp_path):
         lowrank_kv.save_cache(stock, cache, tmp_path / "other")
     with pytest.raises(UserError, match="`cache`"):
         lowrank_kv.save_cache(tiny_model(num_hidden_layers=2), cache, tmp_path / "other")
-    with pytest.raises(UserError, match="`empty` must be a compressed cache; got 'DynamicCache'"):
+    with pytest.raises(UserError, match="`empty` must be a compressed cache, .*; got 'DynamicCache'"):
         lowrank_kv.load_cache(model, path, empty=DynamicCache())
-    with pytest.raises(UserError, match="`cache` must be a compressed cache; got 'DynamicCache'"):
+    with pytest.raises(UserError, match="`cache` must be a compressed cache, .*; got 'DynamicCache'"):
         lowrank_kv.save_cache(model, DynamicCache(), tmp_path / "other")
     with pytest.raises(UserError, match="`cache` must be a cache that has read some; got '0 tokens'"):
         lowrank_kv.save_cache(model, OjaKVCache(model, make_plan(calibration, OjaKVConfig())), tmp_path / "other")
@@ -105,6 +105,8 @@ def test_a_stock_model_and_stock_caches_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="`empty` must be a cache that has read nothing; got '40 tokens'"):
         lowrank_kv.load_cache(model, path, empty=cache)
     assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="is a directory; give the name of a file"):
+        lowrank_kv.save_cache(model, cache, tmp_path)
 
 
 def tiny_model_prepared(calibration):

@@ -354,7 +354,7 @@ def test_bytes_that_are_taken_are_not_passed_on():
 
 def test_ranks_by_energy_have_no_budget(model, calibration):
     settings = {"ranks": "energy", "energy": 0.9}
-    with pytest.raises(UserError, match="`rates` must be left out without a `preset`, and with `ranks: energy`"):
+    with pytest.raises(UserError, match="`rates` must be left out with `ranks: energy`"):
         MethodConfig(preset="static-joint-pf", rates=[0.2, 0.8], settings=settings)
     with pytest.raises(UserError, match="`bytes` must be left out where the method has bytes of its own"):
         MethodConfig(preset="static-joint-pf", bytes=[0.5], settings=settings)

@@ -60,7 +60,9 @@ def inspect(capsys):
 def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tmp_path):
     measured = {"hard_rate": 0.625, "perplexity": 9.5, "layer_rates": LAYER_RATES}
     directory = tmp_path / "run/checkpoint"
-    dynakv.save_compressor(compressed, directory, summary={"steps": 7, "heldout": {"text.jsonl": measured}})
+    read = [{"text": ["a.jsonl"], "split": "train", "heldout_share": 0.25}, {"text": ["b.txt", "c.txt"]}]
+    summary = {"steps": 7, "heldout": {"text.jsonl": measured}, "texts_read": read}
+    dynakv.save_compressor(compressed, directory, summary=summary)
     (directory / "run.json").write_text('{"run_id": "20260101T000000-abcdef"}')
     (tmp_path / "run/config.yaml").write_text("{dataset: {name: [a.jsonl]}, optimizer: {}, compressor: {}}")
     found, text = inspect(directory)
@@ -71,6 +73,7 @@ def test_a_compressor_says_its_rates_and_how_it_was_made(inspect, compressed, tm
     assert found["training"]["dataset"] == {"name": ["a.jsonl"]}
     for part in ("steps 7", "perplexity 9.5", "dataset.name a.jsonl", "20260101T000000-abcdef", "granularity 1"):
         assert part in text
+    assert "text a.jsonl, split train, heldout_share 0.25; text b.txt, c.txt\n" in text
     assert [line.split() for line in text.splitlines()[-2:]] == [["0", "0.250", "0.750"], ["1", "0.500", "1.000"]]
 
 

@@ -65,6 +65,11 @@ def test_an_unknown_preset_is_named():
         OjaKVConfig.preset("ojakv_pf")
 
 
+def test_a_cache_is_made_of_a_plan():
+    with pytest.raises(UserError, match=r"`plan` must be a plan.*or call OjaKVCache.from_model.*; got 'OjaKVConfig'"):
+        OjaKVCache(tiny_model(), OjaKVConfig.preset("ojakv-joint"))
+
+
 def test_bases_of_another_model_are_refused(calibration):
     other = tiny_model(num_key_value_heads=4)
     with pytest.raises(

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from methods import tiny_model
 
 from evaluation.subspace_metrics import relative_error
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis
-from ojakv import OjaKVConfig, online_store
+from ojakv import Calibration, OjaKVCache, OjaKVConfig, make_plan, online_store
 from ojakv.online_store import OnlineStore
 
 
@@ -61,6 +62,18 @@ def test_a_prompt_ends_the_regret_of_triggered_steps():
     assert store.trigger.regret > 0
     store.follow(rows[:, :64], is_prompt=True)
     assert store.trigger.regret == 0
+
+
+@pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])
+@torch.no_grad()
+def test_a_calibration_of_fewer_tokens_than_directions_serves(tracker):
+    """Directions that it has not shown have an energy of zero, from which rounding could take a little."""
+    model, generator = tiny_model(), torch.Generator().manual_seed(0)
+    calibration = Calibration.from_text(model, torch.randint(1, 97, (1, 24), generator=generator), progress=False)
+    plan = make_plan(calibration, OjaKVConfig.preset("ojakv-joint", rate=1.0, tracker=tracker))
+    assert min(float(basis.energy_PR.min()) for kv in plan.layers.values() for basis in kv) >= 0
+    ids = torch.randint(1, 97, (1, 80), generator=generator)
+    assert model(ids, past_key_values=OjaKVCache(model, plan)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("tracker", ["oja", "frequent_directions"])

@@ -13,6 +13,7 @@ from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.loading import recompute_activations
 from lowrank_kv.utils.config import build, read_yaml
 from lowrank_kv.utils.errors import UserError
+from training import command
 from training.memory_plan import GB, advised, plans, report, size_of_run, table
 from training.optimizer import build_optimizer
 
@@ -172,6 +173,9 @@ def test_the_command_plans_and_trains_nothing(tiny_dir, text_file, tmp_path, her
     found = here("train_dynakv.py", "--config", config, "--plan", "--gpus", 4)
     assert "| **ddp** |" in found
     assert "use configs/accelerate/ddp.yaml of a checkout" in found
+    for option in ("--gpus", "--gpu_memory"):  # without which a run of one process would begin
+        with pytest.raises(UserError, match=f"`{option}` is of `--plan`.*to train on several GPUs: `lowrank-kv launch"):
+            command.main(["--config", str(config), option, "4"])
     assert not (tmp_path / "run").exists()
 
 

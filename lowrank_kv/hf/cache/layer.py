@@ -19,6 +19,7 @@ from lowrank_kv.hf.call_checks import StoredStates, check_shape
 from lowrank_kv.hf.compiled_ops import GraphHandle, outside_graphs
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import Rope, RopeHistory
+from lowrank_kv.utils.config import whole_number
 from lowrank_kv.utils.errors import UserError
 
 # Up to this many new tokens (a drafted continuation) are attended without rebuilding the cache.
@@ -173,13 +174,10 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             )
         if self._geometry is not None:
             check_shape(key_states, value_states, self._geometry)
-        if not self.is_initialized:
+        past = self.get_seq_length() if self.is_initialized else 0
+        if not past:  # also where a call was refused, or all was cropped: the next may have other sequences
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.batch_size:
-            raise UserError(
-                f"the cache holds {self.batch_size} sequences, but {key_states.shape[0]} were passed; start a fresh cache"
-            )
-        past = self.get_seq_length()
+        self._check_batch(key_states.shape[0])
         if context.rope is not None and self.history is None and self.rotates:
             raise UserError(
                 "the model rotates keys by a module that was not found, so that a compressed cache could not rotate them "
@@ -196,6 +194,15 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             raise
         self.stored.put(key_states, value_states)
         return key_states, value_states
+
+    def _check_batch(self, passed: int) -> None:
+        held = self.batch_size
+        if passed != held:
+            remedy = "start a fresh cache"
+            if passed % held == 0:
+                repeat = f"`cache.batch_repeat_interleave({passed // held})`"
+                remedy = f"call {repeat} first, where beams or `num_return_sequences` follow a prefix, or {remedy}"
+            raise UserError(f"the cache holds {held} sequences, but {passed} were passed; {remedy}")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -223,7 +230,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (the argument is zero or negative, as in `DynamicLayer`)."""
         # Up to 5.17 drafting passes a tensor, which would become the length of every sequence at once.
-        tokens_to_remove = int(tokens_to_remove)
+        tokens_to_remove = whole_number("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove and self.is_initialized:
             length = self.get_seq_length() + tokens_to_remove
             self.check_crop(length)
@@ -256,6 +263,10 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             UserError: the cache has no such sequences.
         """
         is_boolean, batch = indices.dtype == torch.bool, self.batch_size if self.is_initialized else 0
+        if indices.dim() != 1 or indices.is_floating_point() or not len(indices):
+            raise UserError(
+                f"`indices` is {indices.tolist()}: give a list of whole numbers, or a boolean of each sequence"
+            )
         if batch and is_boolean and indices.shape != (batch,):
             raise UserError(
                 f"`indices` is {indices.tolist()}, but the cache holds {batch} sequences: a boolean index says of each "

@@ -18,6 +18,7 @@ from lowrank_kv.hf.recurrent_layers import WholeCalls, check_forgets, clear, cou
 from lowrank_kv.hf.rope import RopeHistory, check_same_length
 from lowrank_kv.hf.rotary import Rotary, rotary_function
 from lowrank_kv.stores.memory_report import POSITIONS, MemoryReport
+from lowrank_kv.utils.config import require, whole_number
 from lowrank_kv.utils.errors import UserError
 
 
@@ -78,7 +79,19 @@ class LowRankCache(WholeCalls):
         return [self.layers[index] for index in self.geometry.layers]
 
     def expect_prompt(self, length: int) -> None:
-        """A `generate()` begins; its prompt ends at place `length`, in one chunk or several."""
+        """A `generate()` begins; its prompt ends at place `length` of the text, of which the cache may hold the beginning.
+        The rest comes in one chunk or several. 0 takes back what was expected.
+
+        Raises:
+            UserError: the cache holds as much already.
+        """
+        held = self.get_seq_length()
+        is_place = not whole_number("length", length) or length > held
+        require(is_place, "length", length, f"more than the {held} tokens that the cache holds: where the prompt ends")
+        self.begin_prompt(length)
+
+    def begin_prompt(self, length: int) -> None:
+        """The same of a `generate()`, which may have nothing new to read."""
         for layer in self.compressed_layers():
             layer.expect_prompt(length)
 
@@ -128,7 +141,8 @@ class LowRankCache(WholeCalls):
         Raises:
             UserError: some layer cannot give these tokens back, or a call was cut short after a recurrent layer had run.
         """
-        removed, recurrent = -int(tokens_to_remove), [layer for layer in self.layers if is_recurrent(layer)]
+        removed = -whole_number("tokens_to_remove", tokens_to_remove)
+        recurrent = [layer for layer in self.layers if is_recurrent(layer)]
         counting = [layer for layer in self.layers if counts_tokens(layer)]
         held = [layer.get_seq_length() if layer.is_initialized else 0 for layer in self.compressed_layers()]
         length = min(held + [layer.get_seq_length() for layer in counting]) - removed
@@ -159,6 +173,7 @@ class LowRankCache(WholeCalls):
             self._select_history(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        require(whole_number("repeats", repeats) >= 1, "repeats", repeats, "at least 1")
         batch = getattr(self.compressed_layers()[0], "batch_size", 0)
         row_B = torch.arange(batch, device="cpu").repeat_interleave(repeats)
         with self._moving_sequences():
@@ -168,7 +183,9 @@ class LowRankCache(WholeCalls):
             self._select_history(row_B)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        indices = torch.as_tensor(indices)  # a list serves stock caches, too
+        if isinstance(indices, slice):  # as a list, it serves stock caches, too
+            indices = range(getattr(self.compressed_layers()[0], "batch_size", 0))[indices]
+        indices = torch.as_tensor(indices)
         rows = self.compressed_layers()[0].sequences_at(indices)  # refused before a native layer moves
         row_B = torch.tensor(rows, dtype=torch.int64, device="cpu")
         with self._moving_sequences():

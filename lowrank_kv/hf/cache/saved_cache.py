@@ -163,7 +163,8 @@ def _fill(
 
 def _check(model: PreTrainedModel, cache: LowRankCache, name: str) -> None:
     """Raise :class:`UserError` for a cache, the argument of this name, that is not of this model or is not saved."""
-    require(isinstance(cache, LowRankCache), name, type(cache).__name__, "a compressed cache")
+    what = "a compressed cache, as a model fills behind `lowrank_kv.compress(model, …)`"
+    require(isinstance(cache, LowRankCache), name, type(cache).__name__, what)
     if any(layer.saved is None for layer in cache.compressed_layers()):
         raise UserError(
             f"a {type(cache).__name__} is not saved; save one as `generate()` of the model fills it by itself"

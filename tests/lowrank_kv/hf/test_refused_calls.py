@@ -28,13 +28,70 @@ def test_a_refused_call_leaves_no_rotations(method, monkeypatch):
         patched.setattr(cache.layers[0], "append", refuse)
         with pytest.raises(UserError, match="no room"):
             model(ids[:, 24:27], past_key_values=cache, position_ids=torch.tensor([[50, 51, 52]]))
-    with pytest.raises(UserError, match="the cache holds 1 sequences, but 2 were passed"):
+    with pytest.raises(UserError, match="holds 1 sequences, but 2 were passed; call `cache.batch_repeat_interleave.2"):
         model(ids[:, 24:27].repeat(2, 1), past_key_values=cache)
     assert cache.get_seq_length() == 24
     for tokens in (ids[:, 24:25], ids[:, 25:]):
         found, expected = (model(tokens, past_key_values=each).logits for each in (cache, untouched))
         assert torch.equal(found, expected)
     assert cache.nbytes == untouched.nbytes
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@torch.no_grad()
+def test_an_empty_cache_takes_any_number_of_sequences(method, monkeypatch):
+    """Where its first call was refused, and where all of it was cropped."""
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    ids = torch.randint(1, 97, (3, 40), generator=torch.Generator().manual_seed(0))
+
+    def refuse(*_):
+        raise UserError("no room")
+
+    refused, cropped, fresh = make_cache(), make_cache(), make_cache()
+    with monkeypatch.context() as patched:
+        patched.setattr(refused.layers[1], "append", refuse)
+        with pytest.raises(UserError, match="no room"):
+            model(ids[:2], past_key_values=refused)
+    refused.crop(0)
+    padding = torch.ones(2, 40, dtype=torch.int64).index_fill(1, torch.arange(5), 0)
+    model(ids[:2], attention_mask=padding, past_key_values=cropped)
+    cropped.crop(-40)
+    for step in (ids[:, :39], ids[:, 39:]):
+        expected = model(step, past_key_values=fresh).logits
+        for cache in (refused, cropped):
+            assert torch.equal(model(step, past_key_values=cache).logits, expected)
+
+
+@every_method
+@torch.no_grad()
+def test_what_names_no_sequences_and_no_tokens_is_refused_and_changes_nothing(method):
+    model = tiny_model()
+    make_cache = method.build(model, 0.5)
+    ids = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    cache, untouched = make_cache(), make_cache()
+    for each in (cache, untouched):
+        model(ids[:, :30], past_key_values=each)
+    none = torch.empty(0, dtype=torch.int64)
+    for indices in (1, [[0, 1]], torch.tensor([0.7]), none, torch.tensor([False, False]), slice(2, 5)):
+        with pytest.raises(UserError, match="`indices` is .*: give"):
+            cache.batch_select_indices(indices)
+    for repeats, message in ((0, "at least 1; got 0"), (-1, "at least 1"), (1.5, "a whole number; got 1.5")):
+        with pytest.raises(UserError, match=f"`repeats` must be {message}"):
+            cache.batch_repeat_interleave(repeats)
+    for target in (cache, cache.compressed_layers()[0]):
+        with pytest.raises(UserError, match="`tokens_to_remove` must be a whole number; got -1.5"):
+            target.crop(-1.5)
+    for length, message in (("40", "a whole number"), (30, "more than the 30 tokens"), (-1, "more than the 30 tokens")):
+        with pytest.raises(UserError, match=f"`length` must be {message}"):
+            cache.expect_prompt(length)
+    for step in (ids[:, 30:31], ids[:, 31:]):
+        found, expected = (model(step, past_key_values=each).logits for each in (cache, untouched))
+        assert torch.equal(found, expected)
+    cache.batch_select_indices(slice(1, 2))
+    untouched.batch_select_indices([1])
+    found, expected = (model(ids[1:, :1], past_key_values=each).logits for each in (cache, untouched))
+    assert torch.equal(found, expected)
 
 
 @every_method

@@ -139,6 +139,20 @@ def test_hyphens_and_underscores_mean_the_same(tmp_path, words):
     assert parse(tmp_path, *words).dataset.heldout_share == 0.5
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--steps", "did you mean `--optimizer.steps`"),
+        ("--target_retain_rate", "did you mean `--rate.target_retain_rate`"),
+        ("--rate", "did you mean one of `--rate.alpha`, `--rate.target_retain_rate`, "),
+        ("--corpus", "valid arguments: --average_checkpoints, "),
+    ],
+)
+def test_keys_are_known_without_their_sections(tmp_path, given, message):
+    with pytest.raises(UserError, match=f"unknown argument `{given}`; {message}"):
+        parse(tmp_path, given, "0.1")
+
+
 def test_a_switch_alone_is_true(tmp_path):
     assert parse(tmp_path, "--dataset.streaming", "--seed", "3").dataset.streaming
     assert not parse(tmp_path, "--dataset.streaming", "false").dataset.streaming
