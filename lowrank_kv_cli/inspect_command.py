@@ -206,7 +206,10 @@ def _notes_of(preset: Plan, arguments: argparse.Namespace, itemsize: int) -> lis
     if arguments.budget is not None:
         notes.append(f"`--budget {arguments.budget}` is a rate of {preset.config.rate:.4f}")
     if arguments.bases is not None:
-        notes.append(f"all sequences share bases of {nbytes_within([preset.layers]):,} bytes; {_COME_ON_TOP}")
+        shared, tokens = nbytes_within([preset.layers]), arguments.tokens
+        saved = preset.geometry.full_nbytes(tokens, itemsize) - preset_nbytes(preset, tokens=tokens, itemsize=itemsize)
+        since = f", which they save from {shared * tokens // saved:,} tokens on, together" if saved > 0 else ""
+        notes.append(f"all sequences share bases of {shared:,} bytes{since}; {_COME_ON_TOP}")
     if preset.config.follows_text:
         notes.append(break_even(preset, itemsize))
     return notes
