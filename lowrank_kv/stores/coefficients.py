@@ -66,6 +66,17 @@ class Coefficients:
     def device(self) -> torch.device:
         return self.stored.buffers[0].device
 
+    def is_whole(self) -> bool:
+        """Whether rows have the form that the settings say, as those of a file may not."""
+        quantization, rank = self.quantization, self.rank
+        expected = [(rank, self.dtype)]
+        if quantization is not None:
+            expected = [(quantization.row_bytes(rank), torch.uint8), (quantization.scales_per_row(rank), SCALE_DTYPE)]
+        found = [(buffer.shape[-1], buffer.dtype) for buffer in self.stored.buffers[: len(expected)]]
+        return found == expected and all(
+            buffer.dim() == self.stored.dim + 2 for buffer in self.stored.buffers[: len(found)]
+        )
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def rows(self, start: int = 0, end: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -51,6 +51,11 @@ class GrowingRows:
     def capacity(self) -> int:
         return self._buffers[0].shape[self.dim]
 
+    def is_whole(self) -> bool:
+        """Whether there are as many rows as are counted, without room to grow, as in a file that nobody changed: compiled
+        code reads what is counted."""
+        return all(buffer.shape[self.dim] == self.length for buffer in self._buffers)
+
     def room_for(self, count: int, *, exact: bool = False) -> list[Tensor]:
         """The next `count` rows of each tensor, to be written and then counted by :meth:`count_written`.
 

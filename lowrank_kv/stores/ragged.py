@@ -43,6 +43,10 @@ class Bucket(Coefficients):
         super().__init__((rank,), dtype=dtype, device=device, quantization=quantization)
         self.stored = GrowingRows(*self.stored.buffers, torch.empty(0, dtype=index_dtype, device=device))
 
+    def is_whole(self) -> bool:
+        rises = bool((self.positions.diff() > 0).all())
+        return super().is_whole() and self.position_buffer.dim() == 1 and self.stored.dim == 0 and rises
+
     @property
     def positions(self) -> Tensor:
         """Positions of the rows, (N,); a view."""
@@ -104,6 +108,11 @@ class RaggedStore:
     def length(self) -> int:
         """T."""
         return self.row_count.value
+
+    def is_whole(self) -> bool:
+        """Whether each row of the sequence is in one bucket, as in a file that nobody changed."""
+        fit = all(rank == bucket.rank <= self.width for rank, bucket in self._buckets.items())
+        return fit and torch.equal(self.order().sort().values, torch.arange(self.length, device=self.device))
 
     def append(self, coef_TC: Tensor, rank_T: Tensor, *, is_prompt: bool = False) -> None:
         """Add T rows at the end; only the first ``rank_T[t]`` entries of row t are read and kept.

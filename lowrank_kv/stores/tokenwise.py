@@ -55,6 +55,17 @@ class TokenwiseCoefficients(Coefficients):
     def length(self) -> int:
         return self.row_count.value
 
+    def is_whole(self) -> bool:
+        """Whether the bytes are those of as many rows of these classes, and each mark is at its row, as in a file that
+        nobody changed: compiled code reads where they say."""
+        count, plans = self.length, self.quantization
+        if count < 0 or len(self.classes.rows) != -(-count // CLASSES_PER_BYTE) or self.rank != plans.num_coefficients:
+            return False
+        class_N = self.class_of_rows()
+        if bool((class_N >= len(plans.plans)).any()) or int(plans.size_K[class_N].sum()) != self.stored.length:
+            return False
+        return torch.equal(plans.starts(class_N)[::ROWS_BETWEEN_MARKS].to(torch.int32), self.marks.rows)
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def class_of_rows(self) -> Tensor:

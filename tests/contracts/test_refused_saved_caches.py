@@ -173,6 +173,80 @@ def test_what_a_file_says_must_fit_together(saved, tmp_path, change, message):
     assert lowrank_kv.load_cache(model, path, empty=empty).get_seq_length() == 40
 
 
+def with_state(state, kind: str, name: str, change):
+    """The state with another value of an attribute, wherever an object of this class stands."""
+    if isinstance(state, list):
+        return [with_state(each, kind, name, change) for each in state]
+    if not isinstance(state, dict):
+        return state
+    if state.get("class", "").endswith(f":{kind}"):
+        assert name in dict(state["state"]), (kind, name)
+        changed_state = [
+            [n, change(v)] if n == name else [n, with_state(v, kind, name, change)] for n, v in state["state"]
+        ]
+        return state | {"state": changed_state}
+    return {key: with_state(each, kind, name, change) for key, each in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "name", "change"),
+    [
+        ("adaptive-mixed", "TokenwiseCoefficients", "row_count", lambda value: {"count": 10**6}),
+        ("adaptive-mixed", "TokenwiseCoefficients", "row_count", lambda value: {"count": value["count"] + 8}),
+        ("adaptive-mixed", "TokenwiseCoefficients", "rank", lambda value: 4096),
+        ("adaptive-mixed", "TokenPositions", "_low_rank_run", lambda value: {"slice": [10**6, 10**6 + 9, None]}),
+        ("adaptive-mixed", "TokenPositions", "length", lambda value: 4),
+        ("adaptive-mixed", "GrowingTensor", "row_count", lambda value: {"count": value["count"] + 1}),
+        ("ojakv-joint", "Coefficients", "rank", lambda value: 4096),
+        ("dynakv", "Bucket", "rank", lambda value: 4096),
+        ("dynakv", "RaggedStore", "row_count", lambda value: {"count": 10**6}),
+        ("dynakv", "RaggedStore", "width", lambda value: 1),
+    ],
+)
+@torch.no_grad()
+def test_a_file_whose_parts_do_not_fit_together_is_refused(tmp_path, method, kind, name, change):
+    """Its hash is right, as where who wrote it was mistaken. Compiled code would read beyond its rows."""
+    model = tiny_model()
+    [make_cache] = [each.build(model, 0.4) for each in METHODS if each.name == method]
+    cache = make_cache()
+    model(random_ids(), past_key_values=cache)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    changed(
+        tmp_path / "cache", tmp_path / "changed", signed=True, state=lambda state: with_state(state, kind, name, change)
+    )
+    with pytest.raises(UserError, match="do not fit together|damaged"):
+        lowrank_kv.load_cache(model, tmp_path / "changed", empty=make_cache())
+
+
+@torch.no_grad()
+def test_tensors_that_do_not_fit_together_are_refused(tmp_path):
+    model = tiny_model()
+    [make_cache] = [each.build(model, 0.4) for each in METHODS if each.name == "adaptive-mixed"]
+    cache = make_cache()
+    model(random_ids(), past_key_values=cache)
+    lowrank_kv.save_cache(model, cache, tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        metadata = file.metadata()
+    whole = load_file(tmp_path / "cache")
+    refused = 0
+    for name, tensor in whole.items():
+        if tensor.dtype not in (torch.int32, torch.uint8) or not tensor.numel():
+            continue
+        tensors = whole | {name: torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else 2**30)}
+        header = json.loads(metadata["header"])
+        ordered = {str(number): tensors[str(number)] for number in range(len(tensors))}
+        header["sha256"] = _digest(header, metadata["state"], ordered)
+        save_file(tensors, tmp_path / "changed", metadata | {"header": json.dumps(header)})
+        try:
+            loaded = lowrank_kv.load_cache(model, tmp_path / "changed", empty=make_cache())
+        except UserError:
+            refused += 1
+        else:  # any number is a code of a coefficient, and a position that a token is rotated by
+            assert tensor.dtype == torch.uint8 or tensor.dim() == 2
+            assert model(random_ids()[:, :3], past_key_values=loaded).logits.shape[1] == 3
+    assert refused >= 3 * len(model.model.layers), "classes, marks and positions of each layer"
+
+
 def test_a_file_gives_no_addresses_and_replaces_no_functions(saved, tmp_path):
     """Compiled code would write where it says; a hash proves nothing of who wrote a file."""
     model, path, _ = saved

@@ -160,8 +160,9 @@ class StateReader:
         self._visited[place] = found = kind.__new__(kind, *(self.read(each) for each in value["items"]))
         for name, each in value["state"]:
             found.__dict__[name] = None if name == _ADDRESSES else self.read(each)
-        if isinstance(found, GrowingRows):
-            _check_rows(found)
+        is_whole = getattr(kind, "is_whole", None)
+        if is_whole is not None and not is_whole(found):
+            raise UserError(f"a saved cache has a {kind.__name__} whose parts do not fit together; the file is damaged")
         return found
 
 
@@ -198,9 +199,3 @@ def _class_of(name: str) -> type | None:
         return None
     found = getattr(sys.modules.get(module), qualname, None)
     return found if isinstance(found, type) and found.__module__ == module else None
-
-
-def _check_rows(rows: GrowingRows) -> None:
-    """Compiled code reads as many rows as are counted."""
-    if any(buffer.shape[rows.dim] != rows.length for buffer in rows.buffers):
-        raise UserError("a saved cache counts other rows than it has; the file is damaged")

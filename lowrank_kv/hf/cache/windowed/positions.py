@@ -29,6 +29,16 @@ class TokenPositions:
         self._low_rank: GrowingTensor | None = None  # (1 or P, N), once the others no longer tell
         self._low_rank_run: slice | None = None  # the low-rank tokens, where they follow one another
 
+    def is_whole(self) -> bool:
+        """Whether all positions are of tokens that were seen, and the run is that of the low-rank ones, as in a file that
+        nobody changed."""
+        held = [self.full_rank.rows, self.padding, *(() if self._low_rank is None else (self._low_rank.rows,))]
+        if not all(bool(((each >= 0) & (each < self.length)).all()) for each in held):
+            return False
+        twin = copy.copy(self)
+        twin._find_run()
+        return twin._low_rank_run == self._low_rank_run
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     @property

@@ -22,7 +22,7 @@ from lowrank_kv.hf.cache.windowed.changes import Changes, make_changes
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
 from lowrank_kv.hf.cache.windowed.residuals import largest_residuals
 from lowrank_kv.hf.cache.windowed.retention import CompressionStep, RetentionSchedule
-from lowrank_kv.hf.cache.windowed.rows import Rows
+from lowrank_kv.hf.cache.windowed.rows import Rows, SeparateRows
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.ops.native.full_rank_view import append_full_rank
 from lowrank_kv.ops.rotation import Rotate, Rotation
@@ -80,6 +80,16 @@ class WindowedSequence:
     def length(self) -> int:
         """Tokens seen, padding and evicted ones included."""
         return self.positions.length
+
+    def is_whole(self) -> bool:
+        """Whether positions and rows are of as many tokens, as in a file that nobody changed."""
+        stores, held = (self.key, self.value), self.positions.full_rank.length
+        rows = [store.coef.length for store in stores] if isinstance(self.rows, SeparateRows) else []
+        return (
+            all(store.full.length == held for store in stores)
+            and all(count == self.positions.num_low_rank for count in rows)
+            and 0 <= self.num_pinned <= held
+        )
 
     # -- writing --------------------------------------------------------------------------------------------------
 
