@@ -53,7 +53,7 @@ class LowRankCache(WholeCalls):
             released = self.history if index == last else None
             layer.bind(owner, self.geometry, history, released=released)
             layers[index] = layer
-        self._first = min(compressed)  # layer, which stores a call's tokens before the others do
+        self._first_compressed = min(compressed)  # layer, which stores a call's tokens before the others do
         super().__init__(layers=layers)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class LowRankCache(WholeCalls):
         Raises:
             UserError: the layers hold different numbers of tokens. Rotations tell it, too, where they are remembered.
         """
-        first, layer = self.layers[self._first], self.layers[layer_idx]
+        first, layer = self.layers[self._first_compressed], self.layers[layer_idx]
         past, new = layer.get_seq_length() if layer.is_initialized else 0, key_states.shape[2]
         if layer is first:
             # Native layers do not ask: those before this one have stored the call's tokens, those behind it have not.
