@@ -263,16 +263,16 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             UserError: the cache has no such sequences.
         """
         is_boolean, batch = indices.dtype == torch.bool, self.batch_size if self.is_initialized else 0
-        if indices.dim() != 1 or indices.is_floating_point() or not len(indices):
-            raise UserError(
-                f"`indices` is {indices.tolist()}: give a list of whole numbers, or a boolean of each sequence"
-            )
         if batch and is_boolean and indices.shape != (batch,):
             raise UserError(
                 f"`indices` is {indices.tolist()}, but the cache holds {batch} sequences: a boolean index says of each "
                 f"whether it stays, so give one of length {batch}, or the numbers of those that stay"
             )
         rows = torch.nonzero(indices).flatten() if is_boolean else indices
+        if indices.dim() != 1 or indices.is_floating_point() or not len(rows):
+            raise UserError(
+                f"`indices` is {indices.tolist()}: give a list of whole numbers, or a boolean of each; one must stay"
+            )
         if batch and not bool(((-batch <= rows) & (rows < batch)).all()):
             raise UserError(f"`indices` is {rows.tolist()}, but the cache holds {batch} sequences: they count from 0")
         return [row + batch if row < 0 else row for row in rows.tolist()]
