@@ -250,8 +250,9 @@ def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
     ],
 )
 def test_calibrate_mistakes_end_in_one_paragraph(mistake, tiny_dir, text_file, tmp_path, arguments, message):
-    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", tmp_path / "out", "--length", 64)
-    if "--name" not in arguments:
-        command = (*command, "--name", text_file)
+    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", tmp_path / "out")
+    for option, value in (("--name", text_file), ("--length", 64)):
+        if option not in arguments:
+            command = (*command, option, value)
     assert message in mistake(*command, *arguments)
     assert not (tmp_path / "out").exists()
