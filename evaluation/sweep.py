@@ -251,12 +251,18 @@ def sweep(config: SweepConfig, output: Path) -> tuple[dict[str, Any], Path]:
 
 def _known_texts(config: SweepConfig, runs: list[Point]) -> list[KnownText]:
     """What the calibration and the training runs read."""
-    known = [("the calibration", config.calibration.record(), "calibrate", "--calibration.heldout_share")]
+    option = "--calibration.heldout_share"
+    known = [
+        KnownText(reader="the calibration", record=config.calibration.record(), make="calibrate", share_option=option)
+    ]
+    read: list[dict[str, Any]] = []  # points of one recipe read the same
     for point in runs:
         for record in point.run.dataset.records():
-            if all(record != other for _, other, *_ in known):  # points of one recipe read the same
-                known.append((f"`{point.name}`", record, "train", "--dataset.heldout_share"))
-    return [KnownText(reader=reader, record=record, make=make, share_option=o) for reader, record, make, o in known]
+            if record not in read:
+                read.append(record)
+                option = "--dataset.heldout_share"
+                known.append(KnownText(reader=f"`{point.name}`", record=record, make="train", share_option=option))
+    return known
 
 
 def by_points(record: Mapping[str, Any]) -> dict[str, Any]:
