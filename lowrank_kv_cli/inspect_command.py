@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynakv.checkpoint_files import WEIGHTS, read_config
-from dynakv.known_texts import TEXTS_READ, texts_read
+from dynakv.known_texts import TEXTS_READ
 from dynakv.measured_rates import measured_rates
 from lowrank_kv.calibration.calibration import GRADIENTS, Calibration
 from lowrank_kv.hf.cache.shared_memory import nbytes_within
@@ -246,8 +246,7 @@ def description_text(described: dict[str, Any]) -> str:
     else:
         rows["compressor"] = _pairs(described["compressor"])
         summary = dict(described["summary"])
-        heldout, texts = summary.pop("heldout", {}), texts_read(summary)
-        summary.pop(TEXTS_READ, None)
+        heldout, texts = summary.pop("heldout", {}), summary.pop(TEXTS_READ, None)
         rows["trained"] = _pairs(summary) or "not recorded"
         rows |= {f"held out, {text}": _pairs(found) for text, found in heldout.items()}
         if texts:

@@ -104,14 +104,10 @@ def texts_in(rows: Documents) -> Iterator[str]:
     Raises:
         UserError: a file that is read while iterating (`streaming`) is damaged.
     """
-    # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
-    batches = rows.iter(batch_size=1)
-    while True:
-        with _readable(f"read {rows.info.description}", "mend the file, or start again where a connection broke"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield from batch["text"]
+    with _readable(f"read {rows.info.description}", "mend the file, or start again where a connection broke"):
+        # In a data loader's worker, plain iteration would give each worker other files; `iter` gives all.
+        for batch in rows.iter(batch_size=1):
+            yield from batch["text"]
 
 
 @contextlib.contextmanager

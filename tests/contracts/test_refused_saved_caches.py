@@ -140,11 +140,11 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
             lowrank_kv.load_cache(model, tmp_path / "changed")
 
 
-def changed(path, target, *, header=lambda header: header, state=lambda state: state, signed=False):
-    """The file with another header or state, and its hash where it is `signed`."""
+def changed(path, target, *, header=lambda header: header, state=lambda state: state, tensors=None, signed=False):
+    """The file with another header or state, or other `tensors` in place of some, and its hash where it is `signed`."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    tensors = load_file(path)
+    tensors = load_file(path) | (tensors or {})
     new, packed = header(json.loads(metadata["header"])), _packed(state(_unpacked(metadata["state"])))
     if signed:
         new["sha256"] = _digest(new, packed, {str(number): tensors[str(number)] for number in range(len(tensors))})
@@ -225,18 +225,12 @@ def test_tensors_that_do_not_fit_together_are_refused(tmp_path):
     cache = make_cache()
     model(random_ids(), past_key_values=cache)
     lowrank_kv.save_cache(model, cache, tmp_path / "cache")
-    with safe_open(tmp_path / "cache", framework="pt") as file:
-        metadata = file.metadata()
-    whole = load_file(tmp_path / "cache")
     refused = 0
-    for name, tensor in whole.items():
+    for name, tensor in load_file(tmp_path / "cache").items():
         if tensor.dtype not in (torch.int32, torch.uint8) or not tensor.numel():
             continue
-        tensors = whole | {name: torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else 2**30)}
-        header = json.loads(metadata["header"])
-        ordered = {str(number): tensors[str(number)] for number in range(len(tensors))}
-        header["sha256"] = _digest(header, metadata["state"], ordered)
-        save_file(tensors, tmp_path / "changed", metadata | {"header": json.dumps(header)})
+        other = torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else 2**30)
+        changed(tmp_path / "cache", tmp_path / "changed", signed=True, tensors={name: other})
         try:
             loaded = lowrank_kv.load_cache(model, tmp_path / "changed", empty=make_cache())
         except UserError:

@@ -324,14 +324,6 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(values, tmp_path, ch
         last(values | changed, tmp_path / "out")
 
 
-def test_no_text_is_calibrated_on_that_nothing_needs(values, tmp_path, capsys):
-    calibration = {"name": "nowhere.jsonl"}
-    without = {"bases": None, "calibration": calibration, "methods": [{"peer": "rotated-int4"}], "anatomy": False}
-    record = last(values | without, tmp_path / "out")
-    assert "calibration" not in {each["role"] for each in record["inputs"]}
-    assert "`calibration` is left out: nothing that is measured needs it" in capsys.readouterr().out
-
-
 def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
     command = ("scripts/compare.py", "--config", written(dtype="float8"), "--output", tmp_path / "out")
     assert "`dtype` must be one of" in mistake(*command)

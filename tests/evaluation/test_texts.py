@@ -75,6 +75,13 @@ def last(values, output):
     return make_record()
 
 
+def test_no_text_is_calibrated_on_that_nothing_needs(values, tmp_path, capsys):
+    unread = {"calibration": {"name": "nowhere.jsonl"}, "anatomy": False, "windows": 1}
+    record = last(values | unread, tmp_path / "out")
+    assert "calibration" not in {each["role"] for each in record["inputs"]}
+    assert "`calibration` is left out: nothing that is measured needs it" in capsys.readouterr().out
+
+
 def test_an_interval_draws_windows_of_one_document_together(values, tmp_path):
     record = last(values, tmp_path / "out")
     told, row = record["summary"]["documents"]["t"], record["rows"][-1]
