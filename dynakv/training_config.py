@@ -205,7 +205,7 @@ class TrainConfig:
     model: str = option(help="hub id or directory of the model to compress")
     output: str = option("runs/dynakv", help="directory of the run: checkpoints, TensorBoard files, final checkpoint")
     dtype: str = option(
-        "float32",
+        AUTO,
         help=f"{DTYPE_HELP}; whatever is trained is held and updated in float32",
         choices=(
             "float32",

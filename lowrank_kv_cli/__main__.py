@@ -44,13 +44,13 @@ COMMANDS = {
 EPILOG = """\
 first steps, without training (MODEL is a hub id or a directory, and TEXT.jsonl has a document a line, under the key `text`):
 
-    lowrank-kv calibrate --model MODEL --dtype auto --name TEXT.jsonl --tokens 61440 --read_gradients true \\
+    lowrank-kv calibrate --model MODEL --name TEXT.jsonl --tokens 61440 --read_gradients true \\
         --output bases/mine
-    lowrank-kv generate --model MODEL --dtype auto --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --model MODEL --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
 
 with training:
 
-    lowrank-kv train --model MODEL --dtype auto --dataset.name TEXT.jsonl --calibration.bases bases/mine \\
+    lowrank-kv train --model MODEL --dataset.name TEXT.jsonl --calibration.bases bases/mine \\
         --output runs/mine
     lowrank-kv compare --config compare.yaml --output runs/comparison  # `lowrank-kv compare --help` shows a compare.yaml
 

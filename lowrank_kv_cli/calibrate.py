@@ -1,7 +1,7 @@
 """Read a text once with a model, for caches that need no training and for training to start from.
 
-    lowrank-kv calibrate --model MODEL --dtype auto --name TEXT.jsonl --read_gradients true --output bases/mine
-    lowrank-kv calibrate --model MODEL --dtype auto --read_gradients true --output bases/mine \\
+    lowrank-kv calibrate --model MODEL --name TEXT.jsonl --read_gradients true --output bases/mine
+    lowrank-kv calibrate --model MODEL --read_gradients true --output bases/mine \\
         --name Salesforce/wikitext --subset wikitext-2-raw-v1
 
 MODEL is a hub id or a directory. TEXT.jsonl has a document a line, under the key `text`.
@@ -23,6 +23,7 @@ from lowrank_kv.hf.loading import (
     check_length,
     device_of,
     dtype_for,
+    dtype_words,
     load_model,
     load_tokenizer,
 )
@@ -41,7 +42,7 @@ class CalibrateConfig(CalibrationText):
     model: str = option(help="hub id or directory")
     name: list[str] = option(help=NAME_HELP)
     output: str = option(help="directory for the calibration; an earlier one there is replaced")
-    dtype: str = option("float32", help=DTYPE_HELP, choices=(*DTYPES, AUTO))
+    dtype: str = option(AUTO, help=DTYPE_HELP, choices=(*DTYPES, AUTO))
     device: str | None = option(None, help=DEVICE_HELP)
     gradients: bool = option(
         False, help="also take the loss's gradients, for training gates with `calibration.start: gradient`"
@@ -96,6 +97,6 @@ def main(argv: list[str]) -> None:
             f"and not `{PRESET}`, at a tenth of the bytes"
         )
     print(
-        f"next: lowrank-kv generate --model {config.model} --dtype {config.dtype} --bases {config.output} "
+        f"next: lowrank-kv generate --model {config.model}{dtype_words(config.dtype)} --bases {config.output} "
         f"--prompt @LONG_PROMPT.txt"
     )

@@ -1,7 +1,7 @@
 """Generate text from a compressed cache and report how many bytes the cache took.
 
-    lowrank-kv generate --model MODEL --dtype auto --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
-    lowrank-kv generate --checkpoint runs/mine/checkpoint --dtype auto --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --model MODEL --bases bases/mine --rate 0.1 --prompt @LONG_PROMPT.txt
+    lowrank-kv generate --checkpoint runs/mine/checkpoint --prompt @LONG_PROMPT.txt
 
 `lowrank-kv calibrate` writes bases, which need no training. The checkpoint is a compressor directory written by
 `lowrank-kv train`, or a full checkpoint directory. Short prompts are hardly compressed: give one of a thousand tokens.
@@ -87,7 +87,7 @@ def _parser() -> ArgumentParser:
         "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the method's own]"
     )
     parser.add_argument(
-        "--dtype", choices=(*DTYPES, AUTO), default="float32", help=f"{DTYPE_HELP} [default %(default)s]"
+        "--dtype", choices=(*DTYPES, AUTO), default=AUTO, help=f"{DTYPE_HELP} [default %(default)s]"
     )
     parser.add_argument("--device", help=DEVICE_HELP)
     return parser

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     dynakv.attach(model, arguments.checkpoint)
     ours = continuation(model, tokenizer, ids_1T, label="compressed cache", tokens=arguments.tokens)
     commands = [
-        f"lowrank-kv generate --checkpoint {arguments.checkpoint} --dtype {arguments.dtype} --prompt @README.md",
+        f"lowrank-kv generate --checkpoint {arguments.checkpoint} --prompt @README.md",
         f"lowrank-kv inspect {arguments.checkpoint}",
         "lowrank-kv train --config configs/smollm2-demo.yaml --output runs/mine --dataset.name YOUR_TEXT.jsonl",
     ]

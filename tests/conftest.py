@@ -96,6 +96,7 @@ def training_values(tiny_dir, text_file) -> dict:
     do nor reads 16,384 tokens for its threshold, which together would take twice as long as all its steps."""
     return {
         "model": str(tiny_dir),
+        "dtype": "float32",
         "threads": 1,
         "checkpoint_every": 4,
         "heldout_blocks": 1,

@@ -1,6 +1,6 @@
 """Train a DynaKV compressor for any stock causal language model.
 
-    lowrank-kv train --model MODEL --dtype auto --dataset.name TEXT.jsonl --output runs/mine
+    lowrank-kv train --model MODEL --dataset.name TEXT.jsonl --output runs/mine
     lowrank-kv train --config train.yaml --resume
     accelerate launch -m lowrank_kv_cli train --config train.yaml    # several processes: DDP, DeepSpeed ZeRO
     accelerate launch train_dynakv.py --config train.yaml            # the same, in a checkout
@@ -11,6 +11,7 @@ Every key of the YAML file can be given on the command line as ``--section.key v
 """
 
 from dynakv.training_config import TrainConfig
+from lowrank_kv.hf.loading import dtype_words
 from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.errors import UserError
 
@@ -46,5 +47,5 @@ def main(argv: list[str]) -> None:
     checkpoint = train(config, resume=arguments.resume)
     if is_first_process():
         print(f"checkpoint: {checkpoint}")
-        print(f"next: lowrank-kv generate --checkpoint {checkpoint} --dtype {config.dtype} --prompt @LONG_PROMPT.txt")
+        print(f"next: lowrank-kv generate --checkpoint {checkpoint}{dtype_words(config.dtype)} --prompt @LONG_PROMPT.txt")
     end_process()

@@ -55,6 +55,11 @@ def dtype_for(name: str, device: torch.device) -> str:
     return name
 
 
+def dtype_words(name: str) -> str:
+    """What a command line needs, behind a word, to take the same dtype: nothing for the default."""
+    return "" if name == AUTO else f" --dtype {name}"
+
+
 def load_model(name: str, *, dtype: str = "float32", device: str | torch.device | None = None) -> PreTrainedModel:
     """A stock causal language model in eval mode.
 
