@@ -119,7 +119,7 @@ demo first: export MALLOC_TRIM_THRESHOLD_ = 17179869184
 demo: assets $(DEMO_BASES) ## calibrate and train on the demo model, compare at equal bytes, show the result on a page
 	rm -rf runs/demo
 	$(BIN)/accelerate launch --config_file configs/accelerate/single.yaml train_dynakv.py --config configs/smollm2-demo.yaml
-	$(BIN)/python scripts/compare.py --config configs/compare-demo.yaml --output runs/demo/comparison
+	$(BIN)/lowrank-kv compare --config configs/compare-demo.yaml --output runs/demo/comparison
 	$(BIN)/python scripts/show_demo.py --checkpoint runs/demo/checkpoint --comparison runs/demo/comparison --output runs/demo \
 		--text '$${LOWRANK_KV_HOME}/text/addresses-heldout.jsonl'
 

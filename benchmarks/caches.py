@@ -19,7 +19,6 @@ from benchmarks.random_models import random_ids
 from dynakv.checkpoint_files import read_config
 from lowrank_kv.hf.loading import DTYPES, check_length, load_model, load_tokenizer
 from lowrank_kv.stores.page_pool import MIN_GRANULE
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -299,9 +298,9 @@ def _check_online(plain: PreTrainedModel, online: PreTrainedModel, calibration: 
     """At full rank, or at all the bytes, a decoded step equals the uncompressed model's."""
     ids = random_ids(plain, CHECKED_TOKENS)
     full = OjaKVConfig.preset(preset, rate=1.0)
-    if full.cache_dtype != MIXED:
+    if not full.has_plan:
         full = OjaKVConfig.preset(preset, rate=1.0, ranks="fraction")
     cache = OjaKVCache(online, make_plan(calibration, full))
     expected = decoded(plain, ids, DynamicCache(config=plain.config))
     # A plan counts its bytes from 16 bits a coefficient.
-    check_close(preset, decoded(online, ids, cache), expected, stored_in_half=full.cache_dtype == MIXED)
+    check_close(preset, decoded(online, ids, cache), expected, stored_in_half=full.has_plan)

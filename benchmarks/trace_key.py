@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dynakv
 from benchmarks.random_models import add_compressors, calibration, random_ids
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils import cli
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig
 
@@ -49,7 +48,7 @@ def files_entered(method: str) -> dict[str, list[str]]:
         cache = dynakv.DynaKVCache.from_model(model)
     else:
         config = OjaKVConfig.preset(method)
-        is_planned = config.cache_dtype == MIXED
+        is_planned = config.has_plan
         if not is_planned:  # whose plan says how many coefficients there are
             config = dataclasses.replace(config, rank_multiple=4)
         cache = OjaKVCache.from_model(model, config, bases=calibration(model, read=is_planned))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attach import add_compressors, detach, use_dynakv_cache
-from dynakv.cache import compressors, settings_of, token_compressors
+from dynakv.attaching import add_compressors, detach, use_dynakv_cache
 from dynakv.checkpoint_files import (
     CONFIG,
     WEIGHTS,
@@ -21,11 +20,12 @@ from dynakv.checkpoint_files import (
 )
 from dynakv.config import METHOD, WEIGHTS_DEPEND_ON
 from dynakv.layer_compressor import LayerCompressor, layer_compressor
+from dynakv.model_compressors import compressors, settings_of, token_compressors
 from dynakv.planned_bits import PlannedBits
 from dynakv.rank_gate import RankGate
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.geometry import check_not_offloaded, geometry_of, warn_of_another
-from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.atomic_write import copy_all_but, new_directory
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.attach import add_compressors, use_dynakv_cache
-from dynakv.cache import compressors, settings_of
+from dynakv.attaching import add_compressors, use_dynakv_cache
 from dynakv.checkpoint import check_numbers, tensors_of
 from dynakv.config import METHOD, DynaKVConfig
+from dynakv.model_compressors import compressors, settings_of
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import TRANSFORM
 from lowrank_kv.utils.config import build, to_dict

@@ -5,10 +5,10 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from dynakv.cache import compressors, settings_of
 from dynakv.compressor import TokenCompressor
 from dynakv.config import PLAN
 from dynakv.mask import cumulative
+from dynakv.model_compressors import compressors, settings_of
 from dynakv.ranked_compressor import RankedCompressor
 from lowrank_kv.bases.loss_weighted import weighted_basis
 from lowrank_kv.bases.moments import SecondMoment

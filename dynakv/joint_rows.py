@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.cache import compressors, settings_of
 from dynakv.layer_compressor import RebuiltStates
+from dynakv.model_compressors import compressors, settings_of
 from lowrank_kv.calibration.activation_moments import KEY_VALUE
 from lowrank_kv.hf.cache.layer import join_heads
 from lowrank_kv.hf.geometry import layer_groups

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.cache import compressors
 from dynakv.layer_compressor import LayerCompressor
+from dynakv.model_compressors import compressors
 
 
 @dataclasses.dataclass

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dynakv.cache import DynaKVCache, compressors, forget_changed_matrices, settings_of
+from dynakv.cache import DynaKVCache
+from dynakv.model_compressors import compressors, forget_changed_matrices, settings_of
 from lowrank_kv.codec import LayerCodec
 from lowrank_kv.hf.cache.paged_layer import PagedLayer
 from lowrank_kv.hf.geometry import geometry_of

@@ -5,7 +5,7 @@ Shapes: N windows, T tokens of a window.
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from lowrank_kv.utils.provenance import token_input
 from .cells import Cell, Cells, Measurer
 from .methods import Method
 from .reading import read_uncompressed
-from .scores import WindowScore, held_share, score_predictions, score_window
+from .scores import HeldBytes, WindowScore, held_share, score_predictions, score_window
 from .shared_prompt import can_share, read_prompt_once
 from .side_by_side import read_side_by_side
 
@@ -57,7 +57,10 @@ def measure_cells(
     with progress_bar(total=count, unit="cell", desc="comparing") as bar:
         for methods_now, (label, number, window_T) in itertools.product(rounds(methods), _by_turns(texts)):
             window = {"window": token_input("text", "window", window_T[None])["sha256"]}
-            wanted = [_Wanted.of_method(each, label, found, {**setting, **window}) for each in methods_now]
+            wanted = []
+            for each in methods_now:
+                share, of = at_budget(each, lambda other, text=label: [cell.score for cell in found[text, other]])
+                wanted.append(_Wanted(each, share, {**setting, **window, **of}))
             missing = [each for each in wanted if cells.get(each.of) is None]
             bar.update(len(wanted) - len(missing))
             if missing:
@@ -86,26 +89,24 @@ def rounds(methods: list[Method]) -> list[list[Method]]:
     return [each for each in (known, following) if each]
 
 
-class _Wanted(NamedTuple):
-    """One cell of a comparison.
+def at_budget(method: Method, scores_of: Callable[[str], Sequence[HeldBytes]]) -> tuple[float | None, dict[str, Any]]:
+    """The share of the bytes that the method takes of another, None where it has its own; and what distinguishes its cells.
 
-    Attributes:
-        share: of the bytes, where the method takes another's on this text; else None.
-        of: all that distinguishes the cell.
+    Args:
+        scores_of: the scores of the method with this label, so far.
     """
+    if method.bytes_of is None:
+        return None, method.of
+    share = held_share(scores_of(method.bytes_of))
+    return share, method.of | {"bytes": share}
+
+
+class _Wanted(NamedTuple):
+    """One cell of a comparison; `share` and `of` are those of :func:`at_budget`, with all that runs have in common."""
 
     method: Method
     share: float | None
     of: dict[str, Any]
-
-    @classmethod
-    def of_method(
-        cls, method: Method, text: str, found: Mapping[tuple[str, str], list[Cell]], setting: dict[str, Any]
-    ) -> "_Wanted":
-        if method.bytes_of is None:
-            return cls(method, None, setting | method.of)
-        share = held_share([cell.score for cell in found[text, method.bytes_of]])
-        return cls(method, share, setting | method.of | {"bytes": share})
 
 
 def _scores(

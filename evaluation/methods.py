@@ -10,7 +10,6 @@ from transformers import Cache, PreTrainedModel
 
 import dynakv
 from dynakv.checkpoint_files import read_config
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.config import configuration, option, require, to_dict, within
 from lowrank_kv.utils.errors import UserError, nearest
 from lowrank_kv.utils.provenance import path_input
@@ -109,7 +108,7 @@ class MethodConfig:
             return PEERS[self.peer].needs
         if self.checkpoint is not None:
             return frozenset()
-        return frozenset({CALIBRATION, READ} if self.ojakv_config().cache_dtype == MIXED else {CALIBRATION})
+        return frozenset({CALIBRATION, READ} if self.ojakv_config().has_plan else {CALIBRATION})
 
     @property
     def reads_exactly(self) -> bool:

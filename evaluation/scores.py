@@ -9,7 +9,7 @@ Shapes: T tokens of a window, S scored predictions, V vocabulary, N windows.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +126,15 @@ def extent(row: Mapping[str, Any]) -> str:
     return f"{windows} window{'s' * (windows > 1)} of {documents} document{'s' * (documents > 1)}"
 
 
-def held_share(scores: Sequence[WindowScore]) -> float:
-    """Bytes held over those of uncompressed caches, all windows together."""
+class HeldBytes(Protocol):
+    """What a score says of bytes."""
+
+    cache_bytes: int
+    full_bytes: int
+
+
+def held_share(scores: Sequence[HeldBytes]) -> float:
+    """Bytes held over those of uncompressed caches, all windows or items together."""
     return sum(score.cache_bytes for score in scores) / sum(score.full_bytes for score in scores)
 
 

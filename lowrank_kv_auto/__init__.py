@@ -3,6 +3,6 @@
 The core knows no method, and the two methods do not know each other, so what chooses between them stands above all three.
 """
 
-from lowrank_kv_auto.compress import compress, uncompress
+from lowrank_kv_auto.compression import compress, uncompress
 
 __all__ = ["compress", "uncompress"]

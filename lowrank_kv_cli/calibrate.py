@@ -31,7 +31,7 @@ from lowrank_kv.utils.atomic_write import check_directory, check_replaceable
 from lowrank_kv.utils.config import configuration, option, parse_config, require
 from lowrank_kv.utils.paths import name_of
 from lowrank_kv.utils.text_data import NAME_HELP, CalibrationText
-from lowrank_kv_auto.compress import PRESET, PRESET_WITHOUT_READ
+from lowrank_kv_auto.compression import PRESET, PRESET_WITHOUT_READ
 from ojakv import OjaKVConfig
 
 

@@ -31,11 +31,11 @@ from lowrank_kv.hf.loading import (
     load_tokenizer,
 )
 from lowrank_kv.stores.memory_report import BUFFERS, FULL_RANK
-from lowrank_kv.stores.quantization import CACHE_DTYPES, MIXED
+from lowrank_kv.stores.quantization import CACHE_DTYPES
 from lowrank_kv.utils.arguments import ArgumentParser
 from lowrank_kv.utils.drawing import check_seed, check_temperature
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_auto.compress import preset_for
+from lowrank_kv_auto.compression import preset_for
 from ojakv import PRESETS, OjaKVConfig
 
 TEMPERATURE = 0.8
@@ -86,9 +86,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--evict", type=float, metavar="SHARE", help="of a prompt's tokens to keep [default: the method's own]"
     )
-    parser.add_argument(
-        "--dtype", choices=(*DTYPES, AUTO), default=AUTO, help=f"{DTYPE_HELP} [default %(default)s]"
-    )
+    parser.add_argument("--dtype", choices=(*DTYPES, AUTO), default=AUTO, help=f"{DTYPE_HELP} [default %(default)s]")
     parser.add_argument("--device", help=DEVICE_HELP)
     return parser
 
@@ -143,15 +141,15 @@ def load(arguments: argparse.Namespace):
                 f"`--bases` must be a directory that `lowrank-kv calibrate` wrote, got `{arguments.bases}`; a trained "
                 f"compressor is given as `--checkpoint`"
             )
-        rate = {} if arguments.rate is None else {"rate": arguments.rate}
         if arguments.preset is not None:
-            OjaKVConfig.preset(arguments.preset, **rate, **settings)  # a mistake is found before minutes of loading
+            # A mistake is found before minutes of loading.
+            OjaKVConfig.preset(arguments.preset, rate=arguments.rate, **settings)
         model = load_model(arguments.model, **loading)
         bases = Calibration.load(arguments.bases)
         preset = arguments.preset or preset_for(bases)
-        config = OjaKVConfig.preset(preset, **rate, **settings)
-        lowrank_kv.compress(model, preset, bases=bases, **rate, **settings)
-        of = "a token's bytes in 16 bits" if config.cache_dtype == MIXED else "the coefficients"
+        config = OjaKVConfig.preset(preset, rate=arguments.rate, **settings)
+        lowrank_kv.compress(model, preset, bases=bases, rate=arguments.rate, **settings)
+        of = "a token's bytes in 16 bits" if config.has_plan else "the coefficients"
         kept = f"energy {config.energy:g}" if config.ranks == "energy" else f"rate {config.rate:g} of {of}"
         return model, load_tokenizer(arguments.model), f"preset {preset}, {kept}"
     for name in ("preset", "rate"):

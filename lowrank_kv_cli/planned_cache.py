@@ -20,7 +20,6 @@ from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry, heads_of_layer
 from lowrank_kv.hf.rope import POSITION_BYTES
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
@@ -104,8 +103,8 @@ def preset_plan(
         UserError: unknown preset, a rate out of range, a budget that no rate keeps, or a preset that needs a calibration and
             has none.
     """
-    config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}))
-    read = " --read_gradients true" if config.cache_dtype == MIXED else ""
+    config = OjaKVConfig.preset(preset, rate=rate)
+    read = " --read_gradients true" if config.has_plan else ""
     calibrate = (
         f"make one with `lowrank-kv calibrate --model {model} --name TEXT --output DIR{read}` and give `--bases DIR`"
     )

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from dynakv.cache import initial_bases
 from dynakv.checkpoint import load_compressors
 from dynakv.checkpoint_files import CheckpointConfig, read_config
 from dynakv.layer_compressor import SingleLayerCompressor
 from dynakv.measured_rates import measured_rates
+from dynakv.model_compressors import initial_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
@@ -92,13 +91,13 @@ def served(settings: ServingConfig, dtype: torch.dtype, device: torch.device) ->
 
 def preset_of(settings: ServingConfig) -> OjaKVConfig:
     """The settings with which `generate()` does what a server of bases does."""
-    rate = {} if settings.rate is None else {"rate": settings.rate}
-    return OjaKVConfig.preset(settings.preset or PRESETS[-1], **rate, **retention(settings), **settings.overrides())
+    preset, overrides = settings.preset or PRESETS[-1], {**retention(settings), **settings.overrides()}
+    return OjaKVConfig.preset(preset, rate=settings.rate, **overrides)
 
 
 def _calibration_of(settings: ServingConfig) -> Calibration:
     calibration, config = Calibration.load(settings.bases), preset_of(settings)
-    if config.cache_dtype == MIXED and calibration.read is None:
+    if config.has_plan and calibration.read is None:
         raise UserError(
             f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
             f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"

@@ -18,7 +18,7 @@ from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
 from lowrank_kv.hf.geometry import layer_groups
-from lowrank_kv.stores.quantization import MIXED, IntegerQuantization
+from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
@@ -50,7 +50,7 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
         isinstance(config, OjaKVConfig), "config", config if isinstance(config, str) else type(config).__name__, wanted
     )
     geometry = calibration.geometry
-    if config.cache_dtype == MIXED:
+    if config.has_plan:
         layers = _coded_layers(calibration, config)
         return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
     widest = geometry.head_dim if config.layout == "per_head" else geometry.width

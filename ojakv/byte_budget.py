@@ -8,7 +8,6 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import Plan
 from lowrank_kv.hf.cache.windowed.planned_sequence import planned_layers
 from lowrank_kv.hf.geometry import layer_groups
-from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -100,7 +99,7 @@ def _largest_plan(
     best, at_low = tried(low)
     if at_low > limit:
         return None
-    interpolates = config.cache_dtype == MIXED
+    interpolates = config.has_plan
     at_high = tried(high)[1] if interpolates else math.inf
     for step in range(_STEPS):
         middle = (low + high) / 2

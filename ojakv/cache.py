@@ -13,7 +13,7 @@ from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan
 from lowrank_kv.hf.cache.windowed.store import TokenStore
 from lowrank_kv.hf.geometry import geometry_of, model_within
 from lowrank_kv.hf.prepare import restore
-from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError

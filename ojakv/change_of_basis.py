@@ -54,7 +54,8 @@ def change_basis(
         moved = Coefficients.from_rows(room_PNR)
         moved.crop(coef.length)
         return moved, 0.0
-    moved, rounded = coef.empty_like(capacity), 0.0
+    moved, rounded = coef.clone(rows=0), 0.0
+    moved.reserve(capacity)
     for tile_PNR in _tiles(coef, coef_scale_PR):
         tile_PNR = torch.baddbmm(tile_PNR, tile_PNR, step_PRR, alpha=-1)
         start = moved.length

@@ -174,7 +174,7 @@ class OjaKVConfig(WindowedConfig):
             1 <= self.token_classes <= MOST_CLASSES, "token_classes", self.token_classes, f"from 1 to {MOST_CLASSES}"
         )
         require(
-            self.token_classes == 1 or self.cache_dtype == MIXED,
+            self.token_classes == 1 or self.has_plan,
             "cache_dtype",
             self.cache_dtype,
             f"{MIXED} with `token_classes: {self.token_classes}`: classes differ in their bits; leave it out, or take a "
@@ -182,28 +182,28 @@ class OjaKVConfig(WindowedConfig):
         )
         require(self.rebuild_cost >= 0, "rebuild_cost", self.rebuild_cost, "zero or positive")
         require(
-            not self.rebuild_cost or self.cache_dtype == MIXED,
+            not self.rebuild_cost or self.has_plan,
             "rebuild_cost",
             self.rebuild_cost,
             f"0 with `cache_dtype: {self.cache_dtype}`: only `{MIXED}` chooses between coefficients and bits",
         )
         require(
-            not self.joint_layers or self.cache_dtype == MIXED,
+            not self.joint_layers or self.has_plan,
             "joint_layers",
             self.joint_layers,
             f"0 with `cache_dtype: {self.cache_dtype}`; only `{MIXED}` has a basis of keys and values together",
         )
         require(
-            not self.own_directions or self.cache_dtype == MIXED,
+            not self.own_directions or self.has_plan,
             "own_directions",
             self.own_directions,
             f"0 with `cache_dtype: {self.cache_dtype}`; only `{MIXED}` has a plan that they find a place in",
         )
-        if self.cache_dtype == MIXED:
-            self._check_mixed()
+        if self.has_plan:
+            self._check_plan()
         self.integers  # noqa: B018 - raises where the two do not fit
 
-    def _check_mixed(self) -> None:
+    def _check_plan(self) -> None:
         """Raise :class:`UserError` where a plan of bits would not be what is asked for."""
         served = {
             "tracker": "fixed",
@@ -225,9 +225,14 @@ class OjaKVConfig(WindowedConfig):
             )
 
     @property
+    def has_plan(self) -> bool:
+        """Whether coefficients are held by a plan of bits."""
+        return self.cache_dtype == MIXED
+
+    @property
     def integers(self) -> IntegerQuantization | None:
         """How coefficients are held as integers of one width; None where they are not."""
-        return None if self.cache_dtype == MIXED else quantization_of(self.cache_dtype, self.group_size)
+        return None if self.has_plan else quantization_of(self.cache_dtype, self.group_size)
 
     @property
     def rotates(self) -> bool:
@@ -238,14 +243,15 @@ class OjaKVConfig(WindowedConfig):
         return self.tracker != "fixed"
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> "OjaKVConfig":
-        """A named preset (see :data:`PRESETS`) with some of its keys replaced.
+    def preset(cls, name: str, *, rate: float | None = None, **overrides: Any) -> "OjaKVConfig":
+        """A named preset (see :data:`PRESETS`) with some of its keys replaced; its own rate where none is given.
 
         Raises:
             UserError: unknown preset or key, a value out of range, or one that changes nothing.
         """
         if name not in PRESETS:
             raise UserError(f"unknown preset `{name}`; {nearest(name, PRESETS, 'presets')}")
+        overrides |= {} if rate is None else {"rate": rate}
         values, source = read_yaml(_PRESETS / f"{name}.yaml"), f"preset {name}"
         config, own = (build(cls, {**values, **changed}, source=source) for changed in (overrides, {}))
         config._check_effects([key for key in overrides if getattr(config, key) != getattr(own, key)])

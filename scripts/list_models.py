@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 import dynakv
 from lowrank_kv.hf.prepare import prepare, restore
-from lowrank_kv.hf.self_check import self_check
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils import cli
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.errors import UserError
@@ -102,7 +102,7 @@ def _served(name: str, model: PreTrainedModel, ids_BT: Tensor, stock: Tensor) ->
             if history is not None and history.keeps_rows != history.rotary.is_length_dependent:
                 return Finding(name, WRONG, f"{method} keeps other bytes of each token's rotation than budgets count")
             if method == "ojakv":
-                self_check(model)  # what is served must pass
+                check_by_itself(model)  # what is served must pass
         dynakv.detach(model)
     except UserError as error:
         return Finding(name, REFUSED, _one_line(error))

@@ -18,6 +18,7 @@ from ready_python import program
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowrank_kv.utils import paths
+from lowrank_kv_cli.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -165,12 +166,12 @@ def demo_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def run():
-    """Run a command of the project as a user would; returns the finished process with its text output."""
+    """Run a command of `lowrank-kv`, or what Python is to run, as a user would; returns the finished process with its text
+    output."""
 
-    def call(*command: str, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
-        done = subprocess.run(
-            [program(), *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs
-        )
+    def call(*command: object, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
+        words = [program(), *(("-m", "lowrank_kv_cli") if command[0] in COMMANDS else ()), *map(str, command)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs)
         if check:
             assert done.returncode == 0, done.stderr[-3000:]
         return done
@@ -180,13 +181,17 @@ def run():
 
 @pytest.fixture
 def here(capsys, monkeypatch):
-    """Run a command of the project within this process; returns its standard output. Starting a process costs seconds, most
-    of them imports; each command has a test with :func:`run`, too."""
+    """Run a command of `lowrank-kv`, or a script, within this process; returns its standard output. Starting a process costs
+    seconds, most of them imports; each command has a test with :func:`run`, too."""
 
-    def call(script: str, *arguments: object) -> str:
+    def call(command: str, *arguments: object) -> str:
         monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        is_command = command in COMMANDS
+        monkeypatch.setattr(sys, "argv", [command, *([command] if is_command else []), *map(str, arguments)])
+        if is_command:
+            runpy.run_module("lowrank_kv_cli", run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / command), run_name="__main__")
         return capsys.readouterr().out
 
     return call
@@ -197,9 +202,9 @@ def mistake(here, capsys):
     """The same for a command that must end as a user's mistake does: with status 2 and one paragraph on standard error,
     which is returned."""
 
-    def call(script: str, *arguments: object) -> str:
+    def call(command: str, *arguments: object) -> str:
         with pytest.raises(SystemExit) as ended:
-            here(script, *arguments)
+            here(command, *arguments)
         assert ended.value.code == 2
         [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return error

@@ -47,5 +47,7 @@ def main(argv: list[str]) -> None:
     checkpoint = train(config, resume=arguments.resume)
     if is_first_process():
         print(f"checkpoint: {checkpoint}")
-        print(f"next: lowrank-kv generate --checkpoint {checkpoint}{dtype_words(config.dtype)} --prompt @LONG_PROMPT.txt")
+        print(
+            f"next: lowrank-kv generate --checkpoint {checkpoint}{dtype_words(config.dtype)} --prompt @LONG_PROMPT.txt"
+        )
     end_process()

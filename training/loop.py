@@ -16,7 +16,7 @@ from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
-from lowrank_kv.hf.self_check import self_check
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.atomic_write import check_directory
 from lowrank_kv.utils.config import require, to_dict
 from lowrank_kv.utils.errors import UserError
@@ -148,7 +148,7 @@ def _stock_model(engine: Engine) -> PreTrainedModel:
         )
     _check_target(config, geometry_of(model).width)
     if config.self_check and not engine.deepspeed:
-        self_check(model)
+        check_by_itself(model)
     return model
 
 

@@ -14,6 +14,7 @@ from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE
 from lowrank_kv.hf.cache.windowed.layer import WindowedLayer
 from ojakv import OjaKVCache
 from ojakv.online_store import OnlineStore
+from ojakv.update_trigger import residual_of
 
 from .shares import States
 
@@ -79,13 +80,10 @@ def _errors(layer: WindowedLayer, index: int, states: States, start: int, end: i
     ):
         rows_TC = states[index, side][start:end]
         now_PWR = store.basis_PWR if isinstance(store, OnlineStore) else initial.vectors_PWR
-        found += [_outside(rows_TC, now_PWR), _outside(rows_TC, initial.vectors_PWR)]
+        found += (_outside(rows_TC, basis_PWR) for basis_PWR in (now_PWR, initial.vectors_PWR))
     return found
 
 
 def _outside(rows_TC: Tensor, basis_PWR: Tensor) -> float:
     """Share of the rows' energy that orthonormal bases of the parts do not hold."""
-    parts, width, _ = basis_PWR.shape
-    rows_PTW = rows_TC.unflatten(1, (parts, width)).transpose(0, 1)
-    held = (rows_PTW @ basis_PWR.float()).square().sum()
-    return float(1 - held / rows_PTW.square().sum())
+    return residual_of(rows_TC.unflatten(1, basis_PWR.shape[:2]).transpose(0, 1), basis_PWR.float())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowrank_kv.bases.pca import parts_of, pca_basis
-from lowrank_kv.bases.rank_allocation import energy_rank
+from lowrank_kv.bases.rank_allocation import energy_curve, energy_rank
 from lowrank_kv.calibration.activation_moments import KEY, ROTATED_KEY, VALUE
 from lowrank_kv.calibration.calibration import Calibration
 
@@ -36,10 +36,7 @@ def spectra(calibration: Calibration) -> list[dict[str, Any]]:
 
 
 def _described(energy_W: Tensor) -> dict[str, Any]:
-    share_W = energy_W.double().cumsum(0) / energy_W.double().sum().clamp(min=1e-30)
-    points = min(POINTS, len(energy_W))
-    at = [round(len(energy_W) * (i + 1) / points) - 1 for i in range(points)]
     return {
-        "captured": [round(float(share_W[i]), 4) for i in at],
+        "captured": [round(share, 4) for share in energy_curve(energy_W, POINTS)],
         "ranks": [energy_rank(energy_W, threshold) for threshold in THRESHOLDS],
     }

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from lowrank_kv.bases.pca import Basis, parts_of, pca_basis
 from lowrank_kv.bases.rank_allocation import energy_rank, waterfill_ranks
@@ -20,7 +19,7 @@ from ojakv import OjaKVConfig
 HeadRanks = Mapping[int, Sequence[int]]
 KEYS, VALUES = "keys", "values"
 SIDES = (KEYS, VALUES)
-ROPE_SIDES = {"pre": KEY, "post": ROTATED_KEY}
+STATES_OF_ROPE = {"pre": KEY, "post": ROTATED_KEY}
 
 
 class Spectra(NamedTuple):
@@ -43,7 +42,7 @@ class Spectra(NamedTuple):
                 for index, sides in calibration.moments.items()
             }
 
-        return cls({rope: bases(kind) for rope, kind in ROPE_SIDES.items()}, bases(VALUE))
+        return cls({rope: bases(kind) for rope, kind in STATES_OF_ROPE.items()}, bases(VALUE))
 
     def of_side(self, side: str, rope: str) -> dict[int, Basis]:
         """Those of ``keys`` on a side of the rotation, or of ``values``."""
@@ -107,11 +106,3 @@ def _initial_basis(basis: Basis, ranks: Sequence[int] | None) -> InitialBasis:
     vectors_PWR = basis.vectors_PWW[:, :, :widest] * kept_PR[:, None]
     energy_PR = basis.energy_PW[:, :widest] * kept_PR
     return InitialBasis(vectors_PWR=by_columns(vectors_PWR), energy_PR=energy_PR.contiguous())
-
-
-def captured(energy_PW: Tensor, points: int) -> list[list[float]]:
-    """Share of each head's energy that its first D/points, 2D/points, … D components hold."""
-    share_PW = energy_PW.double().cumsum(1) / energy_PW.double().sum(1, keepdim=True).clamp(min=1e-30)
-    dims = energy_PW.shape[1]
-    at = [round(dims * (i + 1) / points) - 1 for i in range(points)]
-    return [[round(float(value), 5) for value in row] for row in share_PW[:, at]]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv.bases.rank_allocation import energy_curve
 from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.paths import name_of
@@ -20,7 +21,7 @@ from ..output import MakeRecord
 from ..texts import Windows, documents_told, measured_texts, read_texts
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
-from .ranks import KEYS, SIDES, Spectra, captured, threshold_ranks
+from .ranks import KEYS, SIDES, VALUES, Spectra, threshold_ranks
 from .settings import Setting, method_of, sensitivity_methods, settings_of, shares_of
 from .verdicts import verdicts
 
@@ -128,12 +129,11 @@ def _heads(
 ) -> list[HeadRow]:
     """Each head's ranks and spectrum."""
     found = []
-    for side, rope in ((KEYS, "pre"), (KEYS, "post"), (SIDES[1], "-")):
+    for side, rope in ((KEYS, "pre"), (KEYS, "post"), (VALUES, "-")):
         bases = spectra.of_side(side, rope)
         ranks = {threshold: threshold_ranks(bases, threshold) for threshold in config.thresholds}
         for layer, basis in bases.items():
-            curves = captured(basis.energy_PW, POINTS)
-            for head, curve in enumerate(curves):
+            for head, energy_W in enumerate(basis.energy_PW):
                 found.append(
                     HeadRow(
                         layer=layer,
@@ -141,7 +141,7 @@ def _heads(
                         side=side,
                         rope=rope,
                         ranks={threshold: each[layer][head] for threshold, each in ranks.items()},
-                        captured=curve,
+                        captured=[round(share, 5) for share in energy_curve(energy_W, POINTS)],
                         kl=kl.get((layer, head, side)) if rope != "pre" else None,
                     )
                 )

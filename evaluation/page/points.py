@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lowrank_kv.stores.quantization import MIXED
 from ojakv import PRESETS, OjaKVConfig
 
 from ..methods import FULL
@@ -126,6 +125,6 @@ def _family(method: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     if method.get("peer"):
         return PEERS[method["peer"]].family
     config = OjaKVConfig.preset(method["preset"], **settings)
-    if config.cache_dtype == MIXED:
+    if config.has_plan:
         return BITS
     return ONLINE if config.follows_text else FIXED

@@ -19,11 +19,10 @@ from lowrank_kv.utils.provenance import model_input, path_input, weights_input
 from ojakv import Calibration
 
 from ..cells import Cell, Cells, Measurer, measured_by
-from ..measure import rounds
+from ..measure import at_budget, rounds
 from ..measurement import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
 from ..output import MakeRecord
-from ..scores import held_share
 from .building import Task, tasks_of
 from .item import AWARE, Item, ItemScore
 from .prompts import FreshReader, Prompts
@@ -192,12 +191,11 @@ def _asked(
     cells: Cells,
 ) -> _Asked:
     """What a method is asked; `digests` are those of the part's items by their numbers, the same for all methods."""
-    task, share = part.task, None
-    if method.bytes_of is not None:
-        share = held_share(list(progress.scores(task.label, method.bytes_of).values()))
-    of = {**setting, **method.of, "task": task.label, "query": task.query}
-    if "bytes" in method.of:
-        of |= {"bytes": share or method.of["bytes"], "text": methods.text_of(task)}
+    task = part.task
+    share, of = at_budget(method, lambda other: list(progress.scores(task.label, other).values()))
+    of = {**setting, **of, "task": task.label, "query": task.query}
+    if "bytes" in of:
+        of |= {"text": methods.text_of(task)}
     wanted = [_Wanted(number, task.items[number], of | {"item": digest}) for number, digest in digests.items()]
     return _Asked(method, share, wanted, [each for each in wanted if cells.get(each.of) is None])
 

@@ -99,6 +99,13 @@ def energy_rank(energy_C: Tensor, threshold: float) -> int:
     return min(int((share_C < threshold - 1e-12).sum()) + 1, len(energy_C))
 
 
+def energy_curve(energy_C: Tensor, points: int) -> list[float]:
+    """The share of the total that the C/points, 2C/points, … C leading energies hold; at most C points, the last is 1."""
+    share_C = energy_C.double().cumsum(0) / energy_C.double().sum().clamp(min=1e-30)
+    width, points = len(energy_C), min(points, len(energy_C))
+    return [float(share_C[round(width * (i + 1) / points) - 1]) for i in range(points)]
+
+
 def check_rank(rank: int, width: int, name: str = "rank") -> None:
     """Raise :class:`UserError` unless 1 ≤ rank ≤ width."""
     if not 1 <= rank <= width:

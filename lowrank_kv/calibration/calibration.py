@@ -25,7 +25,7 @@ from lowrank_kv.calibration.weight_marks import are_others, weight_marks
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, geometry_of, layer_groups, warn_of_another
 from lowrank_kv.hf.rope import POSITION_BYTES, RopeHistory
-from lowrank_kv.hf.self_check import self_check as check_by_itself
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
 
@@ -88,7 +88,7 @@ class Calibration:
             read_gradients: also take what is read of a compressed cache, from which plans of bits are made; costs another.
             joint_layers: with `read_gradients`: for how many layers whose keys and values are coded together; 0 for none.
             self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each
-                model; see :func:`lowrank_kv.hf.self_check.self_check`.
+                model; see :func:`lowrank_kv.hf.self_check.check_by_itself`.
 
         Raises:
             UserError: `blocks_NT` are no token ids, or the model is refused.

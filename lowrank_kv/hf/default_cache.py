@@ -7,20 +7,38 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from lowrank_kv.hf.attention import is_prepared
 from lowrank_kv.hf.cache_argument import CACHE, cache_name
 from lowrank_kv.utils.errors import UserError
 
-# Attribute of the base model: (cache class, maker of caches, whether it was set on the base model itself, handle of the
-# forward pre-hook).
-_DEFAULT = "_default_cache"
+_DEFAULT = "_default_cache"  # attribute of the base model: a _DefaultCache
 
 HOOKING = threading.Lock()  # threads may share a model: one at a time changes its hooks
+
+
+class _DefaultCache(NamedTuple):
+    """What a model fills by itself.
+
+    Attributes:
+        make: an empty cache of the class.
+        is_on_base: whether it was set on the base model itself.
+        hook: of the base model's calls.
+    """
+
+    cache_class: type[Cache]
+    make: Callable[[PreTrainedModel], Cache]
+    is_on_base: bool
+    hook: RemovableHandle
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> "_DefaultCache | None":
+        return model.base_model.__dict__.get(_DEFAULT)
 
 
 def hook_generation(model: PreTrainedModel) -> None:
@@ -47,31 +65,31 @@ def set_default_cache(
         make_cache: an empty cache of that class for a model, which may be the base model; None for
             ``cache_class.from_model``.
     """
-    base, maker = model.base_model, make_cache or cache_class.from_model
+    base, make = model.base_model, make_cache or cache_class.from_model
     with HOOKING:
         _remove_default_cache(model)
-        handle, is_on_base = base.register_forward_pre_hook(_make_cache, with_kwargs=True), model is base
-        base.__dict__[_DEFAULT] = (cache_class, maker, is_on_base, handle)
+        hook = base.register_forward_pre_hook(_make_cache, with_kwargs=True)
+        base.__dict__[_DEFAULT] = _DefaultCache(cache_class, make, is_on_base=model is base, hook=hook)
     return model
 
 
 def has_default_cache(model: PreTrainedModel) -> bool:
     """Whether :func:`set_default_cache` was called on the model."""
-    return _DEFAULT in model.base_model.__dict__
+    return _DefaultCache.of_model(model) is not None
 
 
 def new_default_cache(model: PreTrainedModel) -> Cache:
     """An empty cache as the model makes it by itself. Raises :class:`UserError` where it makes stock ones."""
-    if not has_default_cache(model):
+    default = _DefaultCache.of_model(model)
+    if default is None:
         raise UserError("the model is not compressed; call lowrank_kv.compress(model, …) first")
-    _, make_cache, *_ = model.base_model.__dict__[_DEFAULT]
-    return make_cache(model)
+    return default.make(model)
 
 
 def _remove_default_cache(model: PreTrainedModel) -> None:
-    *_, handle = model.base_model.__dict__.pop(_DEFAULT, (None,))
-    if handle is not None:
-        handle.remove()
+    default = model.base_model.__dict__.pop(_DEFAULT, None)
+    if default is not None:
+        default.hook.remove()
 
 
 def _prepare_cache_for_generation(
@@ -79,37 +97,39 @@ def _prepare_cache_for_generation(
 ) -> None:
     name = cache_name(model_kwargs)
     cache = model_kwargs.get(name)
-    cache_class, make_cache, *_ = self.base_model.__dict__.get(_DEFAULT, (None, None))
-    is_compressed = cache_class is not None or hasattr(cache, "compressed_layers")
+    default = _DefaultCache.of_model(self)
+    is_compressed = default is not None or hasattr(cache, "compressed_layers")
     if is_compressed:
         _check_own_assistant(generation_config)
         _take_cache_implementation(generation_config)
-    if cache_class is not None:
-        _check_cache(cache, cache_class)
-    if cache_class is not None and cache is None and generation_config.use_cache is not False:
-        model_kwargs[name] = cache = make_cache(self)
+    if default is not None:
+        _check_cache(cache, default.cache_class)
+    if default is not None and cache is None and generation_config.use_cache is not False:
+        model_kwargs[name] = cache = default.make(self)
     else:
         type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
     if is_compressed and cache is not None:
-        cache.begin_prompt(_prompt_length(generation_config, model_kwargs))
+        length = _prompt_length(generation_config, model_kwargs)
+        for layer in cache.compressed_layers():  # not by the cache, which refuses a prompt of nothing new
+            layer.expect_prompt(length)
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
 
 def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The pre-hook of a base model with a default cache."""
-    cache_class, make_cache, is_on_base, _ = base.__dict__[_DEFAULT]
+    default = base.__dict__[_DEFAULT]
     names = _argument_names(type(base))
     kwargs |= dict(zip(names, args, strict=False))
     args = args[len(names) :]
     name = cache_name(kwargs)
     cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
-    _check_cache(cache, cache_class, is_on_base=is_on_base)
+    _check_cache(cache, default.cache_class, is_on_base=default.is_on_base)
     if cache is None and base.training:
         # A cache would be filled through the hard mask; training needs the soft one, which is the uncached path.
         kwargs["use_cache"] = False
     elif cache is None and (_uses_cache(base) if use_cache is None else use_cache):
-        kwargs[name] = make_cache(base)
+        kwargs[name] = default.make(base)
     return args, kwargs
 
 

@@ -52,7 +52,7 @@ class Difference:
         return cls(largest=float(off.max()), rms=float(off.square().mean().sqrt()))
 
 
-def self_check(model: PreTrainedModel) -> None:
+def check_by_itself(model: PreTrainedModel) -> None:
     """Compare a model with a full-rank compressed cache to the stock model, on a short random prompt and a few tokens.
 
     It runs once for each model, without gradients, in eval mode, and leaves the model and all random generators as they

@@ -142,12 +142,6 @@ class Coefficients:
             room[0].copy_(code_NY)
             room[1].copy_(scale_NS)
 
-    def empty_like(self, capacity: int) -> Self:
-        """No rows yet, but room for `capacity` of them."""
-        twin = self.clone(rows=0)
-        twin.reserve(capacity)
-        return twin
-
     def reserve(self, capacity: int) -> None:
         """Move to buffers of exactly `capacity` rows, at least those in use."""
         self.stored.reserve(capacity)

@@ -138,14 +138,8 @@ class TokenwiseCoefficients(Coefficients):
         if any(each.buffer is not buffer for each, buffer in zip(grown, buffers, strict=True)):
             self.native_view = None  # it would keep the earlier buffers until the next token is decoded
 
-    def empty_like(self, capacity: int) -> Self:
-        return self._empty()  # how many bytes so many rows will have is not known
-
     def _empty(self) -> Self:
         return type(self)(self.quantization, dtype=self.dtype, device=self.device)
-
-    def reserve(self, capacity: int) -> None:
-        """Nothing is reserved, as in :meth:`empty_like`."""
 
     def keep(self, index_N: Tensor) -> None:
         """Keep the rows at `index_N`, (N,) or (1, N), in that order; no room to grow is left."""
@@ -176,6 +170,8 @@ class TokenwiseCoefficients(Coefficients):
         self.row_count.value = length
 
     def clone(self, rows: int | None = None) -> Self:
+        if rows == 0:
+            return self._empty()
         twin = copy.copy(self)
         twin.row_count, twin.native_view = ctypes.c_int64(self.length), None
         twin.stored, twin.classes, twin.marks = self.stored.clone(), self.classes.clone(), self.marks.clone()

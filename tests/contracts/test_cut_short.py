@@ -43,7 +43,7 @@ def begun(method, ids):
 
 
 def lengths(cache):
-    return [layer.get_seq_length() if layer.is_initialized else 0 for layer in cache.layers]
+    return [layer.get_seq_length() for layer in cache.layers]
 
 
 @every_method

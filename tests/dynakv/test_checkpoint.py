@@ -62,7 +62,7 @@ def test_what_is_attached_in_inference_mode_serves_and_trains(settings, ids, tmp
         layers[0].key.encode(torch.randn(1, 3, layers[0].key.width))
     assert torch.equal(model.generate(ids, **options), expected)
     model.train()(ids).logits.sum().backward()
-    gradients = [each.grad for layer in dynakv.cache.compressors(model).values() for each in layer.parameters()]
+    gradients = [each.grad for layer in dynakv.compressors(model).values() for each in layer.parameters()]
     assert all(each is not None for each in gradients)
 
 
@@ -333,11 +333,11 @@ def test_an_override_that_would_change_nothing_is_refused(tmp_path, trained, ove
 
 
 STEPS = {  # of attaching: the function that fails, and how often it does not
-    "making compressors": ("dynakv.attach", "layer_compressor", 1),
+    "making compressors": ("dynakv.attaching", "layer_compressor", 1),
     "reading weights": ("dynakv.checkpoint_files", "read_state", 0),
     "filling compressors": ("dynakv.checkpoint", "_fill", 0),
     "preparing the model": ("lowrank_kv.hf.prepare", "rotary_function", 1),
-    "setting the cache": ("dynakv.attach", "set_default_cache", 0),
+    "setting the cache": ("dynakv.attaching", "set_default_cache", 0),
     "declaring the method": ("lowrank_kv.hf.full_checkpoint", "declare", 0),
 }
 

@@ -46,7 +46,7 @@ def test_two_caches_share_their_encoders_weights(model):
 def test_a_cache_that_is_made_after_training_encodes_by_its_weights(model, how):
     earlier, before = filled(model)
     kept = addresses(earlier)
-    for side in dynakv.cache.token_compressors(model):
+    for side in dynakv.token_compressors(model):
         with torch.no_grad():
             bias = side.gate.bias if how == "in place" else side.gate.bias.data
             bias.add_(torch.linspace(3, -3, len(bias)))
@@ -80,7 +80,7 @@ def test_two_caches_share_copies_of_their_decoders_until_these_change(model, cac
     (one, before), (other, _) = filled(model), filled(model)
     shared = decoders_read(one)
     assert all(are_same(shared, decoders_read(other)))
-    for side in dynakv.cache.token_compressors(model):
+    for side in dynakv.token_compressors(model):
         with torch.no_grad():
             side.projection.weight.mul_(2)
             side.gate.weight.mul_(-1)

@@ -82,7 +82,7 @@ def by_method(record, dataset="same"):
 
 
 def test_the_command_writes_a_record_and_a_table(run, written, tmp_path):
-    done = run("scripts/compare.py", "--config", written(), "--output", tmp_path / "out")
+    done = run("compare", "--config", written(), "--output", tmp_path / "out")
     assert "leaving out `missing`" in done.stdout
     assert " 12/12 " in done.stderr, "three methods on two windows of two texts, each counted once"
     [path] = (tmp_path / "out/quality").iterdir()
@@ -272,7 +272,7 @@ def test_a_fraction_measures_fewer_windows(values, tmp_path):
 
 def test_a_comparison_that_ends_early_leaves_what_it_measured(mistake, written, values, tmp_path):
     methods = [*values["methods"], {"preset": "static-pca-joint", "bytes": [0.001]}]
-    command = ("scripts/compare.py", "--config", written(methods=methods), "--output", tmp_path / "out")
+    command = ("compare", "--config", written(methods=methods), "--output", tmp_path / "out")
     assert "no rate brings this cache to 0.001" in mistake(*command)
     # The compressor reads a prompt alone; the others are to read it together with the one that cannot be.
     assert len((tmp_path / "out" / CELLS).read_text().splitlines()) == 1
@@ -325,7 +325,7 @@ def test_what_cannot_be_compared_is_refused_with_the_remedy(values, tmp_path, ch
 
 
 def test_a_mistake_ends_in_one_paragraph(mistake, written, tmp_path):
-    command = ("scripts/compare.py", "--config", written(dtype="float8"), "--output", tmp_path / "out")
+    command = ("compare", "--config", written(dtype="float8"), "--output", tmp_path / "out")
     assert "`dtype` must be one of" in mistake(*command)
 
 

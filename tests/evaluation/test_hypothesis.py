@@ -51,7 +51,7 @@ def spectra(calibration):
 def test_the_command_writes_a_record_with_verdicts_and_goes_on(run, values, tmp_path):
     path = tmp_path / "hypothesis.yaml"
     path.write_text(yaml.safe_dump(values))
-    done = run("scripts/hypothesis.py", "--config", path, "--output", tmp_path / "out")
+    done = run("hypothesis", "--config", path, "--output", tmp_path / "out")
     [written] = (tmp_path / "out/quality").iterdir()
     record = run_record.load(written)
     config = build(HypothesisConfig, values)

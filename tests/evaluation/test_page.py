@@ -193,7 +193,7 @@ def test_the_command_shows_several_records_and_refuses_others(record, run, mista
         rows=[row("learned 0.06", "novels", 0.08, 0.0777)],
     )
     second = run_record.write(later, tmp_path)
-    run("scripts/html_report.py", first, second, "--output", tmp_path / "report.html")
+    run("report", first, second, "--output", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "0.0777" in text
     assert record["run_id"] in text
@@ -201,9 +201,7 @@ def test_the_command_shows_several_records_and_refuses_others(record, run, mista
     other = run_record.write(
         run_record.new_record("speed", config={}, inputs=[], n={"repeats": 1}, rows=[{"ms": 1}]), tmp_path
     )
-    assert "none of the records compares methods" in mistake(
-        "scripts/html_report.py", other, "--output", tmp_path / "x.html"
-    )
+    assert "none of the records compares methods" in mistake("report", other, "--output", tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
 
 
@@ -224,7 +222,7 @@ def test_compare_writes_its_page(run, tiny_dir, checkpoint, text_file, tmp_path)
     }
     path = tmp_path / "compare.yaml"
     path.write_text(json.dumps(values))
-    done = run("scripts/compare.py", "--config", path, "--output", tmp_path / "out")
+    done = run("compare", "--config", path, "--output", tmp_path / "out")
     assert f"page: {tmp_path / 'out/report.html'}" in done.stdout
     text = (tmp_path / "out/report.html").read_text()
     read(text)

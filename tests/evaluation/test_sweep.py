@@ -45,7 +45,7 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     path, output = tmp_path / "sweep.yaml", tmp_path / "sweep"
     path.write_text(yaml.safe_dump(settings))
     environment = {**os.environ, "PYTHON_EXEC": program()}  # for the trainings that it starts
-    done = run("scripts/sweep.py", "--config", path, "--output", output, env=environment)
+    done = run("sweep", "--config", path, "--output", output, env=environment)
     # The points of one recipe read the same, which is said once.
     told = [
         f"{reader} read `{text_file.name}`, which this run" for reader in ("the calibration", "`dynakv-target-0.9`")
@@ -77,7 +77,7 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     assert len(others) == 5
     cells.write_text("".join(others))
     trained = {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()}
-    here("scripts/sweep.py", "--config", path, "--output", output)
+    here("sweep", "--config", path, "--output", output)
     [path_of_second] = {*(output / "quality").iterdir()} - {path_of_first}
     second = run_record.load(path_of_second)
     assert run_record.load(path_of_first) == first
@@ -90,15 +90,15 @@ def test_a_sweep_yields_a_curve_and_goes_on_where_it_stopped(run, here, mistake,
     assert by == {"full": {ids[0]: 2}, names[0]: {ids[0]: 2}, names[1]: dict.fromkeys(ids, 1)}
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     # Other windows are measured without a training.
-    here("scripts/sweep.py", "--config", path, "--output", output, "--blocks", "1")
+    here("sweep", "--config", path, "--output", output, "--blocks", "1")
     assert len(cells.read_text().splitlines()) == 6
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     # The same directory by another name.
-    here("scripts/sweep.py", "--config", path, "--output", output / ".." / output.name, "--blocks", "1")
+    here("sweep", "--config", path, "--output", output / ".." / output.name, "--blocks", "1")
     assert {name: (point / "checkpoint/config.json").stat().st_mtime_ns for name, point in points.items()} == trained
     # A training run that says something else than when the sweep was begun.
     four_steps.write_text(yaml.safe_dump({**yaml.safe_load(four_steps.read_text()), "seed": 5}))
-    assert "begun with other settings" in mistake("scripts/sweep.py", "--config", path, "--output", output)
+    assert "begun with other settings" in mistake("sweep", "--config", path, "--output", output)
 
 
 def test_a_run_trains_on_from_a_checkpoint(here, mistake, four_steps, tmp_path):

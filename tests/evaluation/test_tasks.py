@@ -94,7 +94,7 @@ def cells(output):
 def test_the_command_writes_a_record_and_tables(run, values, tmp_path):
     path, output = tmp_path / "tasks.yaml", tmp_path / "out"
     path.write_text(yaml.safe_dump(values))
-    done = run("scripts/tasks.py", "--config", path, "--output", output)
+    done = run("tasks", "--config", path, "--output", output)
     [written] = (output / "quality").iterdir()
     assert f"record: {written}" in done.stdout
     record = run_record.load(written)
@@ -356,4 +356,4 @@ def test_what_cannot_be_answered_is_refused_with_the_remedy(values, tmp_path, ch
 def test_a_mistake_ends_in_one_paragraph(mistake, values, tmp_path):
     path = tmp_path / "tasks.yaml"
     path.write_text(yaml.safe_dump(values | {"dtype": "float8"}))
-    assert "`dtype` must be one of" in mistake("scripts/tasks.py", "--config", path, "--output", tmp_path / "out")
+    assert "`dtype` must be one of" in mistake("tasks", "--config", path, "--output", tmp_path / "out")

@@ -20,9 +20,7 @@ def only_record(output):
 def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("the cache keeps")
-    done = run(
-        "scripts/generate.py", "--checkpoint", checkpoint, "--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample"
-    )
+    done = run("generate", "--checkpoint", checkpoint, "--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample")
     assert not done.stdout.startswith("the cache keeps"), "a long prompt would fill the screen"
     report = done.stdout.splitlines()[-1]
     # 15 prompt tokens and 4 new ones, of which the last is never cached.
@@ -31,7 +29,7 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
 
 
 def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
-    command = ("scripts/generate.py", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
+    command = ("generate", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
     sizes = []
     for options in ((), ("--cache-dtype", "int8"), ("--cache-dtype", "int8", "--evict", 0.5)):
         report = here(*command, "--max-new-tokens", 4, *options).splitlines()
@@ -90,11 +88,11 @@ def test_generate_mistakes_end_in_one_paragraph(mistake, checkpoint, tmp_path, a
     arguments = [words.get(word, word) for word in arguments]
     if "--checkpoint" not in arguments:
         arguments = ("--checkpoint", checkpoint, *arguments)
-    assert message in mistake("scripts/generate.py", *arguments)
+    assert message in mistake("generate", *arguments)
 
 
 def test_a_stock_model_directory_is_no_checkpoint(run, tiny_dir):
-    done = run("scripts/generate.py", "--checkpoint", tiny_dir, "--prompt", "x", check=False)
+    done = run("generate", "--checkpoint", tiny_dir, "--prompt", "x", check=False)
     assert done.returncode == 2
     assert "no DynaKV compressor" in done.stderr
     assert "Traceback" not in done.stderr
@@ -131,7 +129,7 @@ def test_measure_takes_the_place_of_what_was_measured_before_and_keeps_the_rest(
 @pytest.fixture(scope="module")
 def bases(run, tiny_dir, text_file, tmp_path_factory):
     directory = tmp_path_factory.mktemp("bases") / "tiny"
-    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", directory, "--name", text_file)
+    command = ("calibrate", "--model", tiny_dir, "--output", directory, "--name", text_file)
     done = run(*command, "--tokens", 512, "--length", 64)
     assert "2 compressed layers of 2 KV heads × 16 dims, 512 tokens" in done.stdout
     assert "without `--read_gradients true` these bases serve `ojakv-joint`, at 60% of the coefficients" in done.stdout
@@ -142,39 +140,39 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
 def test_generate_needs_no_training(here, mistake, bases, tiny_dir, text_file, tmp_path):
     def rate_of(*options) -> float:
         prompt = ("--prompt", "the cache keeps what " * 20, "--max-new-tokens", 4)
-        report = here("scripts/generate.py", "--model", tiny_dir, "--bases", bases, *prompt, *options)
+        report = here("generate", "--model", tiny_dir, "--bases", bases, *prompt, *options)
         return float(report.splitlines()[-1].partition(", rate ")[2].split()[0])
 
     assert rate_of("--preset", "static-joint-pf", "--rate", 0.3) < rate_of("--preset", "static-joint-pf", "--rate", 0.8)
     assert rate_of() > 0  # `ojakv-joint`: these bases were made without what plans of bits need
-    report = here("scripts/generate.py", "--model", tiny_dir, "--bases", bases, "--prompt", "the cache " * 40)
+    report = here("generate", "--model", tiny_dir, "--bases", bases, "--prompt", "the cache " * 40)
     assert "\npreset ojakv-joint, rate 0.6 of the coefficients\n" in report
     rate, _, told = report.splitlines()[-1].partition(", rate ")[2].partition(" (uncompressed: ")
     assert " bytes), in float32; " in told
     assert told.endswith(" of what 16 bits would take")
     assert float(told.split("; ")[1].split()[0]) == pytest.approx(2 * float(rate), abs=0.0015)
     missing = ("--model", "nowhere", "--bases", bases, "--prompt", "@none.txt")
-    assert "cannot read the prompt file `none.txt`" in mistake("scripts/generate.py", *missing), "before the model"
+    assert "cannot read the prompt file `none.txt`" in mistake("generate", *missing), "before the model"
     for option, value, message in (
         ("--split", "validation", "`split` must be left out of files"),
         ("--subset", "foo", "`subset` must be left out of files"),
         ("--joint-layers", 2, "`joint_layers` must be left out without `read_gradients`"),
     ):
         words = ("--model", tiny_dir, "--name", text_file, "--output", tmp_path / "other", option, value)
-        assert message in mistake("scripts/calibrate.py", *words)
-    assert "needs `--model`" in mistake("scripts/generate.py", "--bases", bases, "--prompt", "x")
+        assert message in mistake("calibrate", *words)
+    assert "needs `--model`" in mistake("generate", "--bases", bases, "--prompt", "x")
     stray = ("--checkpoint", "nowhere", "--rate", 0.1, "--prompt", "x")
-    assert "`--rate` is of bases" in mistake("scripts/generate.py", *stray)
+    assert "`--rate` is of bases" in mistake("generate", *stray)
     swapped = ("--checkpoint", bases, "--prompt", "x")
-    assert f"got the calibration `{bases}`; give it as `--bases`" in mistake("scripts/generate.py", *swapped)
+    assert f"got the calibration `{bases}`; give it as `--bases`" in mistake("generate", *swapped)
     absent = ("--model", tiny_dir, "--bases", "nowhere", "--prompt", "x")
-    assert "`--bases` must be a directory that `lowrank-kv calibrate` wrote" in mistake("scripts/generate.py", *absent)
+    assert "`--bases` must be a directory that `lowrank-kv calibrate` wrote" in mistake("generate", *absent)
     unknown = ("--model", tiny_dir, "--bases", bases, "--preset", "ojakv-jiont", "--prompt", "x")
-    assert "unknown preset `ojakv-jiont`; did you mean `ojakv-joint`?" in mistake("scripts/generate.py", *unknown)
+    assert "unknown preset `ojakv-jiont`; did you mean `ojakv-joint`?" in mistake("generate", *unknown)
 
 
 def test_a_text_too_short_to_gain_says_so(here, bases, tiny_dir):
-    command = ("scripts/generate.py", "--model", tiny_dir, "--bases", bases, "--max-new-tokens", 4)
+    command = ("generate", "--model", tiny_dir, "--bases", bases, "--max-new-tokens", 4)
     assert "a text this short gains nothing" in here(*command, "--prompt", "the cache")
     static = (*command, "--preset", "static-joint-pf", "--rate", 0.3, "--prompt")
     assert "a text this short gains little" in here(*static, "the cache keeps what " * 4)
@@ -250,7 +248,7 @@ def test_updates_are_measured(run, tiny_dir, bases, text_file, tmp_path):
     ],
 )
 def test_calibrate_mistakes_end_in_one_paragraph(mistake, tiny_dir, text_file, tmp_path, arguments, message):
-    command = ("scripts/calibrate.py", "--model", tiny_dir, "--output", tmp_path / "out")
+    command = ("calibrate", "--model", tiny_dir, "--output", tmp_path / "out")
     for option, value in (("--name", text_file), ("--length", 64)):
         if option not in arguments:
             command = (*command, option, value)

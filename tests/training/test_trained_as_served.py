@@ -91,7 +91,7 @@ def test_each_token_is_trained_as_it_is_decoded(made):
     cache = made(model)()
     ids = torch.randint(1, 97, (1, 44), generator=torch.Generator().manual_seed(2))
     served = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
-    dynakv.set_exact_tokens(model, dynakv.cache.settings_of(model).seen_exactly)
+    dynakv.set_exact_tokens(model, dynakv.settings_of(model).seen_exactly)
     inputs = Batch.from_ids(ids, None).inputs
     _, more = read_by_teacher(model, inputs, logits=False)
     trained = model(**inputs, **more, use_cache=False).logits

@@ -55,9 +55,7 @@ def test_a_run_leaves_what_it_promises(run, config_file, tmp_path):
     assert 0 < summary["heldout"]["text.jsonl"]["hard_rate"] <= 1
     # Both checkpoints generate, and count their bytes.
     for directory in ("checkpoint", "full"):
-        text = run(
-            "scripts/generate.py", "--checkpoint", output / directory, "--prompt", "the cache", "--max-new-tokens", 5
-        )
+        text = run("generate", "--checkpoint", output / directory, "--prompt", "the cache", "--max-new-tokens", 5)
         assert "rate" in text.stdout
         assert "uncompressed:" in text.stdout
 

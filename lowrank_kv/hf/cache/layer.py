@@ -174,7 +174,7 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
             )
         if self._geometry is not None:
             check_shape(key_states, value_states, self._geometry)
-        past = self.get_seq_length() if self.is_initialized else 0
+        past = self.get_seq_length()
         if not past:  # also where a call was refused, or all was cropped: the next may have other sequences
             self.lazy_initialization(key_states, value_states)
         self._check_batch(key_states.shape[0])

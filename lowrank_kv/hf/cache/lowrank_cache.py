@@ -88,10 +88,6 @@ class LowRankCache(WholeCalls):
         held = self.get_seq_length()
         is_place = not whole_number("length", length) or length > held
         require(is_place, "length", length, f"more than the {held} tokens that the cache holds: where the prompt ends")
-        self.begin_prompt(length)
-
-    def begin_prompt(self, length: int) -> None:
-        """The same of a `generate()`, which may have nothing new to read."""
         for layer in self.compressed_layers():
             layer.expect_prompt(length)
 
@@ -124,7 +120,7 @@ class LowRankCache(WholeCalls):
             UserError: the layers hold different numbers of tokens. Rotations tell it, too, where they are remembered.
         """
         first, layer = self.layers[self._first_compressed], self.layers[layer_idx]
-        past, new = layer.get_seq_length() if layer.is_initialized else 0, key_states.shape[2]
+        past, new = layer.get_seq_length(), key_states.shape[2]
         if layer is first:
             # Native layers do not ask: those before this one have stored the call's tokens, those behind it have not.
             for index, native in enumerate(self.layers):
@@ -144,7 +140,7 @@ class LowRankCache(WholeCalls):
         removed = -whole_number("tokens_to_remove", tokens_to_remove)
         recurrent = [layer for layer in self.layers if is_recurrent(layer)]
         counting = [layer for layer in self.layers if counts_tokens(layer)]
-        held = [layer.get_seq_length() if layer.is_initialized else 0 for layer in self.compressed_layers()]
+        held = [layer.get_seq_length() for layer in self.compressed_layers()]
         length = min(held + [layer.get_seq_length() for layer in counting]) - removed
         for layer in counting:  # all are asked before any forgets
             _check_crop(layer, length)

@@ -180,8 +180,7 @@ def _check(model: PreTrainedModel, cache: LowRankCache, name: str) -> None:
 
 
 def _tokens(cache: LowRankCache) -> int:
-    layer = cache.compressed_layers()[0]
-    return layer.get_seq_length() if layer.is_initialized else 0
+    return cache.compressed_layers()[0].get_seq_length()
 
 
 def _devices(model: PreTrainedModel) -> set[torch.device]:

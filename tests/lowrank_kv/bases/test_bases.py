@@ -6,7 +6,14 @@ import torch
 from evaluation.subspace_metrics import relative_error, subspace_overlap
 from lowrank_kv.bases.moments import SecondMoment
 from lowrank_kv.bases.pca import parts_of, pca_basis
-from lowrank_kv.bases.rank_allocation import check_rank, energy_rank, falling_means, uniform_ranks, waterfill_ranks
+from lowrank_kv.bases.rank_allocation import (
+    check_rank,
+    energy_curve,
+    energy_rank,
+    falling_means,
+    uniform_ranks,
+    waterfill_ranks,
+)
 from lowrank_kv.utils.errors import UserError
 
 
@@ -120,6 +127,11 @@ def test_runs_that_are_worth_the_same_are_kept_from_the_first(tail):
     for rate in (0.3, 0.5, 0.8, 0.9, 0.95):
         ranks = waterfill_ranks(spectra, rate, 4)
         assert all(rank % 4 == 0 or rank == len(each) for rank, each in zip(ranks, spectra, strict=True)), (rate, ranks)
+
+
+def test_a_curve_of_energy_rises_to_one_where_it_has_more_points_than_energies():
+    assert energy_curve(torch.tensor([6.0, 3.0, 1.0]), 16) == pytest.approx([0.6, 0.9, 1.0])
+    assert energy_curve(torch.tensor([6.0, 3.0, 1.0, 0.0]), 2) == pytest.approx([0.9, 1.0])
 
 
 def test_energy_rank():

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dynakv
-from dynakv.cache import compressors
 from dynakv.checkpoint import compressor_state, write_compressor
 from dynakv.checkpoint_files import CONFIG, WEIGHTS, read_config
 from dynakv.measured_rates import measured_rates
+from dynakv.model_compressors import compressors
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.calibration_files import MOMENTS
 from lowrank_kv.ops.native.packing import PackedGate

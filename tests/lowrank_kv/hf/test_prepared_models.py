@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import dynakv
 import lowrank_kv
 import ojakv
-from dynakv.cache import settings_of
+from dynakv.model_compressors import settings_of
 from lowrank_kv.hf import prepare as prepare_module
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.prepare import restore
@@ -137,7 +137,7 @@ def test_a_model_that_shares_its_config_with_a_compressed_one_is_told_so(ids):
     one = tiny_model()
     other = type(one)(one.config)
     dynakv_model(one, 1.0)
-    for use in (prepare_module.prepare, lowrank_kv.hf.self_check.self_check, lambda model: model(ids)):
+    for use in (prepare_module.prepare, lowrank_kv.hf.self_check.check_by_itself, lambda model: model(ids)):
         with pytest.raises(UserError, match="config"):
             use(other)
     dynakv.detach(one)

@@ -13,7 +13,7 @@ import dynakv
 from lowrank_kv.hf import self_check as module_under_test
 from lowrank_kv.hf.attention import is_prepared
 from lowrank_kv.hf.cache_argument import cache_name
-from lowrank_kv.hf.self_check import self_check
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.errors import UserError
 from ojakv import OjaKVCache, OjaKVConfig
 
@@ -54,7 +54,7 @@ def of_an_unknown_family(**overrides):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family_that_is_served_passes(family, dtype):
     model = family.model().to(dtype)
-    self_check(model)
+    check_by_itself(model)
     assert is_prepared(model)
 
 
@@ -65,7 +65,7 @@ def test_a_family_that_is_served_wrongly_is_refused_with_its_name_and_the_differ
     with pytest.raises(
         UserError, match=r"a llama model does not compute the same .* differ by up to \d.*self_check=False"
     ):
-        self_check(model)
+        check_by_itself(model)
     assert not is_prepared(model)
     assert model.config._attn_implementation == attention
 
@@ -99,7 +99,7 @@ def test_nothing_is_changed_but_the_preparation():
     modes = [module.training for module in model.modules()]
     states, attributes = copy.deepcopy(model.state_dict()), set(vars(model.model))
     random = torch.get_rng_state()
-    self_check(model)
+    check_by_itself(model)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, states[name]) for name, value in model.state_dict().items())
@@ -131,14 +131,14 @@ def test_weights_that_are_elsewhere_and_compressed_models_are_not_tried(monkeypa
 
     monkeypatch.setattr(module_under_test, "_hidden_states", never)
     with torch.device("meta"):
-        self_check(tiny_model())
+        check_by_itself(tiny_model())
     spread = tiny_model()
     spread.model.layers[0].self_attn.q_proj.weight.ds_id = 3  # as DeepSpeed marks what it partitions
-    self_check(spread)
+    check_by_itself(spread)
     compressed = tiny_model()
     dynakv.add_compressors(compressed, dynakv.DynaKVConfig())
-    self_check(compressed)
-    self_check(tiny_model(max_position_embeddings=8))
+    check_by_itself(compressed)
+    check_by_itself(tiny_model(max_position_embeddings=8))
 
 
 def test_tokens_that_mean_something_are_not_drawn():

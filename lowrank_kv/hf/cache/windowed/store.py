@@ -160,7 +160,7 @@ class TokenStore:
 
     def clone_full_rank(self) -> "TokenStore":
         """The same without coefficients: it reads none before it is told where they are (:meth:`read_rows_of`)."""
-        return self._clone_with(self.coef.empty_like(0))
+        return self._clone_with(self.coef.clone(rows=0))
 
     def _clone_with(self, coef: Coefficients) -> "TokenStore":
         twin = copy.copy(self)

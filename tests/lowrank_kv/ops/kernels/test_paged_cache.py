@@ -311,7 +311,7 @@ def test_a_call_that_is_cut_short_leaves_no_key_without_its_value(model, end):
 
 @torch.no_grad()
 def test_a_kernel_takes_no_weights_beyond_its_dtype(model):
-    codec = next(iter(dynakv.cache.compressors(model).values())).key
+    codec = next(iter(dynakv.compressors(model).values())).key
     layer = mock.Mock(dtype=torch.float16, device=model.device)
     assert paged_layer.PagedLayer._append_of(layer, codec) is not None
     codec.gate.input_scale.mul_(1e9)

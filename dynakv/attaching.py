@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dynakv.cache import DynaKVCache, compressors, settings_of, token_compressors
+from dynakv.cache import DynaKVCache
 from dynakv.config import METHOD, DynaKVConfig
 from dynakv.layer_compressor import layer_compressor
+from dynakv.model_compressors import compressors, settings_of, token_compressors
 from lowrank_kv.bases.rank_allocation import check_rank
 from lowrank_kv.hf import full_checkpoint
 from lowrank_kv.hf.attention import PREPARED, TRANSFORM

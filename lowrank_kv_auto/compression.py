@@ -12,8 +12,7 @@ from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.default_cache import set_default_cache
 from lowrank_kv.hf.geometry import check_model
 from lowrank_kv.hf.prepare import prepare
-from lowrank_kv.hf.self_check import self_check as check_by_itself
-from lowrank_kv.stores.quantization import MIXED
+from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError, nearest
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
@@ -111,10 +110,10 @@ def _with_preset(
     settings: dict[str, Any],
     self_check: bool,
 ) -> PreTrainedModel:
-    config = OjaKVConfig.preset(preset, **({} if rate is None else {"rate": rate}), **settings)
+    config = OjaKVConfig.preset(preset, rate=rate, **settings)
     if bases is None:
         name = model.config._name_or_path or "MODEL"
-        read = " --read_gradients true" if config.cache_dtype == MIXED else ""
+        read = " --read_gradients true" if config.has_plan else ""
         raise UserError(
             f"the preset `{preset}` needs bases of this model; run `lowrank-kv calibrate --model {name} --output bases/mine "
             f"--name TEXT{read}` once, and give `bases='bases/mine'`"
