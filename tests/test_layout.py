@@ -11,6 +11,7 @@ import pytest
 from ready_python import program
 
 import lowrank_kv
+from lowrank_kv.hf.cache.method_packages import METHOD_PACKAGES
 from scripts.import_graph import PACKAGES, circles, imported_names, module_graph, modules, part_graph
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +92,10 @@ def test_tests_mirror_the_packages():
         path.name for path in (ROOT / "tests/lowrank_kv").iterdir() if path.is_dir() and not path.name.startswith("_")
     }
     assert inner <= {path.name for path in (ROOT / "lowrank_kv").iterdir() if path.is_dir()}
+
+
+def test_caches_know_the_packages_of_all_methods():
+    assert {package.removesuffix(".") for package in METHOD_PACKAGES} == METHODS | {"lowrank_kv"}
 
 
 def test_files_stay_small():

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_PACKAGES = ("lowrank_kv.", "ojakv.", "dynakv.")
+from lowrank_kv.hf.cache.method_packages import METHOD_PACKAGES
 
 
 def nbytes_within(roots: Iterable[Any]) -> int:
@@ -29,6 +29,6 @@ def nbytes_within(roots: Iterable[Any]) -> int:
             left += each.values()
         elif isinstance(each, tuple | list):
             left += each
-        elif isinstance(each, nn.Module) or type(each).__module__.startswith(_PACKAGES):
+        elif isinstance(each, nn.Module) or type(each).__module__.startswith(METHOD_PACKAGES):
             left += getattr(each, "__dict__", {}).values()
     return sum(sizes.values())

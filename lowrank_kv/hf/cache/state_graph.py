@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_kv.hf.cache.method_packages import METHOD_PACKAGES
 from lowrank_kv.stores.growable_tensor import GrowingRows
 from lowrank_kv.utils.errors import UserError
 
-_MODULES = ("lowrank_kv.", "ojakv.", "dynakv.", "transformers.cache_utils.")
+_MODULES = (*METHOD_PACKAGES, "transformers.cache_utils.")
 _PLAIN = (bool, int, float, str, type(None))
 _SEQUENCES = {"tuple": tuple, "list": list}
 _ADDRESSES = "native_view"  # attribute: what compiled code has worked out about the tensors beside it
