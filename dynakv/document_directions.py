@@ -117,4 +117,4 @@ def _prompt_of(tokens: int, config: DynaKVConfig) -> slice:
     step = RetentionSchedule(config.windowed).due(
         num_pinned=0, num_waiting=length, num_seen=length, has_started=False, is_prompt=True
     )
-    return slice(0, 0) if step is None else slice(step.num_pinned, step.num_pinned + step.num_due)
+    return slice(0, 0) if step is None else step.due

@@ -73,15 +73,15 @@ class OnlineStore(TokenStore):
         config = self.config
         pooled_PNW = _pooled(rows_PNW, config.pool)
         self.tracker.observe(pooled_PNW)
-        rate = config.learning_rate if is_prompt else config.decode_learning_rate
-        if not rate:
+        learning_rate = config.learning_rate if is_prompt else config.decode_learning_rate
+        if not learning_rate:
             return
         if is_prompt:
             new = NewRows(pooled_PNW, config.prompt_steps)
             for _ in range(config.prompt_steps):
-                self._step(new, rate)
+                self._step(new, learning_rate)
         else:
-            self._step(NewRows(pooled_PNW), rate, is_triggered=config.update == "triggered")
+            self._step(NewRows(pooled_PNW), learning_rate, is_triggered=config.update == "triggered")
 
     def append(self, coef_PNR: Tensor) -> None:
         length = self.coef.length
@@ -96,7 +96,7 @@ class OnlineStore(TokenStore):
         if not length:
             self.guard.forget_rows()
 
-    def _step(self, new: NewRows, rate: float, *, is_triggered: bool = False) -> None:
+    def _step(self, new: NewRows, learning_rate: float, *, is_triggered: bool = False) -> None:
         """Move the basis as far towards new rows as the guard allows.
 
         A triggered step waits until the trigger says that it is worth its price. It then sees all rows since the last one.
@@ -104,7 +104,7 @@ class OnlineStore(TokenStore):
         old_PWR = self.tracker.vectors_PWR
         known_PRR, stored_PRR = self._moments()
         move = self.guard.largest_move(
-            old_PWR, lambda share: self.tracker.propose(new, known_PRR, rate, share), stored_PRR, self.rounding
+            old_PWR, lambda share: self.tracker.propose(new, known_PRR, learning_rate, share), stored_PRR, self.rounding
         )
         is_worth_it = move is not None and (
             not is_triggered or self.trigger.is_worth_a_step(new.rows_PNW, old_PWR, move.basis_PWR)

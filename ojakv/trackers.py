@@ -9,6 +9,7 @@ Shapes: P parts, N rows, M rows of a sketch, W width of a part (D or C), R rank.
 import abc
 import copy
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -58,19 +59,20 @@ class Tracker(abc.ABC):
             name: the states it represents, such as ``layer 3 keys``, for errors.
         """
         self.vectors_PWR, self.name = by_columns(vectors_PWR.float()), name
+        self._has_moved = False  # until then the basis is the calibration's, which all sequences share
 
     @abc.abstractmethod
     def observe(self, rows_PNW: Tensor) -> None:
         """See rows (fp32), each exactly once, before :meth:`propose` is called with them."""
 
     @abc.abstractmethod
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, learning_rate: float, share: float = 1.0) -> Tensor | None:
         """An orthonormal basis that represents the rows better, (P, W, R); None where the present one is to stay.
 
         Args:
             new: the newest rows.
             stored_PRR: Σ cᵀc of the coefficients stored so far in the present basis.
-            rate: η, where the rule has one.
+            learning_rate: η, where the rule has one.
             share: how much of the full step to take, in (0, 1].
         """
 
@@ -80,15 +82,19 @@ class Tracker(abc.ABC):
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         """Make a proposed basis the present one."""
-        self.vectors_PWR = by_columns(vectors_PWR)
+        self.vectors_PWR, self._has_moved = by_columns(vectors_PWR), True
 
-    @abc.abstractmethod
     def tensors(self) -> Iterator[Tensor]:
         """Tensors that this tracker holds for its own sequence."""
+        if self._has_moved:
+            yield self.vectors_PWR
 
-    @abc.abstractmethod
-    def clone(self) -> "Tracker":
+    def clone(self) -> Self:
         """An independent copy."""
+        twin = copy.copy(self)
+        if self._has_moved:
+            twin.vectors_PWR = self.vectors_PWR.clone()
+        return twin
 
 
 class OjaTracker(Tracker):
@@ -104,19 +110,18 @@ class OjaTracker(Tracker):
     def __init__(self, vectors_PWR: Tensor, name: str, *, preconditioned: bool):
         super().__init__(vectors_PWR, name)
         self.preconditioned = preconditioned
-        self._shared = True
         self._deferred_PWR: Tensor | None = None  # sum of the steps for rows whose steps were put off
 
     def observe(self, rows_PNW: Tensor) -> None:
         pass
 
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
-        rate *= share
+    def propose(self, new: NewRows, stored_PRR: Tensor, learning_rate: float, share: float = 1.0) -> Tensor | None:
+        learning_rate *= share
         step_PWR, seen_PRR = self._outside(new)
         if self.preconditioned:
             step_PWR = torch.linalg.solve(_lifted(stored_PRR + seen_PRR), step_PWR, left=False)
-        what = f"{self.name}: an Oja step of rate {rate:g}"
-        return orthonormal(self.vectors_PWR + rate * step_PWR, what, "use a smaller learning rate")
+        what = f"{self.name}: an Oja step of rate {learning_rate:g}"
+        return orthonormal(self.vectors_PWR + learning_rate * step_PWR, what, "use a smaller learning rate")
 
     def defer(self, new: NewRows) -> None:
         # The basis does not move until the next step, so the sum is exact.
@@ -134,20 +139,15 @@ class OjaTracker(Tracker):
 
     def move_to(self, vectors_PWR: Tensor) -> None:
         super().move_to(vectors_PWR)
-        self._shared = False
         self._deferred_PWR = None
 
     def tensors(self) -> Iterator[Tensor]:
-        # Until its first step the basis is the calibration's, which all sequences share.
-        if not self._shared:
-            yield self.vectors_PWR
+        yield from super().tensors()
         if self._deferred_PWR is not None:
             yield self._deferred_PWR
 
-    def clone(self) -> "OjaTracker":
-        twin = copy.copy(self)
-        if not self._shared:
-            twin.vectors_PWR = self.vectors_PWR.clone()
+    def clone(self) -> Self:
+        twin = super().clone()
         if self._deferred_PWR is not None:
             twin._deferred_PWR = self._deferred_PWR.clone()
         return twin
@@ -170,7 +170,6 @@ class FrequentDirections(Tracker):
         parts, width, rank = vectors_PWR.shape
         self.sketch_PMW = torch.zeros(parts, 2 * rank, width, dtype=torch.float32, device=vectors_PWR.device)
         self.used = 0
-        self._shared = True
         if prior_rows:
             start_PRW = (energy_PR * prior_rows).sqrt()[:, :, None] * self.vectors_PWR.mT
             self.sketch_PMW[:, :rank] = start_PRW
@@ -195,11 +194,11 @@ class FrequentDirections(Tracker):
         self.sketch_PMW[:, : left_PR.shape[1]] = left_PR[:, :, None] * directions_PMW[:, :rank]
         self.used = rank
 
-    def propose(self, new: NewRows, stored_PRR: Tensor, rate: float, share: float = 1.0) -> Tensor | None:
+    def propose(self, new: NewRows, stored_PRR: Tensor, learning_rate: float, share: float = 1.0) -> Tensor | None:
         """The sketch's leading directions V, filled up from U where it has seen fewer than R, and turned within their span
         to be next to U; for a share of the step orth((1 − share) U + share · V VᵀU).
 
-        There is no step to scale, so `rate` does not matter.
+        There is no step to scale, so `learning_rate` does not matter.
         """
         leading_PWR = self._leading()
         refused = f"{self.name}: the sketch's directions", "let the bases move by `tracker: oja`"
@@ -232,20 +231,13 @@ class FrequentDirections(Tracker):
     def defer(self, new: NewRows) -> None:
         pass  # the sketch has seen them
 
-    def move_to(self, vectors_PWR: Tensor) -> None:
-        super().move_to(vectors_PWR)
-        self._shared = False
-
     def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
         yield self.sketch_PMW
-        if not self._shared:
-            yield self.vectors_PWR
 
-    def clone(self) -> "FrequentDirections":
-        twin = copy.copy(self)
+    def clone(self) -> Self:
+        twin = super().clone()
         twin.sketch_PMW = self.sketch_PMW.clone()
-        if not self._shared:
-            twin.vectors_PWR = self.vectors_PWR.clone()
         return twin
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank_kv.stores.bit_plan import BitPlan
 from lowrank_kv.stores.ranked_rows import RANK_BYTES, RankedRows
-from lowrank_kv.stores.rows_of_classes import CLASSES_PER_BYTE
+from lowrank_kv.stores.rows_of_classes import CLASSES_PER_BYTE, set_class, unpacked_classes
 from lowrank_kv.stores.token_plans import TokenPlans
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -151,11 +151,10 @@ class _ClassRows(PageRows):
         return -(-tokens // CLASSES_PER_BYTE)
 
     def note(self, noted_P: Tensor, row: int, level: int) -> None:
-        place, shift = row // CLASSES_PER_BYTE, 2 * (row % CLASSES_PER_BYTE)
-        noted_P[place] = int(noted_P[place]) & ~(3 << shift) & 255 | level << shift
+        set_class(noted_P, row, level)
 
     def noted(self, noted_P: Tensor, count: int) -> list[int]:
-        return [int(noted_P[row // CLASSES_PER_BYTE]) >> 2 * (row % CLASSES_PER_BYTE) & 3 for row in range(count)]
+        return unpacked_classes(noted_P[: self.noted_bytes(count)], count).tolist()
 
 
 class _Ranked(PageRows):

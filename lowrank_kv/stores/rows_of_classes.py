@@ -49,6 +49,12 @@ def packed_classes(class_N: Tensor) -> Tensor:
     return (full_N << shift_4).sum(dim=1).to(torch.uint8)
 
 
+def set_class(byte_M: Tensor, row: int, row_class: int) -> None:
+    """Write the class of one row among those of others."""
+    place, shift = row // CLASSES_PER_BYTE, 2 * (row % CLASSES_PER_BYTE)
+    byte_M[place] = int(byte_M[place]) & ~(3 << shift) & 255 | row_class << shift
+
+
 def unpacked_classes(byte_M: Tensor, count: int) -> Tensor:
     """The first `count` classes, int64."""
     shift_4 = 2 * torch.arange(CLASSES_PER_BYTE, device=byte_M.device)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_kv.ops.arena_attention.operands import ArenaPages, ArenaSide
-from lowrank_kv.ops.arena_attention.triton_rows import page_rows, row_scales, row_units, tile_of_sequence
+from lowrank_kv.ops.arena_attention.triton_rows import located_rows, row_scales, row_units, tile_of_sequence
 from lowrank_kv.ops.triton.launch import block
 
 _BLOCK_ROWS, _MAX_BLOCK_WIDTH = 32, 32
@@ -42,7 +42,7 @@ def _rows_kernel(
     own_page_ptr, n, token_N, is_row_N = tile_of_sequence(
         page_ptr, page_stride, table_ptr, tl.program_id(0), count + SINKS, PAGE_TOKENS, SINKS, BLOCK_N
     )
-    row_ptrs_N, level_N = page_rows(
+    row_ptrs_N, level_N = located_rows(
         own_page_ptr, size_ptr, n, is_row_N, packed, marks, first_row, row_bytes, rank, BITS, GROUP_SIZE, DIFFER,
         BLOCK_N,
     )  # fmt: skip

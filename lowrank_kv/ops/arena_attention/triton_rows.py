@@ -39,7 +39,7 @@ def tile_of_sequence(
 
 
 @triton.jit
-def page_rows(
+def located_rows(
     page_ptr, size_ptr, n, is_row_N, packed, marks, first_row, row_bytes, rank,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIFFER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def row_units(
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DIFFER: tl.constexpr,
 ):  # fmt: skip
     """The coefficients `r_Y` of rows that begin at these pointers, divided by their scales, (N, Y) fp32; 0 where a row has
-    none. Levels are those of :func:`page_rows`, and `rank` the most coefficients of a row."""
+    none. Levels are those of :func:`located_rows`, and `rank` the most coefficients of a row."""
     if BITS == 0:
         unit_NY = planned_units(row_ptrs_N, level_N, is_row_N, r_Y, rank, descriptor_ptr, table_ptr, DIFFER)
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.arena_attention.operands import ArenaPages
 from lowrank_kv.ops.arena_attention.triton_rows import (
-    page_rows,
+    located_rows,
     row_scales,
     row_units,
     tile_of_sequence,
@@ -81,7 +81,7 @@ def _arena_scores(
         own_page_ptr, n, token_N, is_row_N = tile_of_sequence(
             page_ptr, page_stride, table_ptr + b * table_stride_b, tile, past, PAGE_TOKENS, SINKS, BLOCK_N
         )
-        row_ptrs_N, level_N = page_rows(
+        row_ptrs_N, level_N = located_rows(
             own_page_ptr, size_ptr, n, is_row_N, packed, marks, first_row, row_bytes, rank, BITS, GROUP_SIZE, DIFFER,
             BLOCK_N,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank_kv.ops.arena_attention.operands import ArenaPages
 from lowrank_kv.ops.arena_attention.triton_rows import (
-    page_rows,
+    located_rows,
     row_scales,
     row_units,
     tile_of_sequence,
@@ -84,7 +84,7 @@ def _arena_values(
         )
         score_HN = load_scores(score_ptr, token_N, is_row_N, h, is_head_H, b, room, H)
         weight_HN, rescale_H, max_H, sum_H = online_softmax_step(score_HN, max_H, sum_H)
-        row_ptrs_N, level_N = page_rows(
+        row_ptrs_N, level_N = located_rows(
             own_page_ptr, size_ptr, n, is_row_N, packed, marks, first_row, row_bytes, rank, BITS, GROUP_SIZE, DIFFER,
             BLOCK_N,
         )  # fmt: skip

@@ -74,7 +74,7 @@ class PlannedSequence:
             config = self.config
             self.has_own_directions = config.own_directions > 0 and step.num_due >= config.own_directions_from
         num_full_rank = self.num_pinned + self.num_waiting - step.num_due + step.num_kept
-        self.num_pinned = step.num_pinned + step.num_kept
+        self.num_pinned = step.num_pinned_after
         self.num_waiting = num_full_rank - self.num_pinned
         self.num_low_rank += step.num_due - step.num_kept
         self.has_started = True

@@ -31,6 +31,11 @@ class CompressionStep(NamedTuple):
         return slice(self.num_pinned, self.num_pinned + self.num_due)
 
     @property
+    def num_pinned_after(self) -> int:
+        """Pinned tokens once the step is made."""
+        return self.num_pinned + self.num_kept
+
+    @property
     def keeps_all(self) -> bool:
         """Whether none of them becomes coefficients."""
         return self.num_kept == self.num_due

@@ -201,7 +201,7 @@ class WindowedSequence:
         Args:
             is_kept_N: of the tokens that are due, those that stay at full rank, (N,) bool; or whether all do.
         """
-        full_rank_F, num_pinned = self.positions.full_rank.rows, step.num_pinned + step.num_kept
+        full_rank_F, num_pinned = self.positions.full_rank.rows, step.num_pinned_after
         stays_F = torch.ones(len(full_rank_F), dtype=torch.bool, device=full_rank_F.device)
         stays_F[step.due] = is_kept_N
         key_full, value_full, position_full = self._full_rank_rows(stays_F, num_pinned)
