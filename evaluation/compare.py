@@ -26,12 +26,13 @@ from lowrank_kv.utils.provenance import model_input, path_input, token_input, we
 
 from .anatomy.measure import anatomy
 from .cells import Cell, measured_by
-from .measure import Reading, measure_cells
-from .measurement import MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from .methods import available_methods, methods_of
 from .output import MakeRecord
+from .reading import Reading
+from .run_setup import MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from .scores import WindowScore, extent, summary
 from .texts import TextConfig, Windows, check_texts, documents_told, measured_texts, read_texts
+from .window_cells import measure_cells
 
 
 @configuration
@@ -151,7 +152,7 @@ def row_of(
 
 
 def rows_of_cells(found: Mapping[tuple[str, str], list[Cell]], texts: Mapping[str, Windows]) -> list[dict[str, Any]]:
-    """A row for each (text, method's label) that :func:`evaluation.measure.measure_cells` found cells of."""
+    """A row for each (text, method's label) that :func:`evaluation.window_cells.measure_cells` found cells of."""
     return [
         row_of(method, text, {text: [cell.score for cell in each]}, texts) for (text, method), each in found.items()
     ]

@@ -4,6 +4,7 @@ Shapes: T tokens, S of them predicted and scored, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,13 @@ from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.config import require
 
 from .peers.quantized_cache import quantized_tensors
+
+
+class Reading(NamedTuple):
+    """How a window is read: a prompt of `prefix` tokens (0 for one pass), then `step` tokens at a time."""
+
+    prefix: int
+    step: int
 
 
 def check_split(model: PreTrainedModel, tokens: int, prefix: int) -> None:

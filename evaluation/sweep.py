@@ -34,10 +34,11 @@ from ojakv import Calibration
 
 from .cells import measured_by
 from .compare import new_comparison, rows_of_cells
-from .measure import Reading, measure_cells
-from .measurement import cells_in, identity_of, setting_of, warn_of_known
 from .methods import FULL, Method, MethodConfig, learned, uncompressed
+from .reading import Reading
+from .run_setup import cells_in, identity_of, setting_of, warn_of_known
 from .texts import TextConfig, check_texts, documents_told, measured_texts, read_texts
+from .window_cells import measure_cells
 
 BASES, POINTS = "bases", "points"
 # Follows what launches a Python module; by its name the command is found wherever `lowrank_kv_cli` is.

@@ -23,7 +23,7 @@ from lowrank_kv.utils.text_data import (
     load_documents,
 )
 
-from .measurement import MeasuredText
+from .run_setup import MeasuredText
 
 
 @configuration

@@ -4,7 +4,7 @@ from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES
 from lowrank_kv.hf.loading import DTYPES
 from lowrank_kv.utils.config import configuration, option, require
 
-from ..measurement import MeasurementConfig
+from ..run_setup import MeasurementConfig
 from ..texts import TextConfig, check_texts
 
 SENSITIVITIES = ("none", "layers", "heads")

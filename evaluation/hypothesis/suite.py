@@ -15,10 +15,11 @@ from lowrank_kv.utils.paths import name_of
 
 from ..cells import Cell
 from ..compare import new_comparison, row_of
-from ..measure import Reading, measure_cells
-from ..measurement import cells_in, load_calibration, measured_model, setting_of
 from ..output import MakeRecord
+from ..reading import Reading
+from ..run_setup import cells_in, load_calibration, measured_model, setting_of
 from ..texts import Windows, documents_told, measured_texts, read_texts
+from ..window_cells import measure_cells
 from .config import HypothesisConfig
 from .evidence import Evidence, HeadRow, Measured
 from .ranks import KEYS, SIDES, VALUES, Spectra, threshold_ranks

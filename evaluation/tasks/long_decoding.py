@@ -22,8 +22,8 @@ from lowrank_kv.hf.loading import check_length
 from lowrank_kv.utils.atomic_write import write_text
 from lowrank_kv.utils.progress import progress_bar
 
-from ..measurement import identity_of
 from ..reading import full_cache
+from ..run_setup import identity_of
 from .item import PASS_EFFORT, FreshReader, Item, ItemScore, prompt_pieces
 from .reader import Reader, end_tokens
 

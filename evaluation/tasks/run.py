@@ -19,10 +19,10 @@ from lowrank_kv.utils.provenance import model_input, path_input, weights_input
 from ojakv import Calibration
 
 from ..cells import Cell, Cells, Measurer, measured_by
-from ..measure import at_budget, rounds
-from ..measurement import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
 from ..methods import FULL, Method, MethodConfig, available_methods, methods_of
 from ..output import MakeRecord
+from ..run_setup import MeasuredText, MethodsConfig, cells_in, load_calibration, measured_model, setting_of
+from ..window_cells import at_budget, rounds
 from .building import Task, tasks_of
 from .item import AWARE, Item, ItemScore
 from .prompts import FreshReader, Prompts

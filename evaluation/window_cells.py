@@ -18,19 +18,12 @@ from lowrank_kv.utils.provenance import token_input
 
 from .cells import Cell, Cells, Measurer
 from .methods import Method
-from .reading import read_uncompressed
+from .reading import Reading, read_uncompressed
 from .scores import HeldBytes, WindowScore, held_share, score_predictions, score_window
 from .shared_prompt import can_share, read_prompt_once
 from .side_by_side import read_side_by_side
 
 _TOGETHER = 8  # caches that read one window at a time
-
-
-class Reading(NamedTuple):
-    """How a window is read: a prompt of `prefix` tokens (0 for one pass), then `step` tokens at a time."""
-
-    prefix: int
-    step: int
 
 
 def measure_cells(
