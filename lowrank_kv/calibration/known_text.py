@@ -41,7 +41,7 @@ class KnownText:
         # Only data sets of the hub have splits.
         is_another = split is not None and is_hub_id(name) and (self.record.get("split") or split) != split
         read = self.record.get("text") or []
-        if is_another or not any(fnmatch.fnmatchcase(each, known) for each in _names_of(name) for known in read):
+        if is_another or not any(_is_named(each, known) for each in _names_of(name) for known in read):
             return
         if not share:
             warnings.warn(
@@ -58,3 +58,8 @@ class KnownText:
 def _names_of(name: str) -> list[str]:
     """A text's name, as records have it, and those of the files of a pattern."""
     return [name_of(each) for each in (name, *files_of(name))]
+
+
+def _is_named(name: str, known: str) -> bool:
+    """Whether a name is the known one, or one of a known pattern; a file's own name may have brackets, as a pattern has."""
+    return name == known or fnmatch.fnmatchcase(name, known)

@@ -25,6 +25,8 @@ def warned_of(read: str, name: str) -> bool:
         ("a.jsonl", "*.jsonl", True),
         ("c.jsonl", "*.jsonl", False),
         ("[ab].jsonl", "*.jsonl", True),
+        ("a[1].jsonl", "a[1].jsonl", True),
+        ("a[1].jsonl", "a[2].jsonl", False),
         ("org/texts", "org/texts", True),
         ("org/texts", "org/other", False),
     ],
