@@ -109,18 +109,18 @@ def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 def _check_told(mask_BQT: Tensor, seen_BT: Tensor, sliding_window: int | None, position_BT: Tensor | None) -> None:
     """Raise :class:`UserError` where a query that sees something sees other tokens than flash attention shows it."""
     queries, tokens = mask_BQT.shape[1:]
-    place_T, document_T = torch.arange(tokens, device=mask_BQT.device), None
+    position_T, document_T = torch.arange(tokens, device=mask_BQT.device), None
     if position_BT is not None and position_BT.shape[1] == tokens:
         document_T = (position_BT[0].diff(prepend=position_BT[0, :1] - 1) != 1).cumsum(0)
     # Some queries at a time: together they would take several times the mask's bytes.
-    for mask_BNT, place_N in zip(
-        mask_BQT.split(_QUERIES_AT_ONCE, dim=1), place_T[tokens - queries :].split(_QUERIES_AT_ONCE), strict=True
+    for mask_BNT, position_N in zip(
+        mask_BQT.split(_QUERIES_AT_ONCE, dim=1), position_T[tokens - queries :].split(_QUERIES_AT_ONCE), strict=True
     ):
-        shown_NT = place_T <= place_N[:, None]
+        shown_NT = position_T <= position_N[:, None]
         if sliding_window is not None:
-            shown_NT &= place_T > place_N[:, None] - sliding_window
+            shown_NT &= position_T > position_N[:, None] - sliding_window
         if document_T is not None:
-            shown_NT &= document_T == document_T[place_N, None]
+            shown_NT &= document_T == document_T[position_N, None]
         is_other_BNT = (mask_BNT != shown_NT & seen_BT[:, None]) & mask_BNT.any(dim=2, keepdim=True)
         if bool(is_other_BNT.any()):
             raise UserError(

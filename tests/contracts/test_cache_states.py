@@ -50,7 +50,7 @@ def rows_maker(model):
 
 def places_of(sequence) -> list[int]:
     """Places of the tokens a sequence still has."""
-    positions = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.places()
+    positions = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.positions()
     return list(range(sequence.length)) if positions is None else positions.tolist()
 
 

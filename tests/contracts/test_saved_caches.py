@@ -138,7 +138,7 @@ def test_a_file_has_about_the_bytes_of_the_cache_and_no_bases(tmp_path):
     with safe_open(tmp_path / "cache", framework="pt") as file:
         header = json.loads(file.metadata()["header"])
     assert (header["tokens"], header["sequences"], header["dtype"]) == (2000, 1, "float32")
-    assert set(header["versions"]) == {"lowrank-kv"}, "no layer is of transformers' own kinds"
+    assert set(header["versions"]) == {"lowrank-kv", "state"}, "no layer is of transformers' own kinds"
     assert header["cache"] == "ojakv.cache.OjaKVCache"
     # The copy that pickle makes has the bases.
     assert len(pickle.dumps(cache)) > 2 * size

@@ -49,7 +49,7 @@ def ids():
 
 def places_of(sequence) -> torch.Tensor:
     """Places of the tokens a sequence still has, (1 or P, N)."""
-    position = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.places()
+    position = sequence.positions.stored() if isinstance(sequence, WindowedSequence) else sequence.positions()
     return torch.atleast_2d(position).sort().values
 
 

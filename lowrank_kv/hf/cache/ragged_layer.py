@@ -27,13 +27,13 @@ from lowrank_kv.stores.ragged import RaggedStore
 
 
 class RaggedSequence:
-    """One sequence's coefficients, and the places of its tokens once some of them have been evicted."""
+    """One sequence's coefficients, and the positions of its tokens once some of them have been evicted."""
 
     def __init__(self, key: RaggedStore, value: RaggedStore):
         self.key, self.value = key, value
         self.num_evicted = 0
         self.min_crop_length = 0
-        self._place: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
+        self._position: GrowingTensor | None = None  # of the stores' rows; row t is token t while it is None
 
     @property
     def length(self) -> int:
@@ -41,51 +41,51 @@ class RaggedSequence:
         return self.value.length + self.num_evicted
 
     def note_appended(self) -> None:
-        """Note the places of the rows that both stores have been given since this was last called."""
-        if self._place is not None:
-            start = self._place.length + self.num_evicted
-            self._place.append(torch.arange(start, self.length, dtype=torch.int32, device=self.key.device))
+        """Note the positions of the rows that both stores have been given since this was last called."""
+        if self._position is not None:
+            start = self._position.length + self.num_evicted
+            self._position.append(torch.arange(start, self.length, dtype=torch.int32, device=self.key.device))
 
-    def places(self) -> Tensor | None:
-        """The place of each row of the stores, (N,) int64; None where row t is token t."""
-        return None if self._place is None else self._place.rows.long()
+    def positions(self) -> Tensor | None:
+        """The position of each row of the stores, (N,) int64; None where row t is token t."""
+        return None if self._position is None else self._position.rows.long()
 
-    def rows_at(self, places: slice) -> slice:
-        """The rows of the tokens at `places`, if neither these nor any after them have been evicted."""
-        return slice(places.start - self.num_evicted, places.stop - self.num_evicted)
+    def rows_at(self, positions: slice) -> slice:
+        """The rows of the tokens at `positions`, if neither these nor any after them have been evicted."""
+        return slice(positions.start - self.num_evicted, positions.stop - self.num_evicted)
 
     def evict(self, score_PT: Tensor, prompt: slice, eviction: Eviction) -> None:
         """See :meth:`SequenceState.evict`; all heads share their coefficients (P = 1)."""
-        place_N = torch.arange(self.length, device=score_PT.device) if self._place is None else self.places()
-        kept = eviction.rows_kept(score_PT, place_N[None], prompt)
+        position_N = torch.arange(self.length, device=score_PT.device) if self._position is None else self.positions()
+        kept = eviction.rows_kept(score_PT, position_N[None], prompt)
         if kept is None:
             return
         [row_N], min_crop_length = kept
-        place = GrowingTensor(place_N[row_N].to(torch.int32))
+        position = GrowingTensor(position_N[row_N].to(torch.int32))
         num_evicted = self.num_evicted + self.key.length - len(row_N)
         key, value = self.key.kept(row_N), self.value.kept(row_N)
         # No call is between these: an interrupt finds all of them done, or none.
-        self.key, self.value, self._place = key, value, place
+        self.key, self.value, self._position = key, value, position
         self.num_evicted, self.min_crop_length = num_evicted, min_crop_length
 
     def crop(self, length: int) -> None:
         rows = length - self.num_evicted
         self.key.crop(rows)
         self.value.crop(rows)
-        if self._place is not None:
-            self._place.crop(rows)
+        if self._position is not None:
+            self._position.crop(rows)
 
     def clone(self) -> "RaggedSequence":
         twin = copy.copy(self)
         twin.key, twin.value = self.key.clone(), self.value.clone()
-        twin._place = None if self._place is None else self._place.clone()
+        twin._position = None if self._position is None else self._position.clone()
         return twin
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.key.tensors_by_kind()
         yield from self.value.tensors_by_kind()
-        if self._place is not None:
-            yield POSITIONS, self._place.buffer
+        if self._position is not None:
+            yield POSITIONS, self._position.buffer
 
 
 class RaggedLayer(SequenceLayer, CodecLayer):
@@ -216,7 +216,7 @@ class RaggedLayer(SequenceLayer, CodecLayer):
                 sequence.key,
                 sequence.value,
                 None if self.history is None else self.history.rotation(b, self.device),
-                sequence.places(),
+                sequence.positions(),
                 None if mask is None else _mask_of(mask, b, sequence),
             )
             for b, sequence in enumerate(self.sequences)
@@ -227,13 +227,13 @@ class RaggedLayer(SequenceLayer, CodecLayer):
         """Rotated keys and values of the tokens one sequence still has, (1, G, N, D) each."""
         sequence, rope = self.sequences[b], None
         if self.history is not None:
-            place_N = sequence.places()
-            rope = self.history.rope_at(b, slice(0, sequence.length) if place_N is None else place_N)
+            position_N = sequence.positions()
+            rope = self.history.rope_at(b, slice(0, sequence.length) if position_N is None else position_N)
         return self._states(sequence.key.dense()[None], sequence.value.dense()[None], rope)
 
 
 def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:
     """The mask's columns of the tokens a sequence still has, (Q, N)."""
     mask_QT = mask_of_row(mask, b)
-    place_N = sequence.places()
-    return mask_QT if place_N is None else mask_QT[:, place_N]
+    position_N = sequence.positions()
+    return mask_QT if position_N is None else mask_QT[:, position_N]

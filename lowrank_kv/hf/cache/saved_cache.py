@@ -35,6 +35,7 @@ from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.provenance import DISTRIBUTION, model_input, version_of, weights_input
 
 FORMAT = "lowrank-kv cache"
+_STATE = 2  # raised where an attribute of what holds tokens is renamed: files name them
 _HEADER = {
     "versions": dict,
     "cache": str,
@@ -191,7 +192,7 @@ def _devices(model: PreTrainedModel) -> set[torch.device]:
 
 def _belongs_to(model: PreTrainedModel, cache: LowRankCache) -> dict[str, Any]:
     """What a cache is of; a file of another is refused."""
-    versions = {DISTRIBUTION: version_of(DISTRIBUTION)}
+    versions = {DISTRIBUTION: version_of(DISTRIBUTION), "state": _STATE}
     if any(_native(cache)):
         versions["transformers"] = transformers.__version__
     return {

@@ -35,7 +35,7 @@ def test_a_run_is_continued_where_it_goes_on(text):
         assert positions.low_rank().tolist() == compressed
         anew = copy.copy(positions)
         anew._find_run()
-        places = positions.low_rank_places()
-        assert (places == anew.low_rank_places()) if isinstance(places, slice) else places.tolist() == compressed
+        low_rank = positions.low_rank_positions()
+        assert (low_rank == anew.low_rank_positions()) if isinstance(low_rank, slice) else low_rank.tolist() == compressed
         is_run = compressed and compressed[-1] - compressed[0] == len(compressed) - 1
-        assert isinstance(places, slice) == bool(is_run)
+        assert isinstance(low_rank, slice) == bool(is_run)

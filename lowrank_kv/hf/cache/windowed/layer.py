@@ -184,7 +184,7 @@ class WindowedLayer(SequenceLayer):
                 sequence.key.operands(),
                 sequence.value.operands(),
                 self._rotation(b),
-                sequence.positions.low_rank_places() if self.rotates else None,
+                sequence.positions.low_rank_positions() if self.rotates else None,
                 mask_QT,
             )
             outputs.append(self.attends(query[b], tokens, scoring))

@@ -92,6 +92,6 @@ class PlannedSequence:
 def planned_layers(config: WindowedConfig, layers: int, *, prompt: int, tokens: int) -> list[PlannedSequence]:
     """What each of so many layers holds of one sequence, as :meth:`PlannedSequence.after`; layers that compress in the same
     calls share the counts."""
-    schedules = [RetentionSchedule.of_layer(config, place, layers) for place in range(layers)]
+    schedules = [RetentionSchedule.of_layer(config, number, layers) for number in range(layers)]
     found = {rules: PlannedSequence.after(rules, prompt=prompt, tokens=tokens) for rules in dict.fromkeys(schedules)}
     return [found[rules] for rules in schedules]

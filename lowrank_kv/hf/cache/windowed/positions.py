@@ -63,7 +63,7 @@ class TokenPositions:
         is_low_rank[self.padding.long()] = False
         return torch.nonzero(is_low_rank).flatten()
 
-    def low_rank_places(self) -> Positions:
+    def low_rank_positions(self) -> Positions:
         """The same, as a slice where the low-rank tokens follow one another."""
         return self._low_rank_run or self.low_rank()
 

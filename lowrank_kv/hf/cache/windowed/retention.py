@@ -55,11 +55,11 @@ class RetentionSchedule:
     phase: int | None = None
 
     @classmethod
-    def of_layer(cls, config: WindowedConfig, place: int, layers: int) -> "RetentionSchedule":
-        """Of the layer at `place` of so many: behind a prompt they take turns, so that no token pays for the work of all.
+    def of_layer(cls, config: WindowedConfig, number: int, layers: int) -> "RetentionSchedule":
+        """Of one of so many layers: behind a prompt they take turns, so that no token pays for the work of all.
         Layers that are coded together do so together."""
-        place -= place % max(1, config.joint_layers)
-        return cls(config, place * config.update_period // layers if config.staggered else None)
+        number -= number % max(1, config.joint_layers)
+        return cls(config, number * config.update_period // layers if config.staggered else None)
 
     @property
     def compresses_at_once(self) -> bool:

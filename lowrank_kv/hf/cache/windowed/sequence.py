@@ -250,7 +250,7 @@ class WindowedSequence:
     def _rebuilt_keys(self, rotation: Rotation | None) -> Tensor:
         key_GND = self.key.operands().rebuild()
         if rotation is not None:
-            low_rank = self.positions.low_rank_places()
+            low_rank = self.positions.low_rank_positions()
             if isinstance(low_rank, Tensor) and low_rank.dim() == 2:
                 heads = [rotation.rotate(key_GND[g : g + 1], low_rank[g]) for g in range(len(key_GND))]
                 key_GND = torch.cat(heads)
