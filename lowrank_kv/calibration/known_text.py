@@ -2,12 +2,16 @@
 
 import dataclasses
 import fnmatch
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv.utils.paths import files_of, name_of
 from lowrank_kv.utils.text_data import is_hub_id
+
+# One of the splits that `datasets` takes, joined by `+`: `train`, `train[:5%]`, `train[-100:]`.
+_SPLIT = re.compile(r"[\w.]+(?:\[(?:(-?\d+)(%?))?:(?:(-?\d+)(%?))?\])?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +43,9 @@ class KnownText:
         """
         left_out = self.record.get("heldout_share") or 0.0
         # Only data sets of the hub have splits.
-        is_another = split is not None and is_hub_id(name) and (self.record.get("split") or split) != split
+        is_another = split is not None and is_hub_id(name) and not may_overlap(self.record.get("split") or split, split)
         read = self.record.get("text") or []
-        if is_another or not any(_is_named(each, known) for each in _names_of(name) for known in read):
+        if is_another or not any(is_named(each, known) for each in _names_of(name) for known in read):
             return
         if not share:
             warnings.warn(
@@ -60,6 +64,43 @@ def _names_of(name: str) -> list[str]:
     return [name_of(each) for each in (name, *files_of(name))]
 
 
-def _is_named(name: str, known: str) -> bool:
+def is_named(name: str, known: str) -> bool:
     """Whether a name is the known one, or one of a known pattern; a file's own name may have brackets, as a pattern has."""
     return name == known or fnmatch.fnmatchcase(name, known)
+
+
+def may_overlap(split: str, other: str) -> bool:
+    """Whether two splits of one data set can have documents in common: ``train[:5%]`` has them with ``train``, and with
+    ``train[5%:]`` it has none."""
+    return any(_slices_may_overlap(one, two) for one in split.split("+") for two in other.split("+"))
+
+
+def _slices_may_overlap(split: str, other: str) -> bool:
+    names = {re.split(r"[\[(]", each)[0].strip() for each in (split, other)}
+    if len(names) > 1 and "all" not in names:
+        return False
+    (start, end), (other_start, other_end) = _ends(split), _ends(other)
+    return not (_is_before(end, other_start) or _is_before(other_end, start))
+
+
+def _ends(split: str) -> list[tuple[str, int] | None]:
+    """Start and end of a slice, each as what it counts and its number; None where that is the split's own."""
+    found = _SPLIT.fullmatch(split.strip())
+    if found is None:  # such as a slice with another rounding
+        return [None, None]
+    start, start_unit, end, end_unit = found.groups()
+    return [_position(start, start_unit), _position(end, end_unit)]
+
+
+def _position(number: str | None, unit: str | None) -> tuple[str, int] | None:
+    if number is None:
+        return None
+    value = int(number)
+    if unit:
+        return "percent", value if value >= 0 else 100 + value
+    return "from the start" if value >= 0 else "from the end", value
+
+
+def _is_before(end: tuple[str, int] | None, start: tuple[str, int] | None) -> bool:
+    """Whether a slice surely ends where another starts, or earlier."""
+    return end is not None and start is not None and end[0] == start[0] and end[1] <= start[1]

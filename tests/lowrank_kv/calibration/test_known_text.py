@@ -7,11 +7,12 @@ import pytest
 from lowrank_kv.calibration.known_text import KnownText
 
 
-def warned_of(read: str, name: str) -> bool:
-    known = KnownText(reader="it", record={"text": [read]}, make="calibrate", share_option="--heldout_share")
+def warned_of(read: str, name: str, *, read_split: str | None = None, split: str | None = None) -> bool:
+    record = {"text": [read], "split": read_split}
+    known = KnownText(reader="it", record=record, make="calibrate", share_option="--heldout_share")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        known.warn_of(name, share=0.0)
+        known.warn_of(name, share=0.0, split=split)
     return bool(found)
 
 
@@ -36,3 +37,30 @@ def test_patterns_are_compared_by_the_files_that_they_stand_for(tmp_path, monkey
     for name in ("a.jsonl", "b.jsonl", "a.txt"):
         (tmp_path / name).touch()
     assert warned_of(read, measured) is is_known
+
+
+@pytest.mark.parametrize(
+    ("read", "measured", "is_known"),
+    [
+        ("train", "train", True),
+        ("train", "test", False),
+        (None, "test", True),
+        ("train", "train[:1%]", True),
+        ("train[:1%]", "train", True),
+        ("train[:1%]", "test[:1%]", False),
+        ("train[5%:]", "train[:5%]", False),
+        ("train[5%:]", "train[:6%]", True),
+        ("train[:-5%]", "train[-5%:]", False),
+        ("train[:-5%]", "train[95%:]", False),
+        ("train[100:]", "train[:100]", False),
+        ("train[100:]", "train[50:101]", True),
+        ("train[:-100]", "train[-100:]", False),
+        ("train[100:]", "train[:5%]", True),
+        ("train[5%:](pct1_dropremainder)", "train[:5%]", True),
+        ("train[:5%]+test", "train[5%:]+validation", False),
+        ("train + test", "test", True),
+        ("all", "test", True),
+    ],
+)
+def test_splits_are_one_text_where_they_may_have_documents_in_common(read, measured, is_known):
+    assert warned_of("org/texts", "org/texts", read_split=read, split=measured) is is_known
