@@ -1,15 +1,18 @@
 """The texts that a configuration names: the training stream and the held-out blocks."""
 
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dynakv.dataset_config import DOCUMENTS, DatasetConfig, entry_for
 from dynakv.training_config import TrainConfig
-from lowrank_kv.calibration.known_text import KnownText
+from lowrank_kv.calibration.known_text import KnownText, is_named, may_overlap
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv.utils.text_data import Documents, check_of_hub, document_blocks, hold_out, load_documents
+from lowrank_kv.utils.paths import files_of
+from lowrank_kv.utils.text_data import Documents, check_of_hub, document_blocks, hold_out, is_hub_id, load_documents
 
 from .data import Batch, TrainingBlocks
 
@@ -48,12 +51,6 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
         check_of_hub("dataset.heldout_split", dataset.heldout_split, dataset.heldout, default="test")
     documents: dict[str, Documents] = {}
     for label, name in zip(labels_of(dataset.heldout or []), dataset.heldout or [], strict=True):
-        if Path(name).is_file() and any(Path(name).samefile(each) for each in dataset.name if Path(each).is_file()):
-            warnings.warn(
-                f"`dataset.heldout` has {name}, which `dataset.name` trains on: what is measured on it says nothing of "
-                f"unseen text; name another, or give `dataset.heldout_share`, which holds documents of it out",
-                stacklevel=2,
-            )
         documents[label] = load_documents(
             name,
             subset=dataset.heldout_subset,
@@ -69,13 +66,55 @@ def heldout_blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> d
     return {name: _heldout_batches(name, rows, tokenizer, dataset, count) for name, rows in documents.items()}
 
 
-def warn_of_heldout_text(dataset: DatasetConfig, known: KnownText) -> None:
-    """Warn where documents that the run holds out can be among known ones."""
-    if dataset.heldout_share:
-        for name in dataset.name:
-            known.warn_of(name, share=dataset.heldout_share, use="holds out")
+def warn_of_heldout_text(config: TrainConfig, texts_read: list[dict[str, Any]]) -> None:
+    """Warn where documents that a run holds out can be among those that it trains on, or that its bases or its checkpoint
+    have read.
+
+    Args:
+        texts_read: of the run (:func:`training.texts_read.texts_of_run`), its own first.
+    """
+    dataset = config.dataset
     for name in dataset.heldout or []:
-        known.warn_of(name, share=0.0, split=dataset.heldout_split, use="holds out")
+        if _is_trained_on(dataset, name):
+            warnings.warn(
+                f"`dataset.heldout` has {name}, which `dataset.name` trains on: what is measured on it says nothing of "
+                f"unseen text; name another, or give `dataset.heldout_share`, which holds documents of it out",
+                stacklevel=2,
+            )
+    for record in texts_read[len(dataset.name) :]:  # the run's own are known by more than their names
+        known = KnownText(**_reader_of(config), record=record)
+        if dataset.heldout_share:
+            for name in dataset.name:
+                known.warn_of(name, share=dataset.heldout_share, use="holds out")
+        for name in dataset.heldout or []:
+            known.warn_of(name, share=0.0, split=dataset.heldout_split, use="holds out")
+
+
+def _is_trained_on(dataset: DatasetConfig, name: str) -> bool:
+    """Whether documents of a held-out data set can be among those that are trained on."""
+    has_splits, files = is_hub_id(name) or Path(name).is_dir(), _identities(name)
+    for index, own in enumerate(dataset.name):
+        own_files = _identities(own)
+        has_files = files or own_files
+        is_same = bool(files & own_files) if has_files else is_named(name, own) or is_named(own, name)
+        if is_same and (not has_splits or may_overlap(entry_for(dataset.split, index), dataset.heldout_split)):
+            return True
+    return False
+
+
+def _identities(name: str) -> set[tuple[int, int]]:
+    """What tells the files of a name or a pattern apart, whatever leads to them."""
+    found = (os.stat(file) for file in files_of(name))
+    return {(each.st_dev, each.st_ino) for each in found}
+
+
+def _reader_of(config: TrainConfig) -> dict[str, str]:
+    """What a run began from, as warnings of its texts have it; a resumed run need not be told it again."""
+    if config.calibration.bases is not None:
+        bases = f"the calibration `{config.calibration.bases}`"
+        return {"reader": bases, "make": "calibrate", "share_option": "--heldout_share"}
+    start = f"the checkpoint `{config.initial_checkpoint}`" if config.initial_checkpoint else "what this run began from"
+    return {"reader": start, "make": "train", "share_option": "--dataset.heldout_share"}
 
 
 def _heldout_batches(

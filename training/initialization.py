@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 import dynakv
 from dynakv.checkpoint_files import read_config
 from dynakv.initialization import Moments
-from dynakv.known_texts import known_texts
 from dynakv.measured_rates import measured_rates
 from dynakv.training_config import TrainConfig
 from lowrank_kv.calibration.activation_moments import calibrate
@@ -21,7 +20,6 @@ from lowrank_kv.calibration.gradient_moments import gradient_moments
 from lowrank_kv.utils.config import require
 
 from .data import TrainingBlocks
-from .data_sources import warn_of_heldout_text
 from .distillation import uncompressed
 from .engine import Engine
 
@@ -72,8 +70,6 @@ def initialize(engine: Engine, stream: TrainingBlocks) -> float | None:
     config, model = engine.config, engine.model
     start: Callable[[], float | None]
     if config.initial_checkpoint is not None:
-        for known in known_texts(config.initial_checkpoint):
-            warn_of_heldout_text(config.dataset, known)
         start = functools.partial(dynakv.initialize_from_checkpoint, model, config.initial_checkpoint)
     elif config.compressor.has_plan:
         coded = coded_model(
@@ -139,9 +135,7 @@ def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration
 
 def _saved_calibration(engine: Engine) -> Calibration:
     """That of `calibration.bases`."""
-    calibration = Calibration.load(engine.config.calibration.bases).for_model(engine.model)
-    warn_of_heldout_text(engine.config.dataset, calibration.known_text)
-    return calibration
+    return Calibration.load(engine.config.calibration.bases).for_model(engine.model)
 
 
 def _leading_blocks(config: TrainConfig, stream: TrainingBlocks) -> Tensor:

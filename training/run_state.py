@@ -11,6 +11,7 @@ from lowrank_kv.utils.config import to_dict
 from lowrank_kv.utils.errors import UserError
 
 from .data import TrainingBlocks
+from .data_sources import warn_of_heldout_text
 from .divergence_guard import DivergenceGuard
 from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
@@ -90,6 +91,9 @@ def begin_run(
     engine: Engine, stream: TrainingBlocks, price: float | None, lr_projection: float, guard: DivergenceGuard
 ) -> RunState:
     """Initialize the compressors and start α at `price`, or at the initialization's estimate if `price` is None."""
+    texts_read = texts_of_run(engine.config)
+    if engine.main:  # before a long calibration
+        warn_of_heldout_text(engine.config, texts_read)
     estimate = initialize(engine, stream)
     price = price if price is not None else estimate or DEFAULT_PRICE
     controller = _controller(engine.config, start=price)
@@ -100,7 +104,7 @@ def begin_run(
         places=places,
         controller=controller,
         guard=guard,
-        texts_read=texts_of_run(engine.config),
+        texts_read=texts_read,
     )
 
 
@@ -123,6 +127,9 @@ def resume_run(
             f"`optimizer.steps` is {settings.steps}, and the resumed run has done {step} steps already; set it to {step} "
             f"or more"
         )
+    texts_read = progress.get("texts_read", [])  # states of earlier versions do not say
+    if engine.main:
+        warn_of_heldout_text(engine.config, texts_read)
     places = StreamPlaces(engine, progress["places"])
     load_into(engine, state, step)
     drop_later_states(state.parent, step, engine)
@@ -134,7 +141,7 @@ def resume_run(
         places=places,
         controller=controller,
         guard=guard,
-        texts_read=progress.get("texts_read", []),  # states of earlier versions do not say
+        texts_read=texts_read,
     )
 
 

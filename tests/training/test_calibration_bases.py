@@ -3,7 +3,7 @@
 import pytest
 from training_runs import train_here
 
-from dynakv.dataset_config import DatasetConfig
+from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils.config import build
 from lowrank_kv.utils.text_data import CalibrationText
@@ -29,9 +29,12 @@ from training.data_sources import warn_of_heldout_text
     ],
 )
 def test_bases_that_can_know_held_out_text_are_told(record, dataset, message, recwarn):
-    read = Calibration(geometry=None, moments={}, record={"text": ["text.jsonl"], **record})
-    warn_of_heldout_text(build(DatasetConfig, {"name": "text.jsonl", **dataset}), read.known_text)
-    assert [message in str(each.message) for each in recwarn] == ([] if message is None else [True])
+    values = {"model": "m", "calibration": {"bases": "bases"}, "dataset": {"name": "text.jsonl", **dataset}}
+    config = build(TrainConfig, values)
+    warn_of_heldout_text(config, [*config.dataset.records(), {"text": ["text.jsonl"], **record}])
+    found = [str(each.message) for each in recwarn]
+    assert [message in each for each in found] == ([] if message is None else [True])
+    assert all(each.startswith("the calibration `bases` read `") for each in found)
 
 
 def test_a_run_says_that_its_bases_have_read_what_it_holds_out(training_values, tmp_path):
