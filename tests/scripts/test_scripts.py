@@ -20,7 +20,8 @@ def only_record(output):
 def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("the cache keeps")
-    done = run("generate", "--checkpoint", checkpoint, "--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample")
+    words = ("--prompt", f"@{prompt}", "--max-new-tokens", 4, "--sample", "--dtype", "float32")
+    done = run("generate", "--checkpoint", checkpoint, *words)
     assert not done.stdout.startswith("the cache keeps"), "a long prompt would fill the screen"
     report = done.stdout.splitlines()[-1]
     # 15 prompt tokens and 4 new ones, of which the last is never cached.
@@ -29,7 +30,7 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
 
 
 def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
-    command = ("generate", "--checkpoint", checkpoint, "--prompt", "the cache keeps what " * 8)
+    command = ("generate", "--checkpoint", checkpoint, "--dtype", "float32", "--prompt", "the cache keeps what " * 8)
     sizes = []
     for options in ((), ("--cache-dtype", "int8"), ("--cache-dtype", "int8", "--evict", 0.5)):
         report = here(*command, "--max-new-tokens", 4, *options).splitlines()
@@ -138,14 +139,16 @@ def bases(run, tiny_dir, text_file, tmp_path_factory):
 
 
 def test_generate_needs_no_training(here, mistake, bases, tiny_dir, text_file, tmp_path):
+    model = ("--model", tiny_dir, "--dtype", "float32")
+
     def rate_of(*options) -> float:
         prompt = ("--prompt", "the cache keeps what " * 20, "--max-new-tokens", 4)
-        report = here("generate", "--model", tiny_dir, "--bases", bases, *prompt, *options)
+        report = here("generate", *model, "--bases", bases, *prompt, *options)
         return float(report.splitlines()[-1].partition(", rate ")[2].split()[0])
 
     assert rate_of("--preset", "static-joint-pf", "--rate", 0.3) < rate_of("--preset", "static-joint-pf", "--rate", 0.8)
     assert rate_of() > 0  # `ojakv-joint`: these bases were made without what plans of bits need
-    report = here("generate", "--model", tiny_dir, "--bases", bases, "--prompt", "the cache " * 40)
+    report = here("generate", *model, "--bases", bases, "--prompt", "the cache " * 40)
     assert "\npreset ojakv-joint, rate 0.6 of the coefficients\n" in report
     rate, _, told = report.splitlines()[-1].partition(", rate ")[2].partition(" (uncompressed: ")
     assert " bytes), in float32; " in told
