@@ -113,7 +113,8 @@ def _reader_of(config: TrainConfig) -> dict[str, str]:
     if config.calibration.bases is not None:
         bases = f"the calibration `{config.calibration.bases}`"
         return {"reader": bases, "make": "calibrate", "share_option": "--heldout_share"}
-    start = f"the checkpoint `{config.initial_checkpoint}`" if config.initial_checkpoint else "what this run began from"
+    given = config.initial_checkpoint
+    start = f"the checkpoint `{given}`" if given else "the bases or the checkpoint that this run began from"
     return {"reader": start, "make": "train", "share_option": "--dataset.heldout_share"}
 
 

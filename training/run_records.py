@@ -4,11 +4,42 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dynakv.dataset_config import DatasetConfig
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import to_dict
+from lowrank_kv.utils.errors import UserError
+from lowrank_kv.utils.paths import files_of
 from lowrank_kv.utils.provenance import file_inputs, model_input, name_trainer, path_input
 
 from .engine import Engine
+
+TEXT, HELDOUT = "text", "heldout"  # roles of files in a record's inputs
+
+
+def check_same_texts(dataset: DatasetConfig, progress: dict[str, Any]) -> None:
+    """Raise :class:`UserError` where a file of `dataset.name` is not the one that the resumed run has read: it would go on
+    at a place of another text, and its record would say that it read the earlier one."""
+    inputs = progress.get("inputs")
+    if inputs is None:  # states of earlier versions do not say
+        return
+    saved = {(each["name"], each["sha256"]) for each in inputs if each["role"] == TEXT}
+    files = list(dict.fromkeys(file for name in dataset.name for file in files_of(name)))
+    found = [path_input(TEXT, file) for file in files]
+    for file, entry in zip(files, found, strict=True):
+        if (entry["name"], entry["sha256"]) not in saved:
+            known = any(entry["name"] == name for name, _ in saved)
+            raise _changed(file, "has changed since the run began" if known else "was not there when the run began")
+    # Earlier versions told held-out files by the same role.
+    if any(each["role"] == HELDOUT for each in inputs) or not progress["config"]["dataset"].get("heldout"):
+        for name in sorted({name for name, _ in saved} - {entry["name"] for entry in found}):
+            raise _changed(name, "is gone")
+
+
+def _changed(file: str, what: str) -> UserError:
+    return UserError(
+        f"--resume needs the text that the run has read, and {file} of `dataset.name` {what}; give the earlier file, or "
+        f"start another run that trains on from this one's checkpoint (`initial_checkpoint`, and another `output`)"
+    )
 
 
 def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, Any]:
@@ -19,15 +50,20 @@ def begin_record(engine: Engine, progress: dict[str, Any] | None) -> dict[str, A
             where a run begins.
     """
     config = engine.config
-    steps, texts = config.optimizer.steps, [*config.dataset.name, *(config.dataset.heldout or [])]
+    steps, names = config.optimizer.steps, dict.fromkeys(config.dataset.name)
+    heldout = [name for name in dict.fromkeys(config.dataset.heldout or []) if name not in names]
     starts = {"bases": config.calibration.bases, "checkpoint": config.initial_checkpoint}
     inputs = None if progress is None else progress.get("inputs")  # states of earlier versions do not say
     if inputs is None and engine.main:  # whose record alone is written; texts may be long to hash
         inputs = [
             *(path_input(role, path) for role, path in starts.items() if path is not None),
             model_input(engine.model),
-            *file_inputs("text", dict.fromkeys(texts)),
+            *file_inputs(TEXT, names),
         ]
+    if engine.main:
+        known = {(each["name"], each["sha256"]) for each in inputs}
+        of_heldout = file_inputs(HELDOUT, heldout)
+        inputs = inputs + [each for each in of_heldout if (each["name"], each["sha256"]) not in known]
     record = run_record.new_record(
         "training",
         config=to_dict(config),

@@ -16,6 +16,7 @@ from .divergence_guard import DivergenceGuard
 from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
+from .run_records import check_same_texts
 from .soft_thresholds import learns_at
 from .stream_places import StreamPlaces
 from .texts_read import texts_of_run
@@ -58,11 +59,13 @@ def saved_run(states: Path, engine: Engine) -> tuple[Path, dict[str, Any]]:
     """The newest undamaged state and its progress entries.
 
     Raises:
-        UserError: there is none, or its run had another configuration.
+        UserError: there is none, or its run had another configuration or other text.
     """
     state, progress = newest_state(states, main=engine.main)
     check_same_run(progress["config"], to_dict(engine.config))
     check_settled(progress, engine.config)
+    if engine.main:  # texts may be long to hash
+        check_same_texts(engine.config.dataset, progress)
     return state, progress
 
 

@@ -75,7 +75,8 @@ def test_a_resumed_run_says_that_its_bases_have_read_what_it_now_holds_out(
     bases, nothing = {"bases": str(tmp_path / "bases")}, {"heldout": None}
     train_here(training_values, tmp_path / "run", **ONE_STEP, calibration=bases, dataset=nothing)
     shutil.rmtree(tmp_path / "bases")
-    for calibration, reader in ((bases, f"the calibration `{tmp_path / 'bases'}`"), ({}, "what this run began from")):
+    named, unnamed = f"the calibration `{tmp_path / 'bases'}`", "the bases or the checkpoint that this run began from"
+    for calibration, reader in ((bases, named), ({}, unnamed)):
         shutil.copytree(tmp_path / "run", tmp_path / "again")
         recwarn.clear()
         dataset = {"heldout": [str(calibrated), str(text_file)]}
