@@ -17,7 +17,7 @@ from .engine import Engine
 from .initialization import DEFAULT_PRICE, initialize
 from .resumable_state import check_same_run, drop_later_states, load_into, newest_state
 from .run_records import check_same_texts
-from .soft_thresholds import learns_at
+from .soft_thresholds import has_fixed_ranks, learn_again, learns_at, warn_of_fixed_ranks
 from .stream_places import StreamPlaces
 from .texts_read import texts_of_run
 
@@ -52,6 +52,7 @@ class RunState:
             "blocks_per_step": engine.blocks_per_step,
             "texts_read": self.texts_read,
             "config": to_dict(engine.config),
+            **({"has_fixed_ranks": has_fixed_ranks(engine.model)} if _has_thresholds(engine.config) else {}),
         }
 
 
@@ -74,8 +75,9 @@ def check_settled(progress: dict[str, Any], config: TrainConfig) -> None:
     saved, has_plan = progress["config"], config.compressor.has_plan
     before, now = saved["rate"]["target_retain_rate"], config.rate.target_retain_rate
     last = progress["step"] - 1, saved["optimizer"]["steps"], config.rate.fix_ranks_from
-    has_fixed_ranks = config.compressor.rank_policy == SOFT_THRESHOLD and not learns_at(*last)
-    if (has_plan or has_fixed_ranks) and before != now:
+    # States of earlier versions do not say; these fixed ranks by the steps that were then given.
+    is_fixed = _has_thresholds(config) and progress.get("has_fixed_ranks", not learns_at(*last))
+    if (has_plan or is_fixed) and before != now:
         what = "its plan of bits was made" if has_plan else "its ranks were fixed"
         raise UserError(
             f"--resume cannot change `rate.target_retain_rate`: {what} for {before!r}, and now it is {now!r}; set it back, "
@@ -98,6 +100,8 @@ def begin_run(
     if engine.main:  # before a long calibration
         warn_of_heldout_text(engine.config, texts_read)
     estimate = initialize(engine, stream)
+    if engine.config.initial_checkpoint is not None and _has_thresholds(engine.config):
+        learn_again(engine.model)
     price = price if price is not None else estimate or DEFAULT_PRICE
     controller = _controller(engine.config, start=price)
     places = StreamPlaces(engine, None)
@@ -136,6 +140,8 @@ def resume_run(
     places = StreamPlaces(engine, progress["places"])
     load_into(engine, state, step)
     drop_later_states(state.parent, step, engine)
+    if engine.main and _has_thresholds(engine.config):
+        warn_of_fixed_ranks(engine, step, progress["config"]["optimizer"]["steps"])
     guard.load(progress["divergence_guard"])
     controller = _controller(engine.config, **progress["controller"])
     return RunState(
@@ -146,6 +152,10 @@ def resume_run(
         guard=guard,
         texts_read=texts_read,
     )
+
+
+def _has_thresholds(config: TrainConfig) -> bool:
+    return config.compressor.rank_policy == SOFT_THRESHOLD
 
 
 def _controller(config: TrainConfig, **state: float | None) -> RateController:

@@ -1,6 +1,7 @@
 """When soft thresholds are learned, and when the ranks that they left are fixed (STAR-KV)."""
 
 import math
+import warnings
 
 import torch
 from transformers import PreTrainedModel
@@ -16,19 +17,45 @@ def learns_at(step: int, steps: int, fix_ranks_from: float) -> bool:
     return step < fix_ranks_from * steps
 
 
+def has_fixed_ranks(model: PreTrainedModel) -> bool:
+    """Whether the ranks of a model with ``rank_policy: soft_threshold`` are fixed."""
+    return all(side.gate.is_fixed for side in dynakv.token_compressors(model))
+
+
+def learn_again(model: PreTrainedModel) -> None:
+    """Have the thresholds of a model with ``rank_policy: soft_threshold`` say the ranks, as a checkpoint has them fixed."""
+    for side in dynakv.token_compressors(model):
+        side.gate.learn()
+
+
+def warn_of_fixed_ranks(engine: Engine, step: int, steps_before: int) -> None:
+    """Warn where ranks of a resumed run are fixed that its steps would still have thresholds learn.
+
+    Args:
+        engine: with a model of ``rank_policy: soft_threshold``, as the state has it.
+        step: the next one, counted from 0.
+        steps_before: `optimizer.steps` of the state.
+    """
+    steps, share = engine.config.optimizer.steps, engine.config.rate.fix_ranks_from
+    if learns_at(step, steps, share) and has_fixed_ranks(engine.model):
+        warnings.warn(
+            f"`optimizer.steps` was {steps_before} and is {steps}: the run has fixed its ranks already, which stay as they "
+            f"are, and only the bases learn; for thresholds that learn again, start another run from this one's checkpoint "
+            f"(`initial_checkpoint`, and another `output`)",
+            stacklevel=2,
+        )
+
+
 def learn_or_fix(engine: Engine, step: int) -> None:
-    """Have the thresholds say the ranks in the first `rate.fix_ranks_from` of a run; fix these when that is over.
+    """Have the thresholds say the ranks in the first `rate.fix_ranks_from` of a run; fix these when that is over. Ranks that
+    are fixed stay so, though a run that resumes with more steps would not have fixed them yet.
 
     Args:
         engine: with a model of ``rank_policy: soft_threshold``.
         step: the next one, counted from 0.
     """
     rate, steps = engine.config.rate, engine.config.optimizer.steps
-    gates = [side.gate for side in dynakv.token_compressors(engine.model)]
-    if learns_at(step, steps, rate.fix_ranks_from):
-        for gate in gates:
-            gate.learn()
-    elif not all(gate.is_fixed for gate in gates):
+    if not learns_at(step, steps, rate.fix_ranks_from) and not has_fixed_ranks(engine.model):
         with engine.gather_full(engine.compressor_parameters()):
             fix_ranks(engine.model, rate.target_retain_rate, floor=rate.layer_floor)
 

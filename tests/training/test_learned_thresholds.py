@@ -95,6 +95,23 @@ def test_a_run_goes_on_from_a_state_as_it_was(training_values, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_ranks_that_are_fixed_stay_so_where_a_run_resumes_with_more_steps(training_values, tmp_path, recwarn):
+    """Of six steps the last three have fixed ranks, and of thirty the first fifteen would have thresholds that learn."""
+    values = merged(training_values, {**THRESHOLDS, "checkpoint_every": 2, "keep_checkpoints": 20})
+    output, more = tmp_path / "run", {"optimizer": {"steps": 30}}
+    train_here(values, output, optimizer={"steps": 6})
+    [rate] = {row["hard_rate"] for row in rows(output)[3:]}
+    train_here(values, output, resume=True, **more)
+    assert {row["hard_rate"] for row in rows(output)[3:]} == {rate}
+    assert summary(output)["heldout"]["text.jsonl"]["hard_rate"] == pytest.approx(rate, abs=1e-4)
+    told = "`optimizer.steps` was 6 and is 30: the run has fixed its ranks already, which stay as they are"
+    assert sum(told in str(each.message) for each in recwarn) == 1
+    for step in range(10, 31, 2):
+        shutil.rmtree(output / f"states/step-{step:06d}")
+    with pytest.raises(UserError, match="its ranks were fixed for 0.4, and now it is 0.3"):
+        train_here(values, output, resume=True, **more, rate={"target_retain_rate": 0.3})
+
+
 def test_a_run_trains_on_from_its_thresholds(trained, training_values, tmp_path):
     values = merged(training_values, THRESHOLDS)
     train_here(values, tmp_path / "on", initial_checkpoint=str(trained / "checkpoint"), optimizer={"steps": 2})
