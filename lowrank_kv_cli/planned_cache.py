@@ -13,9 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dynakv.checkpoint_files import CheckpointConfig
 from dynakv.layer_compressor import row_widths
 from dynakv.measured_rates import Rates
-from lowrank_kv.bases.rank_allocation import uniform_ranks
 from lowrank_kv.hf.cache.windowed.own_directions import OwnDirections
-from lowrank_kv.hf.cache.windowed.plan import InitialBasis
 from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry, heads_of_layer
@@ -23,6 +21,7 @@ from lowrank_kv.hf.rope import POSITION_BYTES
 from lowrank_kv.utils.budget import Budget
 from lowrank_kv.utils.errors import UserError
 from ojakv import PRESETS, Calibration, OjaKVConfig, Plan, make_plan, plan_for_budget
+from ojakv.basis_plan import plan_of_shapes
 from ojakv.planned_bytes import planned_rate
 
 _INT16_MAX = torch.iinfo(torch.int16).max
@@ -117,7 +116,7 @@ def preset_plan(
     if budget is not None:
         raise UserError(f"`--budget` finds a rate with a calibration's help: {calibrate}, or give `--rate`")
     if config.ranks == "fraction":
-        return dataclasses.replace(_shapes_of(geometry, config), rotation_bytes=rotation_bytes)
+        return dataclasses.replace(plan_of_shapes(geometry, config), rotation_bytes=rotation_bytes)
     free = [name for name in PRESETS if OjaKVConfig.preset(name).ranks == "fraction"]
     raise UserError(
         f"the ranks of the preset `{preset}` follow from a calibration (`ranks: {config.ranks}`): {calibrate}, or take a "
@@ -140,26 +139,3 @@ def tokens_within(nbytes: Callable[[int], int], memory: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if nbytes(middle) <= memory else (low, middle)
     return low
-
-
-def _shapes_of(geometry: KVGeometry, config: OjaKVConfig) -> Plan:
-    """The plan that :func:`ojakv.make_plan` makes of any calibration where ranks are a fraction, without its numbers."""
-    parts, width = (geometry.num_kv_heads, geometry.head_dim) if config.layout == "per_head" else (1, geometry.width)
-    compressed = [config.compress in ("both", side) for _ in geometry.layers for side in ("keys", "values")]
-    ranks = iter(uniform_ranks([width] * sum(compressed), config.rate, config.rank_multiple))
-    bases = [
-        _shape(parts, width, next(ranks), is_compressed=True)
-        if chosen
-        else _shape(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim, is_compressed=False)
-        for chosen in compressed
-    ]
-    layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
-    return Plan(config=config, geometry=geometry, layers=layers)
-
-
-def _shape(parts: int, width: int, rank: int, *, is_compressed: bool) -> InitialBasis:
-    return InitialBasis(
-        vectors_PWR=torch.empty(parts, width, rank, device="meta"),
-        energy_PR=torch.empty(parts, rank, device="meta"),
-        is_compressed=is_compressed,
-    )

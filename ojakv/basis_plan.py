@@ -17,7 +17,7 @@ from lowrank_kv.calibration.activation_moments import KEY, KEY_VALUE, QUERY, ROT
 from lowrank_kv.calibration.bit_plans import CodedBasis, coded_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, by_columns
-from lowrank_kv.hf.geometry import layer_groups
+from lowrank_kv.hf.geometry import KVGeometry, layer_groups
 from lowrank_kv.stores.quantization import IntegerQuantization
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
@@ -61,15 +61,40 @@ def make_plan(calibration: Calibration, config: OjaKVConfig) -> Plan:
             f"calibrate on at least {2 * widest}, or better ten times as many"
         )
     spectra = [spectrum for index in geometry.layers for spectrum in _spectra(calibration, index, config)]
-    is_compressed = [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
+    is_compressed = _is_compressed(geometry, config)
     ranks = iter(_ranks([s for s, chosen in zip(spectra, is_compressed, strict=True) if chosen], config))
     uncompressed = InitialBasis.identity(geometry.num_kv_heads, geometry.head_dim)
     bases = [
         _initial_basis(spectrum, next(ranks), config.integers) if chosen else uncompressed
         for spectrum, chosen in zip(spectra, is_compressed, strict=True)
     ]
-    layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
-    return Plan(config=config, geometry=geometry, layers=layers, rotation_bytes=calibration.rotation_bytes)
+    return Plan.of_bases(config, geometry, bases, rotation_bytes=calibration.rotation_bytes)
+
+
+def plan_of_shapes(geometry: KVGeometry, config: OjaKVConfig) -> Plan:
+    """The plan that :func:`make_plan` makes of any calibration where ranks are a fraction, without its numbers (on device
+    ``meta``)."""
+
+    def shapes(parts: int, width: int, rank: int, *, is_compressed: bool) -> InitialBasis:
+        return InitialBasis(
+            vectors_PWR=torch.empty(parts, width, rank, device="meta"),
+            energy_PR=torch.empty(parts, rank, device="meta"),
+            is_compressed=is_compressed,
+        )
+
+    parts, width = (geometry.num_kv_heads, geometry.head_dim) if config.layout == "per_head" else (1, geometry.width)
+    is_compressed = _is_compressed(geometry, config)
+    ranks = iter(uniform_ranks([width] * sum(is_compressed), config.rate, config.rank_multiple))
+    uncompressed = shapes(geometry.num_kv_heads, geometry.head_dim, geometry.head_dim, is_compressed=False)
+    bases = [
+        shapes(parts, width, next(ranks), is_compressed=True) if chosen else uncompressed for chosen in is_compressed
+    ]
+    return Plan.of_bases(config, geometry, bases)
+
+
+def _is_compressed(geometry: KVGeometry, config: OjaKVConfig) -> list[bool]:
+    """Of the keys and the values of each layer in turn."""
+    return [config.compress in ("both", name) for _ in geometry.layers for name in ("keys", "values")]
 
 
 def _coded_layers(calibration: Calibration, config: OjaKVConfig) -> dict[int, tuple[InitialBasis, InitialBasis]]:

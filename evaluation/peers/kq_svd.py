@@ -52,8 +52,7 @@ def kq_svd_maker(
         )
         for (encoder_GDD, decoder_GDD, energy_GD), rank in zip(bases, waterfill_ranks(shares, rate), strict=True)
     ]
-    layers = dict(zip(geometry.layers, zip(initial[::2], initial[1::2], strict=True), strict=True))
-    plan = Plan(config=config, geometry=geometry, layers=layers)
+    plan = Plan.of_bases(config, geometry, initial)
     return lambda: OjaKVCache(model, plan)
 
 

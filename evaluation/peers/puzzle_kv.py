@@ -85,6 +85,5 @@ def puzzle_maker(
     most = min(PAGE_TOKENS, geometry.width)
     ranks = uniform_ranks([PAGE_TOKENS] * 2 * len(geometry.layers), min(1.0, rate))
     bases = [InitialBasis.identity(1, geometry.width, rank=min(rank, most), is_compressed=True) for rank in ranks]
-    layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
-    plan = Plan(config=config, geometry=geometry, layers=layers)
+    plan = Plan.of_bases(config, geometry, bases)
     return lambda: LowRankCache(model, {index: PuzzleLayer(plan, index) for index in geometry.layers})

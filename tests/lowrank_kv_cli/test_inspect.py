@@ -21,8 +21,9 @@ from lowrank_kv.stores.quantization import MIXED
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import generate
 from lowrank_kv_cli.inspect_command import main
-from lowrank_kv_cli.planned_cache import _shapes_of, dynakv_nbytes, preset_nbytes
+from lowrank_kv_cli.planned_cache import dynakv_nbytes, preset_nbytes
 from ojakv import PRESETS, OjaKVCache, OjaKVConfig, make_plan
+from ojakv.basis_plan import plan_of_shapes
 
 IDS = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))
 LAYER_RATES = {"keys": [0.25, 0.5], "values": [0.75, 1.0]}
@@ -250,7 +251,7 @@ def test_fractions_of_shapes_are_those_of_bases(tiny_dir, bases):
     for name in fractions:
         for settings in ({}, {"compress": "keys"}, {"rank_multiple": 8, "rate": 0.4}):
             config = OjaKVConfig.preset(name, **settings)
-            plans = make_plan(calibration, config), _shapes_of(geometry, config)
+            plans = make_plan(calibration, config), plan_of_shapes(geometry, config)
             shapes = [
                 [(index, side.vectors_PWR.shape, side.energy_PR.shape, side.is_compressed)]
                 for plan in plans

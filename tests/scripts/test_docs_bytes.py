@@ -9,8 +9,8 @@ from lowrank_kv.hf.cache.windowed.planned_sequence import PlannedSequence
 from lowrank_kv.hf.cache.windowed.retention import RetentionSchedule
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.hf.rope import POSITION_BYTES
-from lowrank_kv_cli.planned_cache import _shapes_of
 from ojakv import OjaKVConfig
+from ojakv.basis_plan import plan_of_shapes
 from ojakv.planned_bytes import break_even_tokens
 
 PAGE = Path(__file__).parents[2] / "docs/bytes.md"
@@ -35,7 +35,7 @@ def planned(layers: int, heads: int, head_dim: int) -> list[int]:
     )
     positions = layers * sequence.position_bytes(1) + POSITION_BYTES * sequence.length
     tenth = sequence.low_rank_capacity * token / 10 + sequence.full_rank_capacity * token + positions
-    online = _shapes_of(geometry, OjaKVConfig.preset("ojakv-joint", rate=0.3, ranks="fraction"))
+    online = plan_of_shapes(geometry, OjaKVConfig.preset("ojakv-joint", rate=0.3, ranks="fraction"))
     bases = sum(4 * initial.vectors_PWR.numel() for kv in online.layers.values() for initial in kv)
     return [
         *(round(nbytes / MIB) for nbytes in (TOKENS * token, tenth, bases)),

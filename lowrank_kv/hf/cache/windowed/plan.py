@@ -5,6 +5,7 @@ Shapes: P parts (G KV heads of width D, or one of joint width C = G·D), W width
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -211,6 +212,19 @@ class Plan:
     geometry: KVGeometry
     layers: dict[int, tuple[InitialBasis, InitialBasis]]
     rotation_bytes: int = POSITION_BYTES
+
+    @classmethod
+    def of_bases(
+        cls,
+        config: WindowedConfig,
+        geometry: KVGeometry,
+        bases: Sequence[InitialBasis],
+        *,
+        rotation_bytes: int = POSITION_BYTES,
+    ) -> "Plan":
+        """From the bases of all compressed layers in order: keys, values, keys, values, …"""
+        layers = dict(zip(geometry.layers, zip(bases[::2], bases[1::2], strict=True), strict=True))
+        return cls(config=config, geometry=geometry, layers=layers, rotation_bytes=rotation_bytes)
 
     def pair(self, index: int, device: torch.device) -> tuple[InitialBasis, InitialBasis]:
         """The bases of a layer's keys and values on `device`; all caches share one copy."""
