@@ -193,6 +193,14 @@ def _check(config: SweepConfig, runs: list[Point]) -> None:
         f"left out where a plan of bits is learned ({planned}), which has a target and no price, or its arguments must say "
         f"`--compressor.rank_policy, {GATE}`",
     )
+    joint = {point.variant: n for point in runs if (n := point.run.compressor.joint_layers)}
+    require(
+        len(set(joint.values())) <= 1,
+        "compressor.joint_layers",
+        ", ".join(f"{layers} ({label})" for label, layers in joint.items()),
+        "one number beside 0: the points share a calibration, which says what so many layers have in common; sweep the "
+        "others into another --output",
+    )
     for point in runs:
         trainable = point.run.trainable
         require(
@@ -282,24 +290,30 @@ def _calibrate_once(
 ) -> Path:
     """The directory of the calibration that all points start from, made where it is not there yet."""
     needs = needs_of(runs)
-    asked = {key: True for key, needed in needs.items() if needed}
+    asked = {key: needed for key, needed in needs.items() if needed}
     _check_same(output / CALIBRATION, identity_of(model) | dataclasses.asdict(config.calibration) | asked)
     bases = output / BASES
     if not bases.exists():
         blocks_NT = config.calibration.blocks(tokenizer)
         calibration = Calibration.from_text(
-            model, blocks_NT, gradients=needs["gradients"], read_gradients=needs["read"]
+            model,
+            blocks_NT,
+            gradients=needs["gradients"],
+            read_gradients=needs["read"],
+            joint_layers=needs["joint_layers"],
         )
         calibration.save(bases, model=name_of(runs[0].run.model), **config.calibration.record())
     return bases
 
 
-def needs_of(runs: list[Point]) -> dict[str, bool]:
-    """What some of the runs ask of a calibration beside moments of states: gradients, and what is read of a cache."""
+def needs_of(runs: list[Point]) -> dict[str, int]:
+    """What some of the runs ask of a calibration beside moments of states: gradients, what is read of a cache, and for how
+    many layers that are coded together, the same in all runs that code some so."""
     configs = [point.run for point in runs]
     return {
         "gradients": any(run.starts_from_gradients and not run.compressor.has_plan for run in configs),
         "read": any(run.compressor.has_plan for run in configs),
+        "joint_layers": max(run.compressor.joint_layers for run in configs),
     }
 
 

@@ -20,6 +20,7 @@ from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import run_record
 from lowrank_kv.utils.config import parse_config
 from lowrank_kv.utils.errors import UserError
+from ojakv import Calibration
 
 
 def by_hand(settings, recipe, checkpoint) -> dict:
@@ -223,6 +224,8 @@ def test_a_sweep_knows_what_its_calibration_must_have(sweep_of):
     assert needs(with_policy("plan"), targets=[0.5]) == ["read"]
     assert needs(with_policy("plan"), targets=[0.5], variants=[plain, gated]) == ["gradients", "read"]
     assert needs(weighs, alphas=[4.0], variants=[unweighted]) == []
+    joint = Variant(label="joint", arguments=["--compressor.joint_layers", "2"])
+    assert needs(with_policy("plan"), targets=[0.5], variants=[plain, joint]) == ["read", "joint_layers"]
 
 
 @pytest.mark.parametrize("flag", ["--compressor.rank_policy", "--compressor.rank-policy"])
@@ -256,3 +259,43 @@ def test_a_backbone_is_not_trained_in_a_sweep(sweep_of):
     config = sweep_of(with_policy("gate") | {"trainable": "lora"}, targets=[0.5])
     with pytest.raises(UserError, match="`trainable` must be compressor in a sweep"):
         points(config, OUTPUT)
+
+
+def with_joint(label: str, layers: int) -> Variant:
+    return Variant(label=label, arguments=["--compressor.joint_layers", str(layers)])
+
+
+def test_points_that_code_other_numbers_of_layers_together_share_no_calibration(sweep_of):
+    variants = [Variant(label="plain"), with_joint("two", 2), with_joint("three", 3)]
+    config = sweep_of(with_policy("plan"), targets=[0.5], prefix=64, variants=variants)
+    named = r"`compressor.joint_layers` must be one number beside 0: .* another --output; got '2 .two., 3 .three.'"
+    with pytest.raises(UserError, match=named):
+        points(config, OUTPUT)
+    assert len(points(dataclasses.replace(config, variants=variants[:2]), OUTPUT)) == 2
+
+
+def test_a_sweep_calibrates_for_as_many_layers_as_its_points_code_together(here, tmp_path, text_file, training_values):
+    recipe = {
+        **training_values,
+        "heldout_blocks": 0,
+        "compressor": {"rank_policy": "plan", "joint_layers": 2, "token_classes": 1},
+        "calibration": {},
+        "optimizer": {"steps": 1, "batch_size": 1},
+        "dataset": {"name": str(text_file), "sequence_length": 128},
+    }
+    settings = {
+        "train": str(tmp_path / "train.yaml"),
+        "targets": [0.3],
+        "texts": [{"label": "text", "name": str(text_file)}],
+        "calibration": {"name": str(text_file), "tokens": 1024, "length": 128},
+        "block_length": 128,
+        "prefix": 64,
+        "blocks": 1,
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(settings))
+    here("sweep", "--config", tmp_path / "sweep.yaml", "--output", tmp_path / "sweep")
+    assert Calibration.load(tmp_path / "sweep/bases").joint_layers == 2
+    [path] = (tmp_path / "sweep/quality").iterdir()
+    assert [row["method"] for row in run_record.load(path)["rows"]] == ["full", "dynakv"]
+    assert json.loads((tmp_path / "sweep/calibration.json").read_text())["joint_layers"] == 2
