@@ -13,7 +13,7 @@ def uniform_ranks(widths: list[int], rate: float, multiple: int = 1) -> list[int
     """The same fraction of every width, at least `multiple` coefficients each.
 
     What a rank had to leave carries over from one basis to the next, so that the total is ``rate · Σ C`` to within
-    `multiple`, or what is least where that is more.
+    `multiple`, or more where bases at the end must have more than their share.
 
     Args:
         widths: C of each basis.

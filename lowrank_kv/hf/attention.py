@@ -27,6 +27,7 @@ from lowrank_kv.hf.compiled_ops import GraphCall, GraphHandle, outside_graphs
 from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry, attention_modules
 from lowrank_kv.hf.rope import Rope
+from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.utils.errors import UserError
 
 ATTENTION_NAME = "lowrank_kv"
@@ -124,7 +125,10 @@ class _CachedCall:
         self, prepared: PreparedAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         self.layer.stored.take(prepared.module, key, value)
-        return prepared.attend(self.layer, query, mask, **kwargs)
+        output, weights = prepared.attend(self.layer, query, mask, **kwargs)
+        if output.requires_grad:  # by way of the queries, or read exactly
+            return output, weights
+        return without_gradients(output, key, value, kwargs.get("s_aux")), weights
 
 
 @dataclasses.dataclass(frozen=True)

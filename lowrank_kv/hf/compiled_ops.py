@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.hf.call_checks import objection_to_call, objection_to_keywords, refuse
+from lowrank_kv.ops.gradients import without_gradients
 
 _numbers = itertools.count(1)
 _numbered: WeakValueDictionary[int, "GraphHandle"] = WeakValueDictionary()
@@ -157,7 +158,8 @@ class GraphCall:
     ) -> tuple[Tensor, None]:
         options = kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux")
         objection = objection_to_keywords(prepared.module, kwargs)
-        return attend_in_graph(self.layer, self.prepared, query, mask, *options, objection), None
+        output = attend_in_graph(self.layer, self.prepared, query, mask, *options, objection)
+        return without_gradients(output, query, key, value, kwargs.get("s_aux")), None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

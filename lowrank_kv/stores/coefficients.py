@@ -113,13 +113,14 @@ class Coefficients:
         return torch.cat([query_MR.new_empty(*query_MR.shape[:-1], 0), *products], dim=-1)
 
     def weighted_sum(self, weight_MN: Tensor) -> Tensor:
-        """Σ_n w_n c_n for weights (…, M, N), (…, M, R)."""
+        """Σ_n w_n c_n for weights (…, M, N), (…, M, R). Tiles are added in fp32 or better, as one product would add them."""
         if self.quantization is None:
             return weight_MN @ self.rows()
-        total_MR = weight_MN.new_zeros(*weight_MN.shape[:-1], self.rank)
+        dtype = torch.promote_types(weight_MN.dtype, torch.float32)
+        total_MR = weight_MN.new_zeros(*weight_MN.shape[:-1], self.rank, dtype=dtype)
         for places, tile_NR in self.tiles():
             total_MR += weight_MN[..., places] @ tile_NR
-        return total_MR
+        return total_MR.to(weight_MN.dtype)
 
     # -- writing --------------------------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ class RankedRows:
     def decode(self, row_NY: Tensor, rank: int) -> Tensor:
         """The coefficients, (N, R) fp32."""
         if self.quantization is None:
-            return row_NY.contiguous().view(self.dtype).float()
+            return row_NY.clone(memory_format=torch.contiguous_format).view(self.dtype).float()  # rows may begin at any byte
         scales = self.quantization.scales_per_row(rank) * SCALE_DTYPE.itemsize
-        scale_NS = row_NY[:, :scales].contiguous().view(SCALE_DTYPE)
+        scale_NS = row_NY[:, :scales].clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
         code_NY = row_NY[:, scales : scales + self.quantization.row_bytes(rank)]
         return self.quantization.decode(code_NY, scale_NS, rank, torch.float32)

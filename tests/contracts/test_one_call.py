@@ -127,6 +127,23 @@ def test_a_backward_pass_through_the_cache_is_refused(method):
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+def test_a_backward_pass_to_any_of_attentions_inputs_is_refused(trained, compiled):
+    """The last layer alone is trained: nothing behind its cache tells that a gradient is missing."""
+    model = tiny_model().requires_grad_(False)
+    cache = dynakv_model(model, RATE)()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    last = model.model.layers[-1]
+    getattr(last.self_attn, trained).requires_grad_(True)
+    last.mlp.requires_grad_(True)
+    forward = torch.compile(model.forward, backend="aot_eager") if compiled else model.forward
+    loss = forward(IDS[:, :1], past_key_values=cache).logits.square().mean()
+    with pytest.raises(UserError, match="has no gradients; read the whole text in one call"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("settings", [{}, {"cache_dtype": "int8"}, {"mask": "soft_prefix"}], ids=str)
 def test_a_backward_pass_through_a_rebuilt_prompt_is_refused(settings):
     """Where compiled code encodes it keys and values would have no gradients, and queries some."""

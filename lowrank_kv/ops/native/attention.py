@@ -42,7 +42,8 @@ class _Decoder:
     """A decoder in the form that is read: where it is, numbers from one row to the next, and of how many parts it is."""
 
     def __init__(self, decoder_PRX: Tensor):
-        self._keepalive, self.address = decoder_PRX, decoder_PRX.data_ptr()
+        # Detached: one that is kept with the tensor it was made of, and is that tensor, would keep its own key alive.
+        self._keepalive, self.address = decoder_PRX.detach(), decoder_PRX.data_ptr()
         self.stride, self.parts = decoder_PRX.shape[-1], decoder_PRX.shape[0] if decoder_PRX.dim() == 3 else 1
 
     def __reduce__(self) -> tuple:

@@ -42,7 +42,7 @@ def _attention_of_one(query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoder
     score_HQT = score_GMT.view(heads, queries, -1)
     weight_HQT = softmax_weights(score_HQT, scoring, mask_QT)
     weight_PT = weight_HQT.view(heads * queries, -1).to(query_HQD.dtype)  # P = H·Q
-    latent_PC = weight_PT.new_zeros(heads * queries, values.width)
+    latent_PC = torch.zeros(heads * queries, values.width, dtype=score_HQT.dtype, device=weight_PT.device)
     # Weights in the order of the buckets: one gather for all of them.
     buckets = values.buckets()
     for coef, weight_PN in zip(
@@ -50,6 +50,7 @@ def _attention_of_one(query_HQD: Tensor, tokens: RaggedTokens, decoders: Decoder
     ):
         latent_PC[:, : coef.rank] += coef.weighted_sum(weight_PN)
     value_decoder_GCD = decoders.value_CC.view(-1, groups, head_dim).transpose(0, 1)
+    latent_PC = latent_PC.to(query_HQD.dtype)
     return (latent_PC.view(groups, -1, values.width) @ value_decoder_GCD).view(heads, queries, head_dim)
 
 

@@ -1,5 +1,8 @@
 """Decode attention over ragged stores against the fp64 reference."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from rotations import rotation
@@ -350,3 +353,14 @@ def test_half_precision_is_near_the_reference(dtype, allowed):
     assert actual.dtype == dtype
     expected = attend(reference, query.double(), *stores, decoders, **options)
     assert (actual.double() - expected).norm() / expected.norm() < allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoders_do_not_outlive_those_who_hold_them(dtype):
+    """A copy in the form that compiled code reads is kept with the decoder, and may be the decoder itself."""
+    decoders = Decoders(torch.eye(64, dtype=dtype), torch.eye(64, dtype=dtype))
+    decoders.compiled()
+    held = [weakref.ref(decoders.key_CC), weakref.ref(decoders.value_CC)]
+    del decoders
+    gc.collect()
+    assert [each() for each in held] == [None, None]

@@ -202,3 +202,16 @@ def test_memory_counts_codes_and_scales(cache_dtype):
 def test_wrong_settings_are_refused(settings, named):
     with pytest.raises(UserError, match=named):
         OjaKVConfig.preset("ojakv-joint", **settings)
+
+
+def test_weighted_sums_of_long_texts_are_as_exact_as_one_product():
+    """Tiles were added in the weights' dtype, so that the error grew with the text."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = 60 * TILE_ROWS
+    coef = Coefficients(
+        (1, 16), dtype=torch.bfloat16, device=torch.device("cpu"), quantization=IntegerQuantization(bits=8)
+    )
+    coef.append(torch.randn(1, tokens, 16, generator=generator) + 1)
+    weight_1MN = torch.randn(1, 2, tokens, generator=generator).softmax(-1).bfloat16()
+    expected = weight_1MN.double() @ coef.rows(dtype=torch.float32).double()
+    assert ((coef.weighted_sum(weight_1MN).double() - expected).norm() / expected.norm()) < 3e-3
