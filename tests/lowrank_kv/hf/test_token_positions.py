@@ -36,6 +36,8 @@ def test_a_run_is_continued_where_it_goes_on(text):
         anew = copy.copy(positions)
         anew._find_run()
         low_rank = positions.low_rank_positions()
-        assert (low_rank == anew.low_rank_positions()) if isinstance(low_rank, slice) else low_rank.tolist() == compressed
+        assert (
+            (low_rank == anew.low_rank_positions()) if isinstance(low_rank, slice) else low_rank.tolist() == compressed
+        )
         is_run = compressed and compressed[-1] - compressed[0] == len(compressed) - 1
         assert isinstance(low_rank, slice) == bool(is_run)
