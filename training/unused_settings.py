@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dynakv.config import NESTED, SOFT_THRESHOLD
+from dynakv.config import GATE, NESTED, SOFT_THRESHOLD
 from dynakv.training_config import COMPRESSOR, LORA, TrainConfig
 
 
@@ -17,11 +17,18 @@ class _Condition(NamedTuple):
     what: str
 
 
+def _reads_on(config: TrainConfig) -> bool:
+    """Whether a run reads more of the training text after its last step."""
+    compressor, rate = config.compressor, config.rate
+    calibrates = compressor.has_gates and rate.target_retain_rate is not None and rate.calibrate_threshold
+    return calibrates or compressor.rank_policy == NESTED or (compressor.has_plan and compressor.token_classes > 1)
+
+
 _GATES = _Condition(lambda config: config.compressor.has_gates, "`compressor.rank_policy: gate`")
 _PLAN = _Condition(lambda config: config.compressor.has_plan, "`compressor.rank_policy: plan`")
 _TARGET = _Condition(
-    lambda config: config.rate.target_retain_rate is not None and config.compressor.rank_policy != NESTED,
-    "`rate.target_retain_rate` and something that learns what is kept",
+    lambda config: config.rate.target_retain_rate is not None and config.compressor.has_price,
+    "`rate.target_retain_rate`, and gates, soft thresholds or learned classes that are to meet it",
 )
 _HELD_OUT = _Condition(lambda config: bool(config.dataset.heldout), "`dataset.heldout`")
 _KEYS = {
@@ -36,6 +43,11 @@ _KEYS = {
     ),
     "rate.gain": _TARGET,
     "rate.ramp": _TARGET,
+    "rate.calibrate_threshold": _GATES,
+    "rate.calibrate_threshold_tokens": _Condition(
+        _reads_on,
+        "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several classes",
+    ),
     "rate.fix_ranks_from": _Condition(
         lambda config: config.compressor.rank_policy == SOFT_THRESHOLD, "`compressor.rank_policy: soft_threshold`"
     ),
@@ -43,6 +55,14 @@ _KEYS = {
         lambda config: config.compressor.mask == "straight_through", "`compressor.mask: straight_through`"
     ),
     "lora": _Condition(lambda config: config.trainable == LORA, "`trainable: lora`"),
+    "optimizer.lr_gate": _Condition(
+        lambda config: config.compressor.has_gates or bool(config.compressor.learned_classes),
+        "`compressor.rank_policy: gate`, or a plan with `compressor.learned_classes`",
+    ),
+    "optimizer.lr_gate_bias": _Condition(
+        lambda config: config.compressor.rank_policy in (GATE, SOFT_THRESHOLD),
+        "`compressor.rank_policy: gate` or `soft_threshold`",
+    ),
     "optimizer.lr_backbone": _Condition(
         lambda config: config.trainable != COMPRESSOR, "`trainable: lora` or `trainable: full`"
     ),
@@ -50,6 +70,15 @@ _KEYS = {
     "dataset.heldout_subset": _HELD_OUT,
     "dataset.heldout_split": _HELD_OUT,
     "dataset.heldout_text_field": _HELD_OUT,
+    "heldout_blocks": _Condition(
+        # None of them measures nothing, as no text does.
+        lambda config: bool(config.dataset.heldout or config.dataset.heldout_share) or not config.heldout_blocks,
+        "`dataset.heldout` or `dataset.heldout_share`",
+    ),
+    "full_checkpoint": _Condition(
+        lambda config: config.trainable == COMPRESSOR, "`trainable: compressor`, as other runs always write one"
+    ),
+    "keep_checkpoints": _Condition(lambda config: config.checkpoint_every > 0, "`checkpoint_every` above 0"),
     "calibration.start": _Condition(lambda config: config.initial_checkpoint is None, "no `initial_checkpoint`"),
     "calibration.tokens": _Condition(
         lambda config: config.calibration.bases is None and config.initial_checkpoint is None,

@@ -359,9 +359,14 @@ def test_settings_that_change_nothing_are_told(training_values, tmp_path, recwar
     found = [str(each.message).partition(" and changes nothing: it needs ") for each in recwarn]
     assert [(given, needed) for given, is_unused, needed in found if is_unused] == [
         ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
+        (
+            "`rate.calibrate_threshold_tokens` is 1024",
+            "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several classes",
+        ),
         ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
         ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),
         ("`dataset.heldout_split` is 'x'", "`dataset.heldout`"),
+        ("`heldout_blocks` is 1", "`dataset.heldout` or `dataset.heldout_share`"),
     ]
 
 
