@@ -206,10 +206,22 @@ class Engine:
             for parameter in self.parameters.values():
                 torch.autograd.graph.increment_version(parameter)
             return
+        if self.config.trainable == FULL and not self.optimizer.state:  # before the first step
+            self._check_all_reached()
         if self.config.optimizer.max_grad_norm:
             self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _check_all_reached(self) -> None:
+        """Raise :class:`UserError` where the passes of a step gave some trained parameter no gradient, for which AdamW would
+        keep no state, and DDP would wait in vain."""
+        missing = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        if missing:
+            raise UserError(
+                f"`trainable` is {FULL}, and text gives no gradient to {len(missing)} of the model's parameters, such as "
+                f"`{missing[0]}`; set `trainable` to compressor or lora, or use a model of another family"
+            )
 
     @contextlib.contextmanager
     def gather_full(self, parameters: Iterable[torch.nn.Parameter], *, write: bool = False) -> Iterator[None]:

@@ -1,12 +1,14 @@
 """The trained parameters and their optimizer: the compressors, and optionally LoRA adapters or the backbone."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dynakv
 from dynakv.training_config import FULL, LORA, LoraConfig, TrainConfig
-from lowrank_kv.hf.geometry import attention_projections
+from lowrank_kv.hf.geometry import attention_modules, attention_projections
 from lowrank_kv.utils.errors import not_installed
 
 from .engine import Engine
@@ -18,7 +20,10 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
     The groups' learning rates are zero until the loop sets them. `lr_projection`, that of U, is an argument because a
     resumed run keeps its own.
     """
-    model.requires_grad_(config.trainable == FULL)
+    backbone_of_text = reached_by_text(model) if config.trainable == FULL else []
+    model.requires_grad_(False)
+    for parameter in backbone_of_text:
+        parameter.requires_grad_(True)
     groups: dict[str, list[nn.Parameter]] = {"projection": [], "gate": [], "gate_bias": []}
     for compressor in dynakv.token_compressors(model):
         compressor.requires_grad_(True)
@@ -38,6 +43,34 @@ def build_optimizer(model: PreTrainedModel, config: TrainConfig, lr_projection: 
         weight_decay=settings.weight_decay,
         betas=(0.9, 0.99),
     )
+
+
+def reached_by_text(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters to which a pass over text gives gradients: those of the text decoder, and of what turns its states into
+    logits.
+
+    Encoders of images and sounds are left out, with what joins them to the text. They stand beside the decoder, or in a part
+    of it that holds a model of its own. Parameters that the family itself trains without gradients are left out, too, such
+    as the biases of routers: a loaded model no longer says which these are, and one that was just made does.
+    """
+    decoder, attention = model.get_decoder(), set(attention_modules(model).values())
+    others = _identities(model.base_model) - _identities(decoder)
+    for part in decoder.children():
+        modules = set(part.modules())
+        if any(isinstance(module, PreTrainedModel) for module in modules) and not attention & modules:
+            others |= _identities(part)
+    with torch.device("meta"):
+        made = type(model)(copy.deepcopy(model.config))
+    without_gradients = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in others and name not in without_gradients
+    ]
+
+
+def _identities(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
 
 
 def _add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
