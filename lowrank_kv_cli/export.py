@@ -3,8 +3,9 @@
     lowrank-kv export --checkpoint runs/mine/checkpoint --output shared/mine
     hf upload NAME shared/mine
 
-Its projections are rounded to eight bits, a scale for each direction. Everything that loads a checkpoint loads the result,
-which takes a tenth of the bytes with a plan of bits. A gate's own weights stay as they are, which leaves five eighths.
+A model that was trained from a directory is named by the last part of its path, or as `--base-model` says. Projections are
+rounded to eight bits, a scale for each direction. Everything that loads a checkpoint loads the result, which takes a tenth
+of the bytes with a plan of bits. A gate's own weights stay as they are, which leaves five eighths.
 """
 
 from pathlib import Path
@@ -20,7 +21,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="to write; an earlier checkpoint there is replaced"
     )
+    parser.add_argument(
+        "--base-model",
+        metavar="HUB_ID",
+        help="of the model that the compressor is for [default: the name in the checkpoint, without a path]",
+    )
     arguments = parser.parse_args(argv)
-    export_compressor(arguments.checkpoint, arguments.output)
+    export_compressor(arguments.checkpoint, arguments.output, base_model=arguments.base_model)
     before, after = ((Path(each) / WEIGHTS).stat().st_size for each in (arguments.checkpoint, arguments.output))
     print(f"{arguments.output}: {after:,} bytes of {before:,}")

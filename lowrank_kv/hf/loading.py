@@ -156,5 +156,9 @@ def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        here = "" if Path(name).is_dir() else "there is no such directory here, and as a hub id: "
-        raise UserError(f"cannot load `{name}`: {here}{' '.join(str(error).split())}") from error
+        why = " ".join(str(error).split())
+        if not Path(name).is_dir():
+            why = (
+                f"there is no such directory here, and as a hub id: {why}; `--model` takes another hub id or directory"
+            )
+        raise UserError(f"cannot load `{name}`: {why}") from error

@@ -11,6 +11,7 @@ from dynakv.checkpoint_files import WEIGHTS, read_config, write_files
 from dynakv.packed_projections import CODES, SCALE
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import export as command
+from lowrank_kv_cli import generate
 
 KINDS = {
     "gates": lambda model: dynakv_model(model, 0.4),
@@ -91,6 +92,42 @@ def test_the_command_says_how_many_bytes_it_took(saved, tmp_path, capsys):
     command.main(["--checkpoint", str(saved), "--output", str(tmp_path / "out")])
     before, after = ((each / WEIGHTS).stat().st_size for each in (saved, tmp_path / "out"))
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: {after:,} bytes of {before:,}\n"
+
+
+@pytest.mark.parametrize(
+    ("base_model", "name"),
+    [
+        ("{here}/models/tiny", "tiny"),  # is there
+        ("/elsewhere/models/tiny", "tiny"),
+        ("../models/tiny", "tiny"),
+        ("~/models/tiny", "tiny"),
+        ("org/tiny", "org/tiny"),
+    ],
+)
+def test_a_shared_compressor_names_its_model_without_the_trainer_s_path(base_model, name, tmp_path, capsys):
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    model.config._name_or_path = base_model.format(here=tmp_path)
+    dynakv.save_compressor(model, tmp_path / "trained")
+    arguments = ["--checkpoint", str(tmp_path / "trained"), "--output", str(tmp_path / "out")]
+    command.main(arguments)
+    assert read_config(tmp_path / "out").base_model == name
+    command.main([*arguments, "--base-model", "org/other"])
+    assert read_config(tmp_path / "out").base_model == "org/other"
+    with pytest.raises(UserError, match=r"`base_model` must be a hub id, .*, or left out; got '/models/tiny'"):
+        command.main([*arguments, "--base-model", "/models/tiny"])
+
+
+def test_a_model_that_is_not_there_is_given_by_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model()
+    dynakv_model(model, 0.4)
+    model.config._name_or_path = "/elsewhere/a model"  # which no hub id can be
+    dynakv.save_compressor(model, tmp_path / "trained")
+    dynakv.export_compressor(tmp_path / "trained", tmp_path / "out")
+    with pytest.raises(UserError, match="cannot load `a model`: there is no such directory here, .*; `--model` takes"):
+        generate.main(["--checkpoint", str(tmp_path / "out"), "--prompt", "x"])
 
 
 def test_what_cannot_be_exported_is_refused(saved, exported, tmp_path):
