@@ -211,7 +211,7 @@ class RopeHistory:
             )
         return rotation
 
-    def unrotate_rows(self, sequence: int) -> Rotate:
+    def unrotation_of(self, sequence: int) -> Rotate:
         """A function (key_GND, positions) → keys of one sequence as they were before rotation."""
         return lambda key_GND, positions: self.rope_at(sequence, positions).unrotate(key_GND[None])[0]
 

@@ -76,7 +76,7 @@ class SequenceLayer(CompressedLayer):
         start, end = self.prompts.prompt_at(first, length) or (first, length)
         if end <= length:
             for b in range(mask.shape[0]):
-                check_not_padded_right(mask_of_row(mask, b)[:, start:end])
+                check_not_padded_right(mask_of_sequence(mask, b)[:, start:end])
 
     def evict(
         self,
@@ -165,7 +165,7 @@ class SequenceLayer(CompressedLayer):
 
 def present(mask: Tensor, b: int, positions: slice) -> Tensor:
     """False for padding: tokens of a sequence that no query of the call may see. A later call cannot bring them back."""
-    return mask_of_row(mask, b)[:, positions].any(dim=0)
+    return mask_of_sequence(mask, b)[:, positions].any(dim=0)
 
 
 def new_present(mask: Tensor | None, b: int, new: slice, padding: Tensor) -> Tensor | None:
@@ -184,7 +184,7 @@ def new_present(mask: Tensor | None, b: int, new: slice, padding: Tensor) -> Ten
         if has_padding:
             raise _is_lost(int(padding[0]), b, "is left out, or all ones, and so shows")
         return None
-    row_QT = mask_of_row(mask, b)
+    row_QT = mask_of_sequence(mask, b)
     is_present_Q = row_QT[:, new].any(dim=0)
     is_plain = is_present_Q.all()
     if has_padding:
@@ -205,6 +205,6 @@ def _is_lost(position: int, b: int, shows: str) -> UserError:
     )
 
 
-def mask_of_row(mask: Tensor, b: int) -> Tensor:
+def mask_of_sequence(mask: Tensor, b: int) -> Tensor:
     """One sequence's (Q, T) of a mask (B, 1, Q, T), or of a mask that all sequences share, (1, 1, Q, T)."""
     return mask[b if mask.shape[0] > 1 else 0, 0]

@@ -16,7 +16,7 @@ from lowrank_kv.eviction import Eviction
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.codec_layer import CodecLayer
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
-from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_sequence
 from lowrank_kv.ops.gradients import without_gradients
 from lowrank_kv.ops.native.ragged_view import append_few, view_of
 from lowrank_kv.ops.ragged_attention import RaggedTokens, ragged_attention
@@ -234,6 +234,6 @@ class RaggedLayer(SequenceLayer, CodecLayer):
 
 def _mask_of(mask: Tensor, b: int, sequence: RaggedSequence) -> Tensor:
     """The mask's columns of the tokens a sequence still has, (Q, N)."""
-    mask_QT = mask_of_row(mask, b)
+    mask_QT = mask_of_sequence(mask, b)
     position_N = sequence.positions()
     return mask_QT if position_N is None else mask_QT[:, position_N]

@@ -98,7 +98,7 @@ def test_keys_are_rotated_at_any_positions():
     ):
         rotated = history.rotation(0, key.device).rotate(key[:, positions], positions)
         torch.testing.assert_close(rotated, full[:, positions], atol=1e-6, rtol=0)
-        torch.testing.assert_close(history.unrotate_rows(0)(rotated, positions), key[:, positions], atol=2e-6, rtol=0)
+        torch.testing.assert_close(history.unrotation_of(0)(rotated, positions), key[:, positions], atol=2e-6, rtol=0)
 
 
 def test_partial_rotary_leaves_the_rest_alone():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_kv.hf.backends import Backend
 from lowrank_kv.hf.cache.layer import MAX_DECODE_QUERIES, CallContext
-from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_row, new_present
+from lowrank_kv.hf.cache.per_sequence_layer import SequenceLayer, mask_of_sequence, new_present
 from lowrank_kv.hf.cache.windowed.adaptive_store import AdaptiveStore
 from lowrank_kv.hf.cache.windowed.config import WindowedConfig
 from lowrank_kv.hf.cache.windowed.plan import InitialBasis, Plan, eviction_parts
@@ -179,7 +179,7 @@ class WindowedLayer(SequenceLayer):
         for b, sequence in enumerate(self.sequences):
             mask_QT = None
             if mask is not None:
-                mask_QT = columns_of(mask_of_row(mask, b), sequence.positions.stored(), query.shape[1])
+                mask_QT = columns_of(mask_of_sequence(mask, b), sequence.positions.stored(), query.shape[1])
             tokens = LowRankTokens(
                 sequence.key.operands(),
                 sequence.value.operands(),
@@ -206,7 +206,7 @@ class WindowedLayer(SequenceLayer):
         return None if self.history is None else self.history.rotation(b, self.device)
 
     def _unrotate(self, b: int) -> Rotate | None:
-        return None if self.history is None else self.history.unrotate_rows(b)
+        return None if self.history is None else self.history.unrotation_of(b)
 
 
 def fixed_store(

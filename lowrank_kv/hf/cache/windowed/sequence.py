@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowrank_kv.eviction import Eviction
-from lowrank_kv.hf.cache.per_sequence_layer import mask_of_row
+from lowrank_kv.hf.cache.per_sequence_layer import mask_of_sequence
 from lowrank_kv.hf.cache.prompt_tracker import Prompt
 from lowrank_kv.hf.cache.windowed.changes import Changes, make_changes
 from lowrank_kv.hf.cache.windowed.positions import TokenPositions
@@ -344,5 +344,5 @@ def mask_at(mask: Tensor | None, b: int, position: Tensor, heads: int) -> Tensor
     """The same of one sequence of a mask (B or 1, 1, Q, T), as a model's own attention takes it, (1, 1 or H, Q, N)."""
     if mask is None:
         return None
-    columns = columns_of(mask_of_row(mask, b), position, heads)
+    columns = columns_of(mask_of_sequence(mask, b), position, heads)
     return columns[(None,) * (4 - columns.dim())]
