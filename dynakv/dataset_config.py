@@ -1,6 +1,7 @@
 """The keys of a training run that say what text it reads."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from lowrank_kv.utils.config import configuration, option, require
@@ -17,8 +18,10 @@ class DatasetConfig:
         help="hub ids or .txt/.json/.jsonl/.parquet files (also .gz, .zst, .xz; patterns; hf:// and https://), mixed; "
         "comma-separated. A row is a document, a .txt is one",
     )
-    subset: list[str] | None = option(
-        None, help="configuration name of hub data sets, e.g. sample-10BT; one for all or one for each name"
+    subset: list[str | None] | None = option(
+        None,
+        help="configuration name of hub data sets, e.g. sample-10BT; one for all or one for each name, null for one that "
+        "needs none",
     )
     split: list[str] = option(["train"], help="split of hub data sets; one for all or one for each name")
     text_field: list[str] = option(["text"], help="column that holds the text; one for all or one for each name")
@@ -77,6 +80,6 @@ class DatasetConfig:
         ]
 
 
-def entry_for(values: list[str] | None, index: int) -> str | None:
+def entry_for(values: Sequence[str | None] | None, index: int) -> str | None:
     """The entry for one data set of a list that has one for all or one for each."""
     return None if values is None else values[index if len(values) > 1 else 0]

@@ -313,7 +313,7 @@ def _item(hint: Any) -> tuple[Any, bool]:
     """The type of a list's items, or of what is no list, and whether it is one."""
     hint, _ = _plain(hint)
     items = typing.get_args(hint)
-    return (items[0], True) if items else (hint, False)
+    return (_plain(items[0])[0], True) if items else (hint, False)
 
 
 def _type_name(hint: Any) -> str:

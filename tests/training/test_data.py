@@ -252,6 +252,17 @@ def test_settings_of_hub_data_sets_are_refused_with_files(texts, tmp_path):
         )
 
 
+def test_each_data_set_is_loaded_with_its_own_subset(texts, monkeypatch):
+    rows, asked = load(texts / "a.jsonl"), []
+    monkeypatch.setattr(
+        "training.data_sources.load_documents",
+        lambda name, **options: asked.append((name, options["subset"])) or rows,
+    )
+    dataset = {"name": ["org/a", "org/b"], "subset": [None, "en"], "sequence_length": 16}
+    training_stream(build(TrainConfig, {"model": "m", "dataset": dataset}), byte_tokenizer())
+    assert asked == [("org/a", None), ("org/b", "en")]
+
+
 def test_an_optional_text_may_be_a_pattern(texts, capsys):
     found = [TextConfig(label="all", name=str(texts / "*.jsonl"), optional=True)]
     none = TextConfig(label="none", name=str(texts / "*.txt"), optional=True)

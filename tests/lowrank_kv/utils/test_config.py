@@ -39,6 +39,17 @@ def test_file_then_command_line(tmp_path):
     assert parse(tmp_path, *gates, "--rate.target_retain_rate", "null").rate.target_retain_rate is None
 
 
+@pytest.mark.parametrize("told", ["null,sample-10BT", "[null, sample-10BT]", "none,sample-10BT"])
+def test_one_of_several_data_sets_may_need_no_subset(tmp_path, told):
+    names = ["--dataset.name", "org/a,org/b"]
+    config = parse(tmp_path, *names, "--dataset.subset", told)
+    assert config.dataset.subset == [None, "sample-10BT"]
+    assert parse(tmp_path, text="model: m\ndataset: {name: [a, b], subset: [null, x]}\n").dataset.subset == [None, "x"]
+    assert parse(tmp_path, *names, "--dataset.subset", "null").dataset.subset is None
+    with pytest.raises(UserError, match="`dataset.subset.0.` must be of type str, got 7"):
+        parse(tmp_path, *names, "--dataset.subset", "[7, null]")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
