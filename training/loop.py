@@ -30,6 +30,7 @@ from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
 from .initialization import check_continued, given_price
 from .inspection import SENTENCE, inspect, inspection_due
+from .modes import begin_training
 from .optimizer import build_optimizer
 from .read_share import check_read_compressed
 from .reporting import Reporter, Workload
@@ -100,7 +101,7 @@ def _train(config: TrainConfig, resume: bool) -> Path:
     if saved is not None:
         _tell_of_changed_settings(saved[1], config, reporter)
     sentence = tokenizer(config.report.sentence or SENTENCE)["input_ids"]
-    engine.wrapped.train()
+    begin_training(engine)
     while run.step < steps:
         _schedule(engine, run.step)
         passes = config.optimizer.gradient_accumulation_steps
