@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,9 +157,16 @@ class Server:
             connection.close()
 
     def metrics(self) -> dict[str, float]:
-        """Its metrics by name; those of one name with several labels are added."""
+        """Its metrics by name; those of one name with several labels are added.
+
+        Raises:
+            UserError: the server answers with an error.
+        """
+        status, text = self._get("/metrics")
+        if status != http.client.OK:
+            raise UserError(f"the server answers {status} to `/metrics`: {text}")
         found: dict[str, float] = {}
-        for name, _, value in _METRIC.findall(self._get("/metrics")[1]):
+        for name, _, value in _METRIC.findall(text):
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
@@ -187,7 +194,7 @@ class Server:
             options: further fields of a completion request, ``max_tokens`` among them.
 
         Raises:
-            UserError: the server refuses it, or answers with an error.
+            UserError: the server refuses it, answers with an error, or breaks off.
         """
         fields = {"prompt": prompt, "temperature": 0, "stream": True, "return_token_ids": True, **options}
         connection, answer = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1800), Answer()
@@ -201,6 +208,8 @@ class Server:
                     _add(answer, json.loads(line[len("data: ") :]))
                     if until is not None and until(answer):
                         break
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise UserError(f"the server broke off after {len(answer.token_ids)} tokens: {error!r}") from error
         finally:
             connection.close()
         return answer
@@ -213,28 +222,33 @@ class Server:
 
 
 class Watch:
-    """The largest value that a server's metrics have, looked at several times a second, while ``with`` lasts."""
+    """The largest value that a server's metrics have, looked at several times a second, while ``with`` lasts. A look that
+    fails ends it with that error: nobody knows then what the largest value was."""
 
     def __init__(self, server: Server, *names: str):
         self.largest = dict.fromkeys(names, 0.0)
         self._server, self._done = server, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "Watch":
-        self._thread.start()
+        self._looking: Future[None] = self._pool.submit(self._look)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
-        self._thread.join()
+        self._pool.shutdown()
+        if error is None:
+            self._looking.result()
 
     def _look(self) -> None:
-        while not self._done.wait(_POLL):
+        while True:
             found = self._server.metrics()
             for name in self.largest:
                 self.largest[name] = max(self.largest[name], found[name])
+            if self._done.wait(_POLL):
+                return
 
 
 def _add(answer: Answer, piece: Mapping[str, Any]) -> None:

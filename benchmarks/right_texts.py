@@ -33,8 +33,8 @@ from transformers import Cache, PreTrainedModel
 
 from evaluation.tasks.reader import Reader
 
-# Tokens of a prompt that the reference reads at a time, beside all of them, and numbers that it draws so often.
-PIECES, AT_RANDOM = (96, 17), 3
+# How often the reference reads each prompt, and how many tokens at a time, beside all of them; it draws the other divisions.
+READINGS, PIECES = 6, (96, 17)
 # Of an embedding, relative to each number: before the first code changes, the log-probabilities of two readings differ by
 # some 1e-6 with it. Those of vLLM and transformers in fp32 differ by more.
 NOISE = 3e-6
@@ -167,11 +167,17 @@ class Reference:
         """The answer alone."""
         return self._reading(prompt, [len(prompt)], tokens).answer
 
-    def _divisions(self, length: int) -> list[list[int]]:
-        """Lengths of pieces that a prompt is read in."""
-        even = [[size] * length for size in (length, *PIECES) if size <= length]
-        largest = min(PAGE, length)
-        return even + [[self._chance.randint(1, largest) for _ in range(length)] for _ in range(AT_RANDOM)]
+    def _divisions(self, length: int) -> list[tuple[int, ...]]:
+        """Lengths of the pieces that each reading reads a prompt in."""
+
+        def drawn() -> tuple[int, ...]:
+            return _division([self._chance.randint(1, min(PAGE, length)) for _ in range(length)], length)
+
+        found = dict.fromkeys(_division([size] * length, length) for size in (length, *PIECES) if size <= length)
+        distinct = min(READINGS, 2 ** (length - 1))  # a prompt of three tokens has four divisions
+        while len(found) < distinct:
+            found[drawn()] = None
+        return [*found, *(drawn() for _ in range(READINGS - distinct))]
 
     def _reading(self, prompt: list[int], sizes: Iterable[int], tokens: int, noise: float = 0.0) -> Reading:
         read = Reader(self._model, self._new_cache())
@@ -195,6 +201,16 @@ class Reference:
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _division(sizes: Iterable[int], length: int) -> tuple[int, ...]:
+    """The first of these lengths that add up to `length`, the last of them cut short."""
+    found: list[int] = []
+    for size in sizes:
+        if length:
+            found.append(min(size, length))
+            length -= found[-1]
+    return tuple(found)
 
 
 def _distance(text: Text, known: Sequence[tuple[tuple[int, ...], Tensor, Tensor]]) -> Distance:

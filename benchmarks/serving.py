@@ -33,6 +33,8 @@ from lowrank_kv.utils import cli
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.text_data import load_documents
+from lowrank_kv_vllm.plans import preset_of
+from lowrank_kv_vllm.settings import ServingConfig
 
 SERVED, BASELINE = "compressed", "stock"
 RUNNING, PREEMPTED = "vllm:num_requests_running", "vllm:num_preemptions_total"
@@ -169,11 +171,15 @@ def _crowd(server: Server, prompts: list[list[int]], tokens: int) -> dict[str, f
     with Watch(server, RUNNING) as watch:
         answers = server.complete_all(prompts, max_tokens=tokens, ignore_eos=True)
     _check(answers, tokens)
+    if not watch.largest[RUNNING]:
+        raise UserError(
+            f"all {len(prompts)} requests had ended before the server was asked how many run; give more --tokens"
+        )
     seconds = max(answer.last for answer in answers) - min(answer.started for answer in answers)
     return {
         "crowd_tokens_per_second": tokens * len(answers) / seconds,
         "crowd_seconds_to_first": statistics.fmean(answer.seconds_to_first for answer in answers),
-        "peak_requests": max(1, watch.largest[RUNNING]),  # one ran at least, even if it ended before anybody looked
+        "peak_requests": watch.largest[RUNNING],
         "preemptions": server.metrics()[PREEMPTED] - before,
     }
 
@@ -195,13 +201,22 @@ def _row(
             stock = capacity[baseline] if key == "token_capacity" else medians[baseline][key]
             if stock and key != "preemptions":
                 row[f"{key}_to_{baseline.replace(' ', '_')}"] = row[key] / stock
-    # Of what equal bytes in the model's dtype leave to expect, which a budget in 16 bits is a share of.
-    if name == SERVED and arguments.rate:
-        rate = arguments.rate * 16 / _BITS[arguments.dtype]
+    if name == SERVED and (rate := _byte_rate(arguments)) is not None:
         row["byte_rate"] = rate
-        for key in ("token_capacity", "peak_requests"):
+        for key in ("token_capacity", "peak_requests"):  # of what equal bytes leave to expect
             row[f"{key}_of_expected"] = row[f"{key}_to_stock"] * rate
     return row
+
+
+def _byte_rate(arguments: argparse.Namespace) -> float | None:
+    """Bytes that the rate asks for, as a share of an uncompressed token's; None with a checkpoint, which is given no rate.
+
+    A plan's rate is of bytes in 16 bits. That of `static-joint-pf` is of coefficients, stored in the model's dtype.
+    """
+    if arguments.bases is None:
+        return None
+    config = preset_of(ServingConfig(bases=arguments.bases, preset=arguments.preset, rate=arguments.rate))
+    return config.rate * (16 / _BITS[arguments.dtype] if config.has_plan else 1)
 
 
 _LINE = (

@@ -5,10 +5,11 @@ import torch
 from methods import METHODS, tiny_model
 
 from benchmarks.right_texts import (
-    AT_RANDOM,
     FEWEST,
     MARGIN,
     NOISE,
+    PIECES,
+    READINGS,
     ROUNDING,
     Distance,
     Expected,
@@ -91,12 +92,23 @@ def test_all_readings_but_the_first_are_rounded_otherwise(reference, expected):
 
 def test_a_prompt_that_was_read_is_read_once(reference, expected):
     each = expected[1]
-    assert len(each.readings) == 3 + AT_RANDOM  # at once, 96 and 17 tokens at a time
     for reading in each.readings:
         before = reading.read.num_read
         assert greedy(reading.read, TOKENS) == reading.answer
         assert reading.read.num_read == before == len(each.prompt)
     assert each.answer == reference.answer(each.prompt, TOKENS)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 18, 95, 96, 97, 400])
+def test_prompts_of_every_length_are_read_as_often(reference, length):
+    found = reference._divisions(length)
+    assert len(found) == READINGS
+    assert len(set(found)) == min(READINGS, 2 ** (length - 1))  # there are no more
+    assert all(sum(division) == length and min(division) > 0 for division in found)
+    for size in (length, *PIECES):
+        if size <= length:
+            whole, rest = divmod(length, size)
+            assert (size,) * whole + (rest,) * bool(rest) in found
 
 
 def test_every_reading_s_own_answer_is_right(expected):
