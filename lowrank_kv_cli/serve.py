@@ -39,13 +39,12 @@ def main(argv: list[str]) -> None:
         if of is bool:
             parser.add_argument(option, action="store_const", const=True, help=field.metadata["help"])
             continue
-        default = "" if field.default is None else f" [default: {field.default}]"
         parser.add_argument(
             option,
             type=of,
             choices=field.metadata["choices"] or None,
             metavar=None if field.metadata["choices"] else (field.metadata["unit"] or of.__name__).upper(),
-            help=(field.metadata["help"] + default).replace("%", "%%"),
+            help=field.metadata["help"].replace("%", "%%"),
         )
     arguments, rest = parser.parse_known_args(argv)
     model = hub_id_or_directory(arguments.model)
@@ -69,9 +68,11 @@ def main(argv: list[str]) -> None:
     words = ["--model", model, _ADDITIONAL, json.dumps({KEY: given}), *rest]
     sys.argv = [sys.argv[0], *words]  # vLLM reads its words there
     importlib.import_module("vllm.plugins").load_general_plugins()
-    if not importlib.import_module("lowrank_kv_vllm.plugin").is_registered():
+    plugin = importlib.import_module("lowrank_kv_vllm.plugin")
+    if not plugin.is_registered():
         raise UserError(
             "vLLM has not loaded the plugin of this package, and would serve uncompressed caches: install the package in "
             f"this environment, and unset $VLLM_PLUGINS, which is {os.environ.get('VLLM_PLUGINS')!r}, or add `lowrank_kv`"
         )
+    plugin.check_version()  # before the server is imported, which other versions have elsewhere
     importlib.import_module(_SERVER).main()

@@ -53,6 +53,15 @@ def is_tested() -> bool:
     return ".".join(vllm.__version__.split(".")[:2]) in TESTED
 
 
+def check_version() -> None:
+    """Raise :class:`UserError` where the installed vLLM is not tested."""
+    if not is_tested():
+        raise UserError(
+            f"vLLM {vllm.__version__} is not tested with compressed pages, and its insides change from version to version; "
+            f"install one of {', '.join(f'{each}.*' for each in TESTED)}"
+        )
+
+
 def _wrap(owner: type, name: str, around: Callable) -> None:
     """Let calls of a method go through ``around(original, self, …)``."""
     original = getattr(owner, name)
@@ -67,11 +76,8 @@ def _wrap(owner: type, name: str, around: Callable) -> None:
 def _create_engine_config(original: Callable, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     """Refuse what cannot be served before the engine starts."""
     settings = settings_in(self.additional_config)
-    if settings is not None and not is_tested():
-        raise UserError(
-            f"vLLM {vllm.__version__} is not tested with compressed pages, and its insides change from version to version; "
-            f"install one of {', '.join(f'{each}.*' for each in TESTED)}"
-        )
+    if settings is not None:
+        check_version()
     config = original(self, *args, **kwargs)
     if settings is not None:
         from lowrank_kv_vllm.refusals import check
