@@ -6,6 +6,7 @@
 
 Of each causal language model that the installed transformers has a tiny random one is made. It is served if its logits with
 full-rank caches of both methods equal those it computes by itself, and refused if it raises a UserError; there is no third.
+Of those that are served the list also says which tell documents of one block apart, as training needs.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dynakv
+from lowrank_kv.hf.document_isolation import isolate_documents, objection_to_packing
 from lowrank_kv.hf.prepare import prepare, restore
 from lowrank_kv.hf.self_check import check_by_itself
 from lowrank_kv.utils import cli
@@ -37,6 +39,8 @@ OPEN, CLOSE = "<!-- models -->", "<!-- /models -->"
 SERVED, REFUSED, UNTRIED, WRONG = "served", "refused", "not tried", "wrong"
 # A prompt that outgrows the windows of the tiny models, tokens one by one, a few at once.
 CALLS = (20, 1, 1, 1, 1, 4)
+# How documents of one block are told apart.
+BY_ITSELF, BY_MASKS, NOT_APART = "by itself", "by masks", "not"
 ALLOWED = 1e-4  # of the root mean square of the logits
 # What a family that was never meant to be tiny may fail with before this package sees it.
 UNBUILT = (
@@ -54,11 +58,12 @@ UNBUILT = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What became of one family."""
+    """What became of one family; of one that is served also how documents of a block are told apart."""
 
     family: str
     result: str
     because: str = ""
+    documents: str = ""
 
 
 def try_family(name: str) -> Finding:
@@ -104,12 +109,19 @@ def _served(name: str, model: PreTrainedModel, ids_BT: Tensor, stock: Tensor) ->
             if method == "ojakv":
                 check_by_itself(model)  # what is served must pass
         dynakv.detach(model)
+        documents = _documents(model)
     except UserError as error:
         return Finding(name, REFUSED, _one_line(error))
     except (*UNBUILT, ValueError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Finding(name, WRONG, f"{type(error).__name__}: {_one_line(error)} ({where.filename}:{where.lineno})")
-    return Finding(name, SERVED)
+    return Finding(name, SERVED, documents=documents)
+
+
+def _documents(model: PreTrainedModel) -> str:
+    if objection_to_packing(model, model.device) is None:
+        return BY_ITSELF
+    return BY_MASKS if isolate_documents(model, model.device) is None else NOT_APART
 
 
 @torch.no_grad()
@@ -149,19 +161,30 @@ def _one_line(error: BaseException) -> str:
 def table(findings: list[Finding]) -> str:
     """The lists of docs/models.md."""
     served = [each.family for each in findings if each.result == SERVED]
+    masked, not_apart = (
+        [each.family for each in findings if each.documents == documents] for documents in (BY_MASKS, NOT_APART)
+    )
     others = [each for each in findings if each.result != SERVED]
     counts = {result: sum(each.result == result for each in findings) for result in (SERVED, REFUSED, UNTRIED)}
     lines = [
         f"transformers `{transformers.__version__}`: "
         + ", ".join(f"{count} {result}" for result, count in counts.items()),
         "",
-        *textwrap.wrap("Served: " + ", ".join(f"`{name}`" for name in served) + ".", 140),
+        *textwrap.wrap("Served: " + _names(served), 140),
+        "",
+        *textwrap.wrap("Training gives masks that keep documents of a block apart to: " + _names(masked), 140),
+        "",
+        *textwrap.wrap("Training refuses `dataset.isolate_documents` with: " + _names(not_apart), 140),
         "",
         "| family | result | why |",
         "|---|---|---|",
     ]
     lines += [f"| `{each.family}` | {each.result} | {_cell(each.because)} |" for each in others]
     return "\n".join(lines)
+
+
+def _names(families: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in families) + "."
 
 
 def _cell(text: str) -> str:
@@ -210,7 +233,7 @@ def main(argv: list[str]) -> None:
     findings = []
     for name in names:
         findings.append(try_family(name))
-        print(f"{name}: {findings[-1].result} {findings[-1].because}", flush=True)
+        print(" ".join(filter(None, dataclasses.astuple(findings[-1]))), flush=True)
     wrong = [each for each in findings if each.result == WRONG]
     if not arguments.only and not wrong:
         before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(OPEN)

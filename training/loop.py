@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import dynakv
 from dynakv.config import SOFT_THRESHOLD
 from dynakv.training_config import TrainConfig
+from lowrank_kv.hf.document_isolation import isolate_documents
 from lowrank_kv.hf.geometry import geometry_of
 from lowrank_kv.hf.loading import check_length, load_model, load_tokenizer, recompute_activations
 from lowrank_kv.hf.recurrent_layers import has_recurrent_layers
@@ -25,6 +26,7 @@ from lowrank_kv.utils.run_lock import run_lock
 
 from .data import Batch, TrainingBlocks
 from .data_sources import heldout_blocks, labels_of, training_stream
+from .distillation import uncompressed
 from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
@@ -88,6 +90,8 @@ def _train(config: TrainConfig, resume: bool) -> Path:
             check_read_compressed(blocks[:_LOOKED_AT], exact, f"held-out {name}")
     lr_projection = lr_projection_of(config, saved)
     _prepare(engine, model, lr_projection)
+    if config.dataset.isolate_documents:
+        _isolate_documents(engine)
     gradient_norms = GradientNorms(engine.parameters, engine.device)
     layers = list(dynakv.compressors(engine.model))
     guard = DivergenceGuard(gradient_norms.names, layers, config.max_loss_increase, states)
@@ -173,6 +177,17 @@ def _prepare(engine: Engine, model: PreTrainedModel, lr_projection: float) -> No
     if config.gradient_checkpointing:
         recompute_activations(model)
     engine.prepare(model, build_optimizer(model, config, lr_projection))
+
+
+def _isolate_documents(engine: Engine) -> None:
+    """Let documents of a block see nothing of one another, after the engine has spread the weights."""
+    with uncompressed(engine.model):
+        objection = isolate_documents(engine.model, engine.device)
+    if objection is not None:
+        raise UserError(
+            f"`model` is {engine.config.model}, and {objection}; set `dataset.isolate_documents` to false, or use a "
+            f"model of another family"
+        )
 
 
 def _batches(engine: Engine, stream: TrainingBlocks, run: RunState) -> Iterator[Batch]:

@@ -29,7 +29,7 @@ from lowrank_kv.utils.eval_mode import evaluating
 # A prompt, a token, and two at a time as a draft comes.
 _CALLS = (12, 1, 2)
 # How much further than its own rounding a compressed form may be off, as root mean squares over all numbers.
-_TIMES_ROUNDING = 4.0
+TIMES_ROUNDING = 4.0
 # What rounding may do at least, in units of the last place: a model in half precision has none to spare, and what is wrong
 # with a family is far from the last place of fp32.
 _UNITS, _UNITS_OF_HALVES = 64.0, 2.0
@@ -77,7 +77,7 @@ def check_by_itself(model: PreTrainedModel) -> None:
         check_own_config(model)
         check_backend(model.config._attn_implementation)
     device = next(model.parameters()).device
-    ids_BT = _random_ids(model, device)
+    ids_BT = random_ids(model, sum(_CALLS), device)
     gpus = [device.index] if device.type == "cuda" else []
     with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=gpus):
         stock_BTE = _hidden_states(base, ids_BT, None)
@@ -92,19 +92,23 @@ def check_by_itself(model: PreTrainedModel) -> None:
     _checked.add(base)
 
 
+def least_allowed(dtype: torch.dtype) -> float:
+    """By how much hidden states may differ in any case, as a root mean square in units of their own."""
+    return torch.finfo(dtype).eps * (_UNITS_OF_HALVES if dtype.itemsize == 2 else _UNITS)
+
+
 def _check_equal(model: PreTrainedModel, found_BTE: Tensor, stock_BTE: Tensor, ids_BT: Tensor) -> None:
     difference = Difference.between(found_BTE, stock_BTE)
-    eps = torch.finfo(stock_BTE.dtype).eps
-    allowed = eps * (_UNITS_OF_HALVES if stock_BTE.dtype.itemsize == 2 else _UNITS)
+    allowed = least_allowed(stock_BTE.dtype)
     if difference.rms <= allowed:
         return
     # A deep model enlarges its rounding. By how much shows in another order of the same work, which costs another pass.
     in_one_call_BTE = model.base_model(input_ids=ids_BT, use_cache=False)[0]
     rounding = Difference.between(in_one_call_BTE, stock_BTE).rms
-    if difference.rms <= _TIMES_ROUNDING * rounding:
+    if difference.rms <= TIMES_ROUNDING * rounding:
         return
     config = model.config.get_text_config(decoder=True)
-    allowed, dtype = max(allowed, _TIMES_ROUNDING * rounding), str(stock_BTE.dtype).removeprefix("torch.")
+    allowed, dtype = max(allowed, TIMES_ROUNDING * rounding), str(stock_BTE.dtype).removeprefix("torch.")
     raise UserError(
         f"a {config.model_type} model does not compute the same with a compressed cache at full rank as by itself: hidden "
         f"states differ by up to {difference.largest:.2g} of their root mean square, {difference.rms:.2g} on average, where "
@@ -131,8 +135,8 @@ def _full_rank_cache(model: PreTrainedModel, geometry: KVGeometry, device: torch
     return LowRankCache(model, {index: WindowedLayer(plan, index) for index in geometry.layers})
 
 
-def _random_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
-    """Token ids, (1, T), none of them one that the configuration gives a meaning."""
+def random_ids(model: PreTrainedModel, count: int, device: torch.device) -> Tensor:
+    """Token ids, (1, `count`), none of them one that the configuration gives a meaning."""
     config = model.config.get_text_config(decoder=True)
     special = {
         value
@@ -141,9 +145,9 @@ def _random_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randperm(config.vocab_size, generator=generator, device="cpu")[: sum(_CALLS) + len(special)].tolist()
+    ids = torch.randperm(config.vocab_size, generator=generator, device="cpu")[: count + len(special)].tolist()
     chosen = [each for each in ids if each not in special] or ids
-    return torch.tensor([(chosen * sum(_CALLS))[: sum(_CALLS)]], device=device)
+    return torch.tensor([(chosen * count)[:count]], device=device)
 
 
 def _is_here(model: PreTrainedModel) -> bool:

@@ -144,8 +144,8 @@ def test_weights_that_are_elsewhere_and_compressed_models_are_not_tried(monkeypa
 def test_tokens_that_mean_something_are_not_drawn():
     model = tiny_model()
     model.config.image_token_id, model.config.bos_token_id = 11, 12
-    found = {int(each) for each in module_under_test._random_ids(model, model.device).flatten()}
+    found = {int(each) for each in module_under_test.random_ids(model, 15, model.device).flatten()}
     model.config.image_token_id = next(iter(found - {12}))
-    again = {int(each) for each in module_under_test._random_ids(model, model.device).flatten()}
+    again = {int(each) for each in module_under_test.random_ids(model, 15, model.device).flatten()}
     assert len(found) == 15
     assert model.config.image_token_id not in again
