@@ -92,10 +92,10 @@ class PagedAttention(AttentionImpl[Step]):
 
     def bind(self, layer_name: str, settings: ServingConfig, config: VllmConfig) -> None:
         """Take what compresses the layer, and work out its pages."""
-        self._settings, self._dtype = settings, config.model_config.dtype
+        self._index, self._dtype = extract_layer_index(layer_name), config.model_config.dtype
         # The worker has made its GPU the current one.
         self._served = served(settings, self._dtype, torch.device(config.device_config.device_type))
-        self._key, self._value = self._served.layers[extract_layer_index(layer_name)]
+        self._key, self._value = self._served.layers[self._index]
         self._most_tokens = config.model_config.max_model_len + config.cache_config.block_size
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -104,14 +104,8 @@ class PagedAttention(AttentionImpl[Step]):
 
     def layout(self, block_size: int) -> PageLayout:
         """A page of so many tokens."""
-        return PageLayout.of(
-            self._key.row_format,
-            self._value.row_format,
-            block_size=block_size,
-            num_sinks=self._served.num_sinks,
-            sink_bytes=self.num_kv_heads * self.head_size * self._dtype.itemsize,
-            margin=self._settings.page_margin,
-        )
+        sink_bytes = self.num_kv_heads * self.head_size * self._dtype.itemsize
+        return self._served.layout(self._index, block_size=block_size, sink_bytes=sink_bytes)
 
     def forward(
         self,

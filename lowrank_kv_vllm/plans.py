@@ -6,6 +6,7 @@ that `generate()` would keep at full rank only the first ones stay exact.
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from dynakv.measured_rates import measured_rates
 from dynakv.model_compressors import initial_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.stores.arena import PageLayout
+from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
 from lowrank_kv_vllm.settings import PRESETS, ServingConfig
@@ -31,6 +34,7 @@ class Served:
     Attributes:
         layers: layer index → (keys, values).
         num_sinks: first tokens of a sequence that stay exact.
+        margin: room in a page beyond the mean size of its rows, as a share of that.
         reads_prompts_exactly: whether the tokens that a step reads of a prompt see each other exactly; else they see what
             is in pages.
         sees_itself: whether a generated token sees itself exactly; else its row.
@@ -38,14 +42,39 @@ class Served:
 
     layers: dict[int, tuple[Side, Side]]
     num_sinks: int
+    margin: float
     reads_prompts_exactly: bool
     sees_itself: bool
+
+    def layout(self, layer: int, *, block_size: int, sink_bytes: int) -> PageLayout:
+        """A page of a layer; arguments as of :meth:`lowrank_kv.stores.arena.PageLayout.of`.
+
+        Raises:
+            UserError: blocks have no room for rows.
+        """
+        key, value = self.layers[layer]
+        return PageLayout.of(
+            key.row_format,
+            value.row_format,
+            block_size=block_size,
+            num_sinks=self.num_sinks,
+            sink_bytes=sink_bytes,
+            margin=self.margin,
+        )
 
 
 def retention(settings: ServingConfig) -> dict[str, int]:
     """What is kept at full rank, as overrides of a preset or of a checkpoint's `exact_tokens`: `generate()` with these gives
     what the server does."""
-    return {"num_sink_tokens": settings.num_sink_tokens, "recent_window": 0, "update_period": 1}
+    return {"num_sink_tokens": settings.num_sinks, "recent_window": 0, "update_period": 1}
+
+
+def rows_differ(settings: ServingConfig) -> bool:
+    """Whether tokens take rows of different sizes, so that a page may be full before its end."""
+    if settings.checkpoint is None:
+        return preset_of(settings).token_classes > 1
+    compressor = read_config(settings.checkpoint).compressor
+    return not compressor.has_plan or compressor.token_classes > 1
 
 
 class Origin(NamedTuple):
@@ -62,7 +91,7 @@ def origin_of(settings: ServingConfig) -> Origin:
     """Of the settings' files.
 
     Raises:
-        UserError: they are missing or damaged, or hold what cannot be served.
+        UserError: they are missing or damaged, or hold what cannot be served, or a setting has no effect on it.
     """
     if settings.checkpoint is None:
         calibration = _calibration_of(settings)
@@ -83,10 +112,20 @@ def served(settings: ServingConfig, dtype: torch.dtype, device: torch.device) ->
     Raises:
         UserError: as :func:`origin_of`, or the rate leaves no bit for every layer.
     """
+    return _made(settings, dtype, device)
+
+
+def first_layer(settings: ServingConfig, dtype: torch.dtype) -> Served:
+    """The same of a model that had only its first layer, on the CPU: seconds, where a large model's layers take minutes. A
+    rate that leaves no bit for every layer leaves none for this one."""
+    return _made(settings, dtype, torch.device("cpu"), only_first=True)
+
+
+def _made(settings: ServingConfig, dtype: torch.dtype, device: torch.device, *, only_first: bool = False) -> Served:
     with fp32_on_cpu():
         if settings.checkpoint is None:
-            return _of_bases(settings, dtype, device)
-        return _of_checkpoint(settings, dtype, device)
+            return _of_bases(settings, dtype, device, only_first)
+        return _of_checkpoint(settings, dtype, device, only_first)
 
 
 def preset_of(settings: ServingConfig) -> OjaKVConfig:
@@ -102,6 +141,7 @@ def _calibration_of(settings: ServingConfig) -> Calibration:
             f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
             f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
         )
+    _check_margin(settings)
     return calibration
 
 
@@ -130,41 +170,68 @@ def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
             f"the checkpoint `{settings.checkpoint}` does not say {what}, for which pages are made; run "
             f"`lowrank-kv measure --checkpoint {settings.checkpoint} --name TEXT`, which writes it there"
         )
+    _check_margin(settings)
+    require(
+        compressor.has_plan or not settings.num_sink_tokens,
+        "num_sink_tokens",
+        settings.num_sink_tokens,
+        f"left out with a checkpoint of `rank_policy: {compressor.rank_policy}`, whose pages hold no exact tokens",
+    )
     return config
 
 
-def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
-    config = preset_of(settings)
+def _check_margin(settings: ServingConfig) -> None:
+    require(
+        settings.page_margin is None or rows_differ(settings),
+        "page_margin",
+        settings.page_margin,
+        "left out where one plan, or one rank, holds for all tokens: their rows are of one size, and no page is full before "
+        "its end",
+    )
+
+
+def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device, only_first: bool) -> Served:
+    config, calibration = preset_of(settings), _calibration_of(settings)
     exact = config.prefill == "exact"
-    plan = make_plan(_calibration_of(settings), config)
+    if only_first:
+        first = calibration.geometry.layers[:1]
+        calibration = dataclasses.replace(
+            calibration,
+            geometry=dataclasses.replace(calibration.geometry, layers=first),
+            read=None if calibration.read is None else {index: calibration.read[index] for index in first},
+        )
+    plan = make_plan(calibration, config)
     return Served(
         layers={
             index: tuple(side_of_basis(side, dtype).to(device) for side in kv) for index, kv in plan.layers.items()
         },
-        num_sinks=settings.num_sink_tokens,
+        num_sinks=settings.num_sinks,
+        margin=settings.margin,
         reads_prompts_exactly=exact,
         sees_itself=exact,
     )
 
 
-def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device) -> Served:
+def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device, only_first: bool) -> Served:
     directory, saved = settings.checkpoint, _checkpoint_of(settings)
     layers = load_compressors(directory, **settings.overrides())
+    if only_first:
+        layers = dict(itertools.islice(layers.items(), 1))
     compressor = saved.compressor.overridden(**settings.overrides())
     exact = compressor.prefill == "exact"
+    shared = {"margin": settings.margin, "reads_prompts_exactly": exact}
     if compressor.has_plan:
         planned = {
             index: tuple(side_of_basis(side, dtype).to(device) for side in kv)
             for index, kv in initial_bases(layers).items()
         }
-        sinks = settings.num_sink_tokens
-        return Served(layers=planned, num_sinks=sinks, reads_prompts_exactly=exact, sees_itself=exact)
+        return Served(layers=planned, num_sinks=settings.num_sinks, sees_itself=exact, **shared)
     rates = measured_rates(directory, saved)
     ranked = {
         index: _ranked_sides(layer.to(device), rates.keys[i], rates.values[i], dtype, device)
         for i, (index, layer) in enumerate(layers.items())
     }
-    return Served(layers=ranked, num_sinks=0, reads_prompts_exactly=exact, sees_itself=False)
+    return Served(layers=ranked, num_sinks=0, sees_itself=False, **shared)
 
 
 def _ranked_sides(

@@ -11,6 +11,8 @@ KEY = "lowrank_kv"  # in `--additional-config`
 # Bases that all sequences share. The others' follow each text, and a server keeps nothing of a sequence but its pages, which
 # others may share.
 PRESETS = ("static-joint-pf", "static-mixed", "tokenwise-mixed")
+_WITHOUT_PLAN = PRESETS[0]
+_NUM_SINK_TOKENS, _PAGE_MARGIN = 1, 0.03  # where they are left out
 
 
 @configuration
@@ -29,7 +31,7 @@ class ServingConfig:
     )
     cache_dtype: str | None = option(
         None,
-        help="with gates, or static-joint-pf: how coefficients are stored [default: the checkpoint's or the preset's]",
+        help=f"with gates, or {_WITHOUT_PLAN}: how coefficients are stored [default: the checkpoint's or the preset's]",
         choices=tuple(CACHE_DTYPES),
     )
     group_size: int | None = option(None, help=GROUP_SIZE_HELP)
@@ -42,15 +44,16 @@ class ServingConfig:
         "with which a text depends on nothing but its tokens [default: the checkpoint's or the preset's]",
         choices=PREFILLS,
     )
-    num_sink_tokens: int = option(
-        1,
-        help="first tokens of a sequence that stay exact, each of which takes a share of every page; gates keep none",
+    num_sink_tokens: int | None = option(
+        None,
+        help="with `bases`, or a checkpoint with a plan: first tokens of a sequence that stay exact, each of which takes a "
+        f"share of every page [default: {_NUM_SINK_TOKENS}]",
         unit="tokens",
     )
-    page_margin: float = option(
-        0.03,
+    page_margin: float | None = option(
+        None,
         help="where tokens differ in size: room in a page beyond what they take on average; a full page codes its last "
-        "tokens more coarsely, or keeps fewer of their coefficients",
+        f"tokens more coarsely, or keeps fewer of their coefficients [default: {_PAGE_MARGIN}]",
     )
     untested_gpu: bool = option(
         False,
@@ -70,10 +73,32 @@ class ServingConfig:
             f"one of {', '.join(PRESETS)}: those have nothing of a sequence's own, and sequences share pages",
         )
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
-        require(self.num_sink_tokens >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
+        if self.bases is not None:
+            preset = self.preset or PRESETS[-1]
+            require(
+                self.cache_dtype is None or preset == _WITHOUT_PLAN,
+                "cache_dtype",
+                self.cache_dtype,
+                f"left out with `preset: {preset}`, whose plan says how coefficients are stored; serve `{_WITHOUT_PLAN}`, "
+                f"whose coefficients have one width, for another",
+            )
+        require((self.num_sink_tokens or 0) >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
         require(
-            self.page_margin >= 0, "page_margin", self.page_margin, "zero or positive; 0.03 leaves room for 3 % more"
+            (self.page_margin or 0) >= 0,
+            "page_margin",
+            self.page_margin,
+            "zero or positive; 0.03 leaves room for 3 % more",
         )
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens of a sequence that stay exact, where what is served has any."""
+        return _NUM_SINK_TOKENS if self.num_sink_tokens is None else self.num_sink_tokens
+
+    @property
+    def margin(self) -> float:
+        """Room in a page beyond the mean size of its rows, as a share of that, where rows differ."""
+        return _PAGE_MARGIN if self.page_margin is None else self.page_margin
 
     def overrides(self) -> dict[str, Any]:
         """What replaces settings of the checkpoint or the preset."""

@@ -1,6 +1,7 @@
-"""A tiny model to serve. Without vLLM, which has an environment of its own (`make test-vllm`), nothing here is collected."""
+"""A tiny model to serve. Without vLLM, which has an environment of its own (`make test-vllm`), few files are collected."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 from methods import dynakv_model, tiny_model
@@ -9,7 +10,9 @@ from served_engines import Files
 import dynakv
 from lowrank_kv_cli.__main__ import dispatch
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+_WITHOUT_VLLM = ("test_settings.py",)
+_OTHERS = sorted(path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in _WITHOUT_VLLM)
+collect_ignore = [] if importlib.util.find_spec("vllm") else _OTHERS
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,8 @@ def test_with_rebuilt_prompts_no_text_depends_on_how_its_prompt_is_read(files):
 
 
 def test_static_plans(files):
-    prompts, settings = [prompt_of(length, length) for length in (5, 40, 80)], {"preset": "static-mixed"}
+    prompts = [prompt_of(length, length) for length in (5, 40, 80)]
+    settings = {"preset": "static-mixed", "page_margin": None}
     with serving(files, {**files.settings, **settings}) as engine:
         found = texts(served(engine, prompts))
     assert found == [files.generated(prompt, **settings) for prompt in prompts]

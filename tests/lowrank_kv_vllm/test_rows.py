@@ -23,8 +23,8 @@ def test_learned_ranks_say_what_generate_says(files, gated, stored):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"preset": "static-joint-pf", "rate": 0.5},
-        {"preset": "static-joint-pf", "rate": 0.5, "cache_dtype": "int8"},
+        {"preset": "static-joint-pf", "rate": 0.5, "page_margin": None},
+        {"preset": "static-joint-pf", "rate": 0.5, "page_margin": None, "cache_dtype": "int8"},
         {"rebuild_cost": 6.0},
     ],
 )

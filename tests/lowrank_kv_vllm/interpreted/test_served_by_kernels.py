@@ -71,7 +71,7 @@ def generated(files: Files, settings: dict) -> list[list[int]]:
 def test_chunks_batches_and_prefixes_say_what_generate_says(files, gated, called, kind):
     settings = {
         "classes": files.settings,
-        "plan": {**files.settings, "preset": "static-mixed"},
+        "plan": {**files.settings, "preset": "static-mixed", "page_margin": None},
         "gates": {"checkpoint": str(gated), "page_margin": 5.0},
     }[kind]
     with no_kernels():
