@@ -7,7 +7,8 @@ small enough that requests are preempted; some hang up in the middle. Each answe
 through a cache of the same settings, by the rule of `right_texts.py`. Prompts see rebuilt states, so that a text depends on
 nothing but its tokens and on how sums are rounded. The same rule is given texts that are wrong, and must tell them.
 
-Ends with status 1 where a text was wrong, wrong ones were not told, a request was left, or memory grew.
+Ends with status 1 where a request failed, a text was wrong or short, wrong ones were not told, a request was left, memory
+grew, nobody was answered, or the clients stopped early.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,11 @@ from benchmarks.right_texts import Distance, Expected, Reference, Text, controls
 from dynakv.checkpoint_files import read_config
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils import cli
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.paths import demo_model, home
 from lowrank_kv.utils.progress import progress_bar
 from lowrank_kv.utils.text_data import load_documents
-from lowrank_kv_vllm.plans import preset_of, retention
+from lowrank_kv_vllm.plans import preset_of, retention, rows_differ
 from lowrank_kv_vllm.settings import ServingConfig
 from ojakv import Calibration, OjaKVCache, make_plan
 
@@ -45,6 +48,7 @@ PAGE_MARGIN = 1.0  # no page fills then: a full one codes later tokens more coar
 # tokens than rounding does: its share is reported.
 TOLD, MUST_BE_TOLD = 0.9, ("foreign", "swapped")
 GROWTH = 1.05  # of memory, from the first quarter of the run to its end, that is still called none
+LASTED = 0.95  # of `--minutes`, that clients must have asked for
 LENGTHS = (5, 700)
 # oneDNN keeps a compiled product for each number of tokens that a step has had, and glibc keeps freed memory between them;
 # that makes stock vLLM grow, too. With these a growth is a leak.
@@ -52,36 +56,56 @@ STEADY = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "MALLOC_TRIM_THRESHOLD_": "131
 
 
 class Clients:
-    """What all clients have seen so far."""
+    """What all clients have seen so far.
+
+    Attributes:
+        counts: of requests and of tokens, by what came of them.
+        found: texts that were answered, by the prompt's number.
+        first_failure: what the first request that failed was told.
+    """
 
     def __init__(self, server: Server, expected: list[Expected], arguments: argparse.Namespace):
         self.server, self.expected, self.arguments = server, expected, arguments
         self.counts: Counter[str] = Counter()
-        self.found: dict[int, set[Text]] = defaultdict(set)  # by the prompt's number
-        self._lock = threading.Lock()
+        self.found: dict[int, set[Text]] = defaultdict(set)
+        self.first_failure: str | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     def run(self, seed: int, until: float) -> None:
         """One client."""
         chance = random.Random(seed)
-        while time.monotonic() < until:
-            number = chance.randrange(len(self.expected))
-            expected, hangs_up = self.expected[number], chance.random() < self.arguments.abort_share
-            tokens = chance.randint(1, len(expected.answer.tokens))
-            enough = chance.randint(1, tokens)
+        while time.monotonic() < until and not self._ended.is_set():
+            self._ask(chance)
+            self._ended.wait(chance.random() * 0.2)
 
-            def is_enough(answer: Answer, enough: int = enough) -> bool:
-                return len(answer.token_ids) >= enough
+    def end(self) -> None:
+        """Let no client ask again."""
+        self._ended.set()
 
+    def _ask(self, chance: random.Random) -> None:
+        number = chance.randrange(len(self.expected))
+        expected, hangs_up = self.expected[number], chance.random() < self.arguments.abort_share
+        tokens = chance.randint(1, len(expected.answer.tokens))
+        enough = chance.randint(1, tokens)
+
+        def is_enough(answer: Answer) -> bool:
+            return len(answer.token_ids) >= enough
+
+        try:
             answer = self.server.complete(
                 expected.prompt, max_tokens=tokens, ignore_eos=True, logprobs=1, until=is_enough if hangs_up else None
             )
+        except UserError as error:
             with self._lock:
-                self.counts["aborted" if hangs_up else "answered"] += 1
-                self.counts["tokens"] += len(answer.token_ids)
-                self.counts["agreed"] += expected.agreed(answer.token_ids)
-                self.counts["short"] += not hangs_up and len(answer.token_ids) != tokens
-                self.found[number].add(Text(tuple(answer.token_ids), tuple(answer.logprobs)))
-            time.sleep(chance.random() * 0.2)
+                self.counts["failed"] += 1
+                self.first_failure = self.first_failure or str(error)
+            return
+        with self._lock:
+            self.counts["aborted" if hangs_up else "answered"] += 1
+            self.counts["tokens"] += len(answer.token_ids)
+            self.counts["agreed"] += expected.agreed(answer.token_ids)
+            self.counts["short"] += not is_enough(answer) if hangs_up else len(answer.token_ids) != tokens
+            self.found[number].add(Text(tuple(answer.token_ids), tuple(answer.logprobs)))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -94,23 +118,29 @@ def main(argv: Sequence[str]) -> None:
     told = _told(expected, controls(reference, expected, arguments.seed), allowed)
     print(f"{_line(_of_limits(allowed))}  {_line(told)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        words = [
-            *(*COMPRESSED, "--model", os.path.expanduser(arguments.model), "--dtype", "float32", "--enforce-eager"),
-            *("--kv-cache-memory-bytes", str(arguments.memory << 20), "--disable-uvicorn-access-log"),
-            *("--max-model-len", str(LENGTHS[1] + arguments.tokens), "--max-num-seqs", str(arguments.clients)),
-            *settings_words(arguments),
-            *("--page-margin", str(PAGE_MARGIN)),
-        ]
         environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), **STEADY}
-        with Server(words, Path(directory, "log"), environment) as server:
+        with Server(_words(arguments), Path(directory, "log"), environment) as server:
             row, found = _soaked(server, expected, arguments)
     row |= {**_of_limits(allowed), **_judged(expected, found, allowed), **told}
     print(_line(row))
     if arguments.results:
         write_results(arguments.results, "soak", {**vars(arguments), "device": "cpu"}, [row])
-    is_told = all(told[f"{kind}_told"] >= TOLD for kind in MUST_BE_TOLD)
-    if row["wrong"] or row["short"] or row["left"] or row["memory_growth"] > GROWTH or not is_told:
+    if reasons := faults(row, arguments.minutes):
+        print(f"failed: {'; '.join(reasons)}")
         sys.exit(1)
+
+
+def faults(row: dict[str, Any], minutes: float) -> list[str]:
+    """Why a run does not pass, from its row and from how long it was to last; empty where it does."""
+    found = [f"{key} is {row[key]}" for key in ("failed", "wrong", "short", "left") if row[key]]
+    found += [f"{kind}_told is {row[f'{kind}_told']}" for kind in MUST_BE_TOLD if row[f"{kind}_told"] < TOLD]
+    if not row["answered"]:
+        found.append("nobody was answered")
+    if row["minutes"] < LASTED * minutes:
+        found.append(f"clients asked for {row['minutes']:.2f} of {minutes:g} minutes")
+    if row["memory_growth"] > GROWTH:
+        found.append(f"memory is {row['memory_growth']:.3f} times that of the first quarter")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,6 +161,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """What starts the server."""
+    return [
+        *(*COMPRESSED, "--model", os.path.expanduser(arguments.model), "--dtype", "float32", "--enforce-eager"),
+        *("--kv-cache-memory-bytes", str(arguments.memory << 20), "--disable-uvicorn-access-log"),
+        *("--max-model-len", str(LENGTHS[1] + arguments.tokens), "--max-num-seqs", str(arguments.clients)),
+        *settings_words(arguments),
+        *(("--page-margin", str(PAGE_MARGIN)) if rows_differ(_settings(arguments)) else ()),
+    ]
+
+
 def _soaked(
     server: Server, expected: list[Expected], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[int, set[Text]]]:
@@ -140,25 +181,24 @@ def _soaked(
     began = time.monotonic()
     until = began + 60 * arguments.minutes
     clients = Clients(server, expected, arguments)
-    threads = [threading.Thread(target=clients.run, args=(arguments.seed + i, until)) for i in range(arguments.clients)]
-    for thread in threads:
-        thread.start()
-    early, size = 0, server.resident_bytes()
-    with progress_bar(unit="request", desc=f"{arguments.minutes:g} minutes") as bar:
-        while any(thread.is_alive() for thread in threads):
-            time.sleep(2)
-            bar.update(clients.counts["answered"] + clients.counts["aborted"] - bar.n)
-            size = server.resident_bytes()
-            if time.monotonic() < began + 15 * arguments.minutes:  # a quarter of the run
-                early = max(early, size)
+    with ThreadPoolExecutor(arguments.clients) as pool:
+        running = [pool.submit(clients.run, arguments.seed + i, until) for i in range(arguments.clients)]
+        try:
+            early, size = _watched(server, clients, running, arguments.minutes)
+        finally:
+            clients.end()
+    for each in running:
+        each.result()  # raises a client's defect
+    minutes = (time.monotonic() - began) / 60
     deadline = time.monotonic() + 60
     while (left := _left(server)) and time.monotonic() < deadline:
         time.sleep(1)
     metrics = server.metrics()
     row = {
         "method": "compressed",
-        "minutes": (time.monotonic() - began) / 60,
-        **{key: clients.counts[key] for key in ("answered", "aborted", "tokens", "short")},
+        "minutes": minutes,
+        **{key: clients.counts[key] for key in ("answered", "aborted", "failed", "tokens", "short")},
+        "first_failure": clients.first_failure,
         "reference_share": clients.counts["agreed"] / max(clients.counts["tokens"], 1),
         "left": left,
         "preempted": metrics["vllm:num_preemptions_total"],
@@ -168,6 +208,27 @@ def _soaked(
         "memory_growth": size / max(early, 1),
     }
     return row, clients.found
+
+
+def _watched(server: Server, clients: Clients, running: list[Future[None]], minutes: float) -> tuple[int, int]:
+    """The most memory of the server in the first quarter of the run, and that at the end, in bytes.
+
+    Raises:
+        UserError: the server ended.
+    """
+    began = time.monotonic()
+    early = size = server.resident_bytes()
+    with progress_bar(unit="request", desc=f"{minutes:g} minutes") as bar:
+        left = set(running)
+        while left and not any(each.exception() for each in running if each.done()):
+            left = wait(left, timeout=2, return_when=FIRST_EXCEPTION).not_done
+            bar.update(clients.counts["answered"] + clients.counts["aborted"] - bar.n)
+            if server.process.poll() is not None:
+                raise UserError(f"the server ended with status {server.process.returncode}: {server.tail()}")
+            size = server.resident_bytes()
+            if time.monotonic() < began + 15 * minutes:
+                early = max(early, size)
+    return early, size
 
 
 def _told(
@@ -242,8 +303,7 @@ def _reference(arguments: argparse.Namespace) -> tuple[Reference, list[list[int]
 
 def _compressed(model: PreTrainedModel, arguments: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
     """The model, and a maker of caches that do what the server does."""
-    keys = ("bases", "checkpoint", "preset", "rate", "rebuild_cost")
-    settings = ServingConfig(**{key: getattr(arguments, key) for key in keys}, prefill=PREFILL)
+    settings = _settings(arguments)
     if arguments.checkpoint:
         has_plan = read_config(arguments.checkpoint).compressor.has_plan
         overrides = {"prefill": PREFILL, **({"exact_tokens": retention(settings)} if has_plan else {})}
@@ -251,6 +311,11 @@ def _compressed(model: PreTrainedModel, arguments: argparse.Namespace) -> tuple[
         return model, lambda: dynakv.DynaKVCache.from_model(model)
     plan = make_plan(Calibration.load(arguments.bases).for_model(model), preset_of(settings))
     return model, lambda: OjaKVCache(model, plan)
+
+
+def _settings(arguments: argparse.Namespace) -> ServingConfig:
+    keys = ("bases", "checkpoint", "preset", "rate", "rebuild_cost")
+    return ServingConfig(**{key: getattr(arguments, key) for key in keys}, prefill=PREFILL)
 
 
 if __name__ == "__main__":
