@@ -35,8 +35,8 @@ class PagedBackend(AttentionBackend):
     """See the module."""
 
     forward_includes_kv_cache_update = True
+    # What `refusals` goes by: vLLM asks backends that it chooses, not one that it is given.
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float32"]
 
     @staticmethod
     def get_name() -> str:

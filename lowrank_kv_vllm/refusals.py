@@ -4,16 +4,15 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from lowrank_kv.hf.geometry import geometry_of_config, warning_of_another
+from lowrank_kv.hf.geometry import KVGeometry, geometry_of_config, warning_of_another
 from lowrank_kv.ops.native.library import WITHOUT_IT, library
 from lowrank_kv.utils.errors import UserError
-from lowrank_kv_vllm.plans import origin_of
+from lowrank_kv_vllm.backend import PagedBackend
+from lowrank_kv_vllm.plans import first_layer, origin_of
 from lowrank_kv_vllm.prompts import HEAD_SIZES
 from lowrank_kv_vllm.rotation import ROPE_TYPES
-from lowrank_kv_vllm.settings import ServingConfig
+from lowrank_kv_vllm.settings import KEY, ServingConfig
 from lowrank_kv_vllm.statistics import logger
-
-DTYPES = ("torch.float32", "torch.bfloat16")
 
 
 def check(config: VllmConfig, settings: ServingConfig) -> None:
@@ -35,13 +34,26 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
                 f"`{key}` is {count}, but coefficients are joint over all KV heads and cannot be divided among workers; "
                 f"leave it at 1, or start several servers"
             )
-    if str(model.dtype) not in DTYPES:
-        raise UserError(f"`dtype` is {model.dtype}; compressed pages are served in float32 or bfloat16")
-    if cache.cache_dtype not in ("auto", "bfloat16", "float32"):
-        own = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
+    if model.dtype not in PagedBackend.supported_dtypes:
+        served_in = " or ".join(map(_name, PagedBackend.supported_dtypes))
+        raise UserError(f"`dtype` is {_name(model.dtype)}; compressed pages are served in {served_in}")
+    if cache.cache_dtype not in ("auto", _name(model.dtype)):
         raise UserError(
             f"`kv_cache_dtype` is {cache.cache_dtype!r}, as it was set or as `auto` reads it from the model's checkpoint, "
-            f"but the plan says how a cache is stored; set `kv_cache_dtype` to {own}"
+            f"but pages are stored as `{KEY}` says, and exact tokens in the model's dtype; set `kv_cache_dtype` to "
+            f"{_name(model.dtype)}"
+        )
+    attention = config.attention_config
+    if attention.backend is not None or attention.backend_per_kind:
+        asked = attention.backend.name if attention.backend is not None else attention.backend_per_kind
+        raise UserError(
+            f"`attention_backend` is {asked}, but compressed pages are attended by this plugin's own; leave it out"
+        )
+    if model.using_transformers_backend():
+        raise UserError(
+            f"`model_impl` is {model.model_impl!r}, with which vLLM runs this {model.hf_text_config.model_type} model by "
+            f"the code of transformers, which does not tell the plugin how it rotates keys; set `model_impl` to vllm "
+            f"(`--model-impl vllm`), or serve a model of another family, where vLLM has no code of its own for this one"
         )
     if config.lora_config is not None:
         raise UserError("LoRA adapters change keys and values, for which bases were not made; merge one into the model")
@@ -110,5 +122,20 @@ def _check_model(config: VllmConfig, settings: ServingConfig) -> None:
         )
     made_for, made_on, what, remedy = origin_of(settings)
     geometry.check_equal(made_for, what)
+    if current_platform.is_cpu():  # elsewhere vLLM may fork this process, and torch's threads do not outlive that
+        _check_pages(config, settings, geometry)
     if warning := warning_of_another(config.model_config.model, made_on, what, remedy):
         logger.warning(warning)
+
+
+def _check_pages(config: VllmConfig, settings: ServingConfig, geometry: KVGeometry) -> None:
+    """Make the first layer's page, as the worker makes all once it has loaded the model."""
+    dtype = config.model_config.dtype
+    found = first_layer(settings, dtype)
+    [layer] = found.layers
+    found.layout(layer, block_size=config.cache_config.block_size, sink_bytes=geometry.width * dtype.itemsize)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """As vLLM's options call it."""
+    return str(dtype).removeprefix("torch.")

@@ -26,7 +26,10 @@ def rotation_of_model() -> RotaryTable:
     """
     found = list(rotary_embedding._ROPE_DICT.values())
     if len(found) != 1:
-        raise UserError(f"the model has {len(found)} rotary embeddings; models with one for all layers are served")
+        raise UserError(
+            f"vLLM's code of the model has {len(found)} rotary embeddings, and one for all layers is served; serve another "
+            f"model, or vLLM's own code of this one (`--model-impl vllm`)"
+        )
     [rope] = found
     kind = type(rope).__name__
     if not rope.is_neox_style:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from methods import calibration_of, dynakv_model, planned_model, tiny_model
-from served_engines import arguments, serving, with_compressor
+from served_engines import BLOCK, arguments, serving, with_compressor
 
 import dynakv
 from lowrank_kv.utils.errors import UserError
@@ -48,11 +48,47 @@ def test_malformed_settings_are_one_clear_error(files, changed, message):
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"dtype": "float16"}, "float16"),
         ({"enable_lora": True}, "LoRA"),
+        ({"kv_cache_dtype": "bfloat16"}, "set `kv_cache_dtype` to float32"),  # which is the model's
+        ({"attention_backend": "TORCH_SDPA"}, "`attention_backend` is TORCH_SDPA, .*; leave it out"),
+        ({"model_impl": "transformers"}, "`model_impl` is 'transformers', .*`--model-impl vllm`"),
     ],
 )
 def test_what_cannot_be_served_is_refused(files, changed, message):
     with pytest.raises(UserError, match=message):
         configured(files, files.settings, **changed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 0.001}, "the rate 0.001 leaves no bit .*; give at least"),
+        ({"num_sink_tokens": BLOCK}, f"`num_sink_tokens` must be below the block size, {BLOCK} tokens; got {BLOCK}"),
+        ({"preset": "static-mixed"}, "`page_margin` must be left out"),
+    ],
+)
+def test_settings_that_would_fail_in_the_worker_are_refused_before_the_model_is_loaded(files, settings, message):
+    with pytest.raises(UserError, match=message):
+        configured(files, {**files.settings, **settings})
+
+
+def test_families_that_vllm_runs_by_the_code_of_transformers_are_refused(files, tmp_path):
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    shape = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256, "pad_token_id": 0}
+    Olmo2ForCausalLM(Olmo2Config(**shape, **sizes)).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="`model_impl` is 'auto', with which vLLM runs this olmo2 model by the code of"):
+        configured(files, files.settings, model=str(tmp_path / "model"))
+
+
+def test_dtypes_are_those_that_the_backend_names(files, monkeypatch):
+    import torch
+
+    from lowrank_kv_vllm.backend import PagedBackend
+
+    monkeypatch.setattr(PagedBackend, "supported_dtypes", [torch.bfloat16])
+    with pytest.raises(UserError, match="`dtype` is float32; compressed pages are served in bfloat16"):
+        configured(files, files.settings)
 
 
 def test_another_models_bases_are_refused(files, tmp_path):
@@ -193,7 +229,7 @@ def test_what_rebuilding_counts_for_is_a_calibrations_to_say(files, tmp_path):
     with pytest.raises(UserError, match="`rebuild_cost` must be left out with `checkpoint`, which says it; got 2"):
         configured(files, {"checkpoint": str(tmp_path / "checkpoint"), "rebuild_cost": 2})
     with pytest.raises(UserError, match="`rebuild_cost` must be 0 with `cache_dtype: model`"):
-        configured(files, {**files.settings, "preset": "static-joint-pf", "rebuild_cost": 2})
+        configured(files, {**files.settings, "preset": "static-joint-pf", "rebuild_cost": 2, "page_margin": None})
 
 
 def test_bases_that_follow_the_text_are_no_choice(files):
