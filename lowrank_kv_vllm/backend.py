@@ -129,7 +129,7 @@ class PagedAttention(AttentionImpl[Step]):
         found = output
         if len(query) > tokens:
             query, key, value, found = (states[:tokens] for states in (query, key, value, output))
-        self._statistics.add_rows(2 * tokens)
+        self._statistics.add_written(2 * tokens)
         if self._pages.decode(query, key, value, step, found):
             return output
         new = NewTokens(key, value, step.position_T, step.slot_T)

@@ -19,16 +19,17 @@ class Statistics:
     """Of all layers of this process.
 
     Attributes:
-        interval: seconds from line to line of the log, which has one only where rows were written.
+        interval: seconds from line to line of the log, which has one only where tokens were written.
         token_bytes: that pages take of one token.
         uncompressed_bytes: that stock pages would.
-        num_rows: rows written.
+        num_written: keys and values that were written, two for each token of a layer. First tokens that stay exact count,
+            too, and so does each guess that was refused.
     """
 
     interval: float
     token_bytes: float = 0.0
     uncompressed_bytes: float = 0.0
-    num_rows: int = 0
+    num_written: int = 0
 
     def __post_init__(self):
         self._cut: list[Tensor] = []
@@ -40,9 +41,9 @@ class Statistics:
         self.token_bytes += token_bytes
         self.uncompressed_bytes += uncompressed_bytes
 
-    def add_rows(self, rows: int) -> None:
-        """Count what a layer has written."""
-        self.num_rows += rows
+    def add_written(self, count: int) -> None:
+        """Count the keys and values that a layer has written."""
+        self.num_written += count
 
     @property
     def num_cut(self) -> int:
@@ -52,18 +53,18 @@ class Statistics:
     def say(self) -> None:
         """Write a line where it is time."""
         now = time.monotonic()
-        if now - self._last < self.interval or self.num_rows == self._said:
+        if now - self._last < self.interval or self.num_written == self._said:
             return
-        self._last, self._said = now, self.num_rows
+        self._last, self._said = now, self.num_written
         logger.info(str(self))
 
     def __str__(self) -> str:
         cut = self.num_cut
-        share = cut / self.num_rows if self.num_rows else 0.0
+        share = cut / self.num_written if self.num_written else 0.0
         return (
             f"pages take {self.token_bytes:.0f} bytes a token ({self.token_bytes / self.uncompressed_bytes:.3f} of the "
-            f"uncompressed); {cut} of {self.num_rows} rows ({share:.2%}) were coded more coarsely than "
-            f"asked for, because their page was full"
+            f"uncompressed); {cut} of {self.num_written} keys and values written ({share:.2%}, exact first tokens "
+            f"counted) were coded more coarsely than asked for, because their page was full"
         )
 
 

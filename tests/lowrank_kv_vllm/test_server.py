@@ -84,12 +84,13 @@ def test_the_log_says_what_pages_take_and_what_was_cut(server):
         server.complete(prompt_of(60, seed), max_tokens=NEW, ignore_eos=True)
         time.sleep(1)
     found = re.findall(
-        r"pages take (\d+) bytes a token \((0\.\d+) of the uncompressed\); (\d+) of (\d+) rows", server.tail(100_000)
+        r"pages take (\d+) bytes a token \((0\.\d+) of the uncompressed\); (\d+) of (\d+) keys and values written",
+        server.tail(100_000),
     )
     assert found
-    size, share, cut, rows = map(float, found[-1])
+    size, share, cut, written = map(float, found[-1])
     assert share == pytest.approx(size / (3 * 2 * 64 * 4), abs=1e-3)
-    assert cut == 0 < rows
+    assert cut == 0 < written
 
 
 def refused(*command: object, **environment: str) -> str:
