@@ -10,6 +10,7 @@ Shapes: T new tokens of all sequences, H query heads, G KV heads, D head dim, C 
 coefficients.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,8 @@ from lowrank_kv_vllm.plans import served
 from lowrank_kv_vllm.rotation import rotated, rotation_of_model
 from lowrank_kv_vllm.settings import ServingConfig
 from lowrank_kv_vllm.step import Step, StepBuilder
+
+TILE = 2048  # tokens that are rebuilt at a time: their keys, and what turns them, are several times what pages take
 
 
 class PagedBackend(AttentionBackend):
@@ -168,25 +171,29 @@ class PagedAttention(AttentionImpl[Step]):
         exactly = self._served.reads_prompts_exactly
         for i, prompt in enumerate(step.prompts):
             rebuilt = prompt.past if exactly else prompt.past + prompt.new.stop - prompt.new.start
-            if rebuilt:
-                page_P = step.sequences.page_BP[prompt.sequence]
-                step.prompt_pages.hold(i, *self._rebuilt(page_P, rebuilt))
+            for first, key_TGD, value_TGD in self._rebuilt(step.sequences.page_BP[prompt.sequence], rebuilt):
+                step.prompt_pages.hold(i, first, key_TGD, value_TGD)
         if exactly:
             step.prompt_pages.hold_new(new.key_TGD, new.value_TGD)
         step.prompt_pages.attend(query_THD, output_THD, scale=self.scale)
 
-    def _rebuilt(self, page_P: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of a sequence's first tokens, (T, G, D) each in the model's dtype."""
+    def _rebuilt(self, page_P: Tensor, past: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """A sequence's first tokens in tiles: the first one's position, and rotated keys and values, (T, G, D) each in the
+        model's dtype."""
         sinks = min(past, self._served.num_sinks)
-        exact = self._pages.sinks(page_P, sinks)
-        rows = self._pages.rows(page_P, past - sinks)
-        key_TGD, value_TGD = (
-            (row_TR @ side.decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
-            for row_TR, side in zip(rows, (self._key, self._value), strict=True)
-        )
-        position_T = torch.arange(sinks, past, device=page_P.device)
-        key_TGD = rotated(self._rotation, key_TGD, position_T).to(self._dtype)
-        return torch.cat([exact[0], key_TGD]), torch.cat([exact[1], value_TGD])
+        if sinks:
+            yield 0, *self._pages.sinks(page_P, sinks)
+        if past == sinks:
+            return
+        key_NR, value_NR = self._pages.rows(page_P, past - sinks)
+        for tile in tiles(past - sinks, TILE):
+            key_TGD, value_TGD = (
+                (row_NR[tile] @ side.decoder_RC).unflatten(1, (self.num_kv_heads, self.head_size))
+                for row_NR, side in ((key_NR, self._key), (value_NR, self._value))
+            )
+            first = sinks + tile.start
+            position_T = torch.arange(first, sinks + tile.stop, device=page_P.device)
+            yield first, rotated(self._rotation, key_TGD, position_T).to(self._dtype), value_TGD
 
     def _write(self, new: NewTokens, step: Step) -> None:
         if self._key.encode is None:
@@ -197,6 +204,12 @@ class PagedAttention(AttentionImpl[Step]):
             value_TC, value_rank_T = self._value.encode(new.value_TGD.float().flatten(1))
             ranks = key_rank_T, value_rank_T
         self._pages.write(new, key_TC, value_TC, ranks)
+
+
+def tiles(count: int, size: int) -> list[slice]:
+    """Tiles of so many tokens, the last of which has what is left, too: products of few rows may add in another order."""
+    starts = range(0, max(count - size, 0) + 1, size)
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], count], strict=True)]
 
 
 def pages_of(page_XY: Tensor, layer: Layer) -> LayerPages:

@@ -78,12 +78,12 @@ class PromptStates:
         self._new = new
         self._held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in new]
 
-    def hold(self, prompt: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
+    def hold(self, prompt: int, first: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
         self._held[prompt].append((key_TGD, value_TGD))
 
     def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
         for prompt, span in enumerate(self._new):
-            self.hold(prompt, key_TGD[span], value_TGD[span])
+            self._held[prompt].append((key_TGD[span], value_TGD[span]))
 
     def attend(self, query_THD: Tensor, output_THD: Tensor, *, scale: float) -> None:
         for span, held in zip(self._new, self._held, strict=True):

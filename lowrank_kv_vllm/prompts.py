@@ -58,10 +58,10 @@ class PromptPages:
             enable_kv_split=True,
         )
 
-    def hold(self, prompt: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Put the rotated keys, and values, of a prompt's first tokens in place."""
-        first = self._firsts[prompt]
-        self._hold(key_TGD, value_TGD, torch.arange(first, first + len(key_TGD)))
+    def hold(self, prompt: int, first: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """Put the rotated keys, and values, of a prompt's tokens from position `first` on in place."""
+        slot = self._firsts[prompt] + first
+        self._hold(key_TGD, value_TGD, torch.arange(slot, slot + len(key_TGD)))
 
     def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
         """The same of all prompts' new tokens, from those of the step."""

@@ -56,8 +56,8 @@ class Prompt(NamedTuple):
 class PromptAttention(Protocol):
     """Attention of many new tokens of a step's prompts, for its layers in turn."""
 
-    def hold(self, prompt: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Take the rotated keys, and values, of a prompt's first tokens."""
+    def hold(self, prompt: int, first: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """Take the rotated keys, and values, of a prompt's tokens from position `first` on, which follow those before."""
 
     def hold_new(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
         """The same of all prompts' new tokens, from those of the step."""
