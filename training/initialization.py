@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ from lowrank_kv.calibration.activation_moments import calibrate
 from lowrank_kv.calibration.bit_plans import CodedModel, coded_model
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.calibration.gradient_moments import gradient_moments
-from lowrank_kv.utils.config import require
+from lowrank_kv.utils.config import require, to_dict
 
 from .data import TrainingBlocks
 from .distillation import uncompressed
@@ -126,11 +127,28 @@ def _calibration_of_reads(engine: Engine, stream: TrainingBlocks) -> Calibration
     """What is read of a compressed cache, and how the loss answers to it."""
     config, model = engine.config, engine.model
     if config.calibration.bases is not None:
-        return _saved_calibration(engine)
+        calibration = _saved_calibration(engine)
+        if engine.main:
+            warn_of_exact_tokens(config, calibration)
+        return calibration
     blocks_NT = _leading_blocks(config, stream)
     settings = {key: getattr(config.compressor, key) for key in ("exact_tokens", "joint_layers")}
     with uncompressed(model):
         return Calibration.of_reads(model, blocks_NT, **settings, progress=engine.main)
+
+
+def warn_of_exact_tokens(config: TrainConfig, calibration: Calibration) -> None:
+    """Warn where a calibration was taken beside other exact tokens than the run's, as far as it says: something else is read
+    compressed then, and at other times."""
+    found, wanted = calibration.exact_tokens, config.compressor.exact_tokens
+    if found is None or found == wanted:
+        return
+    warnings.warn(
+        f"`compressor.exact_tokens` is {to_dict(wanted)}, and {calibration.origin} says what is read compressed beside "
+        f"{to_dict(found)}; leave out `calibration.bases`, so that the run calibrates beside its own, or set "
+        f"`compressor.exact_tokens` to those of the calibration",
+        stacklevel=2,
+    )
 
 
 def _saved_calibration(engine: Engine) -> Calibration:

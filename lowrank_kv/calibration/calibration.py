@@ -46,6 +46,8 @@ class Calibration:
         read: layer index → ``key``, ``value`` → what is read of it compressed, and of the last of layers that are coded
             together ``key_value``, what is read of all of them; None where that was not taken.
         joint_layers: how many layers are coded together; 0 where `read` says nothing of that.
+        exact_tokens: those that a cache keeps at full rank beside what `read` says; None where there is no `read`, and of
+            older calibrations.
         origin: where it came from, for errors.
         model: name of the model it was made on, if known.
         weights: marks of that model's weights (:func:`lowrank_kv.calibration.weight_marks.weight_marks`); older calibrations
@@ -61,6 +63,7 @@ class Calibration:
     moments: dict[int, dict[str, Tensor]]
     read: dict[int, dict[str, ReadStates]] | None = None
     joint_layers: int = 0
+    exact_tokens: ExactTokens | None = None
     origin: str = "the calibration"
     model: str | None = None
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -103,9 +106,10 @@ class Calibration:
             check_by_itself(model)
         # First, so that a model without gradients is refused before the other pass.
         taken = gradient_moments(model, blocks_NT, progress=progress) if gradients else {}
-        read_states = None
+        read_states, exact_tokens = None, ExactTokens() if read_gradients else None
         if read_gradients:
-            read_states = read_states_of(read_moments(model, blocks_NT, joint_layers=joint_layers, progress=progress))
+            settings = {"exact_tokens": exact_tokens, "joint_layers": joint_layers, "progress": progress}
+            read_states = read_states_of(read_moments(model, blocks_NT, **settings))
         found = calibrate(model, blocks_NT, sides=SIDES, progress=progress)
         for index, sides in taken.items():
             found[index] |= {GRADIENTS[side]: moment for side, moment in sides.items()}
@@ -116,6 +120,7 @@ class Calibration:
             moments=moments,
             read=read_states,
             joint_layers=joint_layers if read_gradients else 0,
+            exact_tokens=exact_tokens,
             weights=weight_marks(model),
             tokens=blocks_NT.numel(),
             tokens_sha256=hashlib.sha256(blocks_NT.cpu().numpy().tobytes()).hexdigest(),
@@ -151,6 +156,7 @@ class Calibration:
             read=read_states_of(found),
             tokens=blocks_NT.numel(),
             joint_layers=joint_layers,
+            exact_tokens=exact_tokens,
         )
 
     @property
@@ -195,6 +201,7 @@ class Calibration:
             geometry=self.geometry,
             weights=self.weights,
             joint_layers=self.joint_layers,
+            exact_tokens=self.exact_tokens,
             record={"text": text, **record, "tokens": self.tokens, "tokens_sha256": self.tokens_sha256},
         )
 
@@ -218,6 +225,7 @@ class Calibration:
             moments=_unflattened(flat, config.geometry, directory / MOMENTS),
             read=read_from(flat, config.geometry, joint_layers, directory / MOMENTS),
             joint_layers=joint_layers,
+            exact_tokens=config.exact_tokens,
             origin=f"the calibration `{directory}`",
             model=config.model,
             weights=config.weights,

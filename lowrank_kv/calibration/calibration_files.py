@@ -18,14 +18,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.geometry import KVGeometry
 from lowrank_kv.utils.atomic_write import new_directory, put_back
-from lowrank_kv.utils.config import check_entries
+from lowrank_kv.utils.config import build, check_entries, to_dict
 from lowrank_kv.utils.errors import UserError
 
 MOMENTS, CONFIG = "moments.safetensors", "config.json"
 FORMAT = "lowrank-kv calibration"
-_ENTRIES = {"model": str, "weights": dict | None, "geometry": dict, "sha256": str, "joint_layers": int | None}
+_ENTRIES = {
+    "model": str,
+    "weights": dict | None,
+    "geometry": dict,
+    "sha256": str,
+    "joint_layers": int | None,
+    "exact_tokens": dict | None,
+}
 # What says which text was read, beside its tokens.
 RECORD = {
     "text": list | None,
@@ -48,6 +56,8 @@ class CalibrationConfig:
         geometry: its shape.
         weights: marks of its weights; older calibrations have none.
         joint_layers: how many layers are coded together; None of a calibration that was made before any were.
+        exact_tokens: those that what is read of a compressed cache was taken beside; None where nothing was, and of older
+            calibrations.
         record: what says which text was read, of :data:`RECORD`; older calibrations say less.
         sha256: of the moments' file.
     """
@@ -56,6 +66,7 @@ class CalibrationConfig:
     geometry: KVGeometry
     weights: dict[str, str]
     joint_layers: int | None
+    exact_tokens: ExactTokens | None
     record: dict[str, Any]
     sha256: str
 
@@ -68,6 +79,7 @@ def write_calibration(
     geometry: KVGeometry,
     weights: dict[str, str],
     joint_layers: int,
+    exact_tokens: ExactTokens | None,
     record: dict[str, Any],
 ) -> str:
     """Write the directory, whole or not at all, and return the hash; an earlier calibration there is replaced.
@@ -83,6 +95,7 @@ def write_calibration(
         "geometry": dataclasses.asdict(geometry),
         **record,
         "joint_layers": joint_layers,
+        "exact_tokens": None if exact_tokens is None else to_dict(exact_tokens),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     with new_directory(directory, MOMENTS) as partial:
@@ -107,11 +120,13 @@ def read_config(directory: str | Path) -> CalibrationConfig:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise UserError(f"`{directory}` is no calibration: {path} names no `format: {FORMAT}`")
     check_entries(values, {**_ENTRIES, **RECORD}, path)
+    exact_tokens = values.get("exact_tokens")
     return CalibrationConfig(
         model=values["model"],
         geometry=KVGeometry.from_json(values["geometry"], path),
         weights=values.get("weights") or {},
         joint_layers=values.get("joint_layers"),
+        exact_tokens=None if exact_tokens is None else build(ExactTokens, exact_tokens, source=str(path)),
         record={key: values[key] for key in RECORD if key in values},
         sha256=values["sha256"],
     )

@@ -1,14 +1,22 @@
-"""What a run says of the bases that it starts from, where these have read what it holds out."""
+"""What a run says of its bases, where these have read what it holds out, or were taken beside other exact tokens."""
+
+import dataclasses
+import json
 
 import pytest
-from training_runs import train_here
+import torch
+from methods import calibration_of, tiny_model
+from training_runs import EXACT, PLANNED, merged, train_here
 
 from dynakv.training_config import TrainConfig
+from lowrank_kv.hf.exact_tokens import ExactTokens
 from lowrank_kv.hf.loading import load_model, load_tokenizer
 from lowrank_kv.utils.config import build
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import CalibrationText
 from ojakv import Calibration
 from training.data_sources import warn_of_heldout_text
+from training.initialization import warn_of_exact_tokens
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,41 @@ def test_a_run_says_that_its_bases_have_read_what_it_holds_out(training_values, 
     }
     with pytest.warns(UserWarning, match=r"read `text.*` with `heldout_share: 0.1`, and this run holds out 0.2 of it"):
         train_here(training_values, tmp_path / "run", **changes)
+
+
+def test_a_run_says_that_its_bases_were_taken_beside_other_exact_tokens(training_values, tmp_path):
+    model = load_model(training_values["model"], dtype="float32")
+    blocks_NT = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(0))
+    directory = tmp_path / "bases"
+    Calibration.from_text(model, blocks_NT, read_gradients=True, progress=False).save(
+        directory, model="", text=["random"]
+    )
+    assert Calibration.load(directory).exact_tokens == ExactTokens()
+    values = merged(
+        merged(training_values, PLANNED), {"calibration": {"bases": str(directory)}, "optimizer": {"steps": 1}}
+    )
+    beside = (
+        r"`compressor.exact_tokens` is {'num_sink_tokens': 2, .* beside {'num_sink_tokens': 4, 'recent_window': 16, "
+    )
+    with pytest.warns(UserWarning, match=f"{beside}.*; leave out `calibration.bases`"):
+        train_here(values, tmp_path / "run")
+
+
+@pytest.mark.parametrize("found", [None, EXACT])
+def test_equal_ones_and_older_calibrations_are_used_in_silence(found, recwarn):
+    config = build(TrainConfig, merged(PLANNED, {"model": "m", "dataset": {"name": "n"}}))
+    config = dataclasses.replace(config, compressor=dataclasses.replace(config.compressor, exact_tokens=EXACT))
+    warn_of_exact_tokens(config, Calibration(geometry=None, moments={}, exact_tokens=found))
+    assert not recwarn.list
+
+
+def test_a_calibration_that_says_nothing_of_exact_tokens_is_loaded_and_one_that_is_damaged_is_not(tmp_path):
+    calibration_of(tiny_model(), read=True).save(tmp_path / "bases", model="", text=["random"])
+    path = tmp_path / "bases/config.json"
+    config = json.loads(path.read_text())
+    del config["exact_tokens"]
+    path.write_text(json.dumps(config))
+    assert Calibration.load(tmp_path / "bases").exact_tokens is None
+    path.write_text(json.dumps({**config, "exact_tokens": {"recent_window": -1}}))
+    with pytest.raises(UserError, match=r"`recent_window` must be at least 0; got -1 in .*config.json"):
+        Calibration.load(tmp_path / "bases")
