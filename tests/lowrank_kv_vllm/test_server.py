@@ -128,7 +128,9 @@ def test_another_models_checkpoint_is_one_paragraph(files, tmp_path):
     planned_model(other, 0.3)
     dynakv.save_compressor(other, tmp_path / "checkpoint")
     said = refused(
-        *COMPRESSED, *words(files, bases=None, rate=None, prefill=None), "--checkpoint", tmp_path / "checkpoint"
+        *COMPRESSED,
+        *words(files, bases=None, rate=None, prefill=None, **{"page-margin": None}),
+        *("--checkpoint", tmp_path / "checkpoint"),
     )
     assert said.splitlines()[-1].startswith("error: ")
     assert "made for" in said

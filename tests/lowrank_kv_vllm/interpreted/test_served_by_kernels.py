@@ -78,7 +78,7 @@ def test_chunks_batches_and_prefixes_say_what_generate_says(files, gated, called
         expected = generated(files, settings)
     with serving(files, settings, max_num_batched_tokens=READ, max_num_seqs=4) as engine:
         assert texts(served(engine, PROMPTS, NEW)) == expected
-        assert called == {"write", "attend", "rows", "sinks"}
+        assert called == {"write", "attend", "rows"} | ({"sinks"} if kind != "gates" else set())  # gates keep none
         [again] = served(engine, PROMPTS[:1], NEW)
     assert again.num_cached_tokens == len(PROMPTS[0]) // BLOCK * BLOCK == READ
     assert texts([again]) == expected[:1]
