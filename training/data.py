@@ -30,7 +30,7 @@ class Batch:
     Attributes:
         ids_BT: token ids, int64.
         position_BT: position of each token in its document within the block, int64. It restarts at 0 with every document,
-            from which masks are made (:mod:`lowrank_kv.hf.document_isolation`); without boundaries it runs through the block.
+            from which masks are made (:mod:`lowrank_kv.hf.document_isolation`); without these it runs through the block.
         place: where the stream continues after the batch; None for text that is only measured.
         document: the one that most of the tokens are of, where the batch is a block that is measured; None if unknown.
     """

@@ -36,8 +36,11 @@ class Size:
         trained: numbers that are trained, each held in fp32.
         buffers: bytes of what compressors hold beside these, which no engine spreads.
         activations: kept for the backward pass of one forward pass.
-        logits: of the pass, with their gradient.
+        output: the logits of that forward pass.
+        logits: these, with their gradient.
         layer: what one layer keeps while it is recomputed; 0 without recomputation.
+        copies: of trained weights in the dtype that the model computes in, as a forward pass ends.
+        kept_copies: those of them that the backward pass holds at a time.
         passes: forward and backward passes of an optimizer step.
         forwards: of weights in each pass, that of recomputation and of an uncompressed teacher included.
     """
@@ -47,8 +50,11 @@ class Size:
     trained: float
     buffers: float
     activations: float
+    output: float
     logits: float
     layer: float
+    copies: float
+    kept_copies: float
     passes: int
     forwards: int
 
@@ -56,6 +62,11 @@ class Size:
     def of_text(self) -> float:
         """All that grows with the tokens of a pass."""
         return self.activations + self.logits + self.layer
+
+    @property
+    def of_pass(self) -> float:
+        """All that a pass holds at its peak: as its forward pass ends, or in its backward pass."""
+        return max(self.activations + self.output + self.copies, self.of_text + self.kept_copies)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,19 +103,49 @@ def size_of_run(config: TrainConfig, model: PreTrainedModel | None = None) -> Si
     tokens = config.optimizer.batch_size * config.dataset.sequence_length
     layer, layers, width = _layer_bytes(model, config, itemsize), *_depth_and_width(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    copies, kept_copies = _copies(model, config, itemsize)
+    # Between layers numbers are as norms leave them: of the weights' dtype, which is fp32 under autocast.
+    between = FP32 if _casts(config, itemsize) else itemsize
     teacher = bool(config.loss.distillation)
     return Size(
         frozen=float(frozen),
-        itemsize=itemsize,
+        itemsize=FP32 if config.trainable == FULL else itemsize,
         trained=float(trained),
         buffers=float(sum(each.numel() * each.itemsize for each in held)),
-        activations=float(tokens * layers * (itemsize * width if config.gradient_checkpointing else layer)),
+        activations=float(tokens * layers * (between * width if config.gradient_checkpointing else layer)),
+        output=float(tokens * vocabulary * itemsize),
         # In the model's dtype, in fp32, their softmax and its gradient; a teacher's stand beside them.
         logits=float(tokens * vocabulary * (itemsize + 3 * FP32 + (itemsize if teacher else 0))),
         layer=float(tokens * layer) if config.gradient_checkpointing else 0.0,
+        copies=copies,
+        kept_copies=kept_copies,
         passes=config.optimizer.gradient_accumulation_steps,
         forwards=2 + config.gradient_checkpointing + teacher,
     )
+
+
+def _casts(config: TrainConfig, itemsize: int) -> bool:
+    """Whether the model computes in another dtype than the fp32 that a trained backbone is held in."""
+    return config.trainable == FULL and itemsize != FP32
+
+
+def _copies(model: PreTrainedModel, config: TrainConfig, itemsize: int) -> tuple[float, float]:
+    """Bytes of the copies of weights that autocast makes: of all that are multiplied with, which it keeps until the forward
+    pass ends; and of those that the backward pass holds at a time, which are all, or those of the logits and of the layer
+    that is recomputed.
+    """
+    if not _casts(config, itemsize):
+        return 0.0, 0.0
+    numbers = {id(each): each.numel() for each in model.parameters() if each.requires_grad}
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    of_output = numbers[id(output)]
+    if embedding is not output:  # it is looked up
+        del numbers[id(embedding)]
+    everything = itemsize * sum(numbers.values())
+    if not config.gradient_checkpointing:
+        return float(everything), float(everything)
+    layers, _ = _depth_and_width(model)
+    return float(everything), itemsize * of_output + (everything - itemsize * of_output) / layers
 
 
 def _depth_and_width(model: PreTrainedModel) -> tuple[int, int]:
@@ -117,12 +158,17 @@ def _layer_bytes(model: PreTrainedModel, config: TrainConfig, itemsize: int) -> 
 
     They are those that autograd saves, as counted on a small model (tests/training/test_memory_plan.py): the two norms in
     fp32, three numbers of the feed-forward layer, queries and outputs of attention, eight numbers of each compressed key and
-    value; the inputs of projections, too, where these are trained.
+    value; the inputs of projections, too, where these are trained. Under autocast norms and some numbers of keys and values
+    are fp32, and each projection has a copy of its input.
     """
     text, geometry = model.config.get_text_config(decoder=True), geometry_of(model)
     width = text.hidden_size
     inner = _active_width(text)
     queries = text.num_attention_heads * geometry.head_dim
+    if _casts(config, itemsize):
+        return FP32 * (4 * width + 3 * geometry.width) + itemsize * (
+            5 * width + 4 * inner + 2 * queries + 5 * geometry.width
+        )
     kept = 2 * FP32 * width + itemsize * (3 * inner + 2 * queries + 8 * geometry.width)
     if config.trainable != COMPRESSOR:
         kept += itemsize * (4 * width + (inner if config.trainable == FULL else 0))
@@ -147,8 +193,12 @@ def plans(size: Size, gpus: int) -> list[EnginePlan]:
     live = weights * min(1.0, _LIVE / (size.frozen + trained))
     gathered = size.passes * (size.forwards * weights + gradients) * (1 - share)
 
+    # ZeRO-3 multiplies by a function of its own, which leaves no copies of weights.
+    without_copies = dataclasses.replace(size, copies=0.0, kept_copies=0.0)
+
     def plan(name: str, held: float, sent: float, host: float = 0.0) -> EnginePlan:
-        gpu = (held + size.buffers + size.of_text) * (1 + _GAPS) + _CONTEXT
+        of_pass = (without_copies if name.startswith("zero3") else size).of_pass
+        gpu = (held + size.buffers + of_pass) * (1 + _GAPS) + _CONTEXT
         return EnginePlan(name=name, gpu=gpu, host=host * (1 + _GAPS), sent=sent)
 
     if gpus == 1:
