@@ -146,8 +146,8 @@ def test_a_forward_pass_holds_copies_of_weights_where_these_are_trained_in_fp32(
     assert found == pytest.approx(size.activations + size.output + size.copies, rel=0.05)
     assert size.copies > 0.7 * found
     kept.clear()
-    # Without recomputation the peak is in the backward pass, beside its largest gradient, in both dtypes at most, which a plan
-    # takes for one of the allocator's gaps.
+    # Without recomputation the peak is in the backward pass, beside its largest gradient, in both dtypes at most. A plan
+    # takes that for one of the allocator's gaps.
     gradient = 0 if recompute else 6 * model.get_output_embeddings().weight.numel()
     assert 0.9 * size.of_pass < peak_bytes(whole_pass) < 1.1 * size.of_pass + gradient
 
