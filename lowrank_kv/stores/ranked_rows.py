@@ -70,7 +70,9 @@ class RankedRows:
     def decode(self, row_NY: Tensor, rank: int) -> Tensor:
         """The coefficients, (N, R) fp32."""
         if self.quantization is None:
-            return row_NY.clone(memory_format=torch.contiguous_format).view(self.dtype).float()  # rows may begin at any byte
+            return (
+                row_NY.clone(memory_format=torch.contiguous_format).view(self.dtype).float()
+            )  # rows may begin at any byte
         scales = self.quantization.scales_per_row(rank) * SCALE_DTYPE.itemsize
         scale_NS = row_NY[:, :scales].clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
         code_NY = row_NY[:, scales : scales + self.quantization.row_bytes(rank)]

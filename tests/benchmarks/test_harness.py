@@ -52,7 +52,7 @@ def test_servers_take_turns_in_who_comes_first(capsys):
     asked, names = [], (serving.BASELINE, serving.SERVED)
     servers = {name: SpokenServer(name, asked) for name in names}
     sizes = {"requests": 1, "prompt": 4, "tokens": 3, "context": 4, "batch": 1, "repeats": 2}
-    arguments = argparse.Namespace(**sizes, rate=None, dtype="float32")
+    arguments = argparse.Namespace(**sizes, bases=None, rate=None, dtype="float32")
     rows = serving._measured(servers, SomePrompts(), arguments)
     assert [row["method"] for row in rows] == list(names)
     assert asked == [*names, *names * 3, *names[::-1] * 3]  # to warm up; one, several and many; the same backwards

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from dynakv.training_config import TrainConfig
-from evaluation import measure, side_by_side
+from evaluation import side_by_side, window_cells
 from evaluation.cells import CELLS
 from evaluation.compare import CompareConfig, compare
 from evaluation.methods import MethodConfig, available_methods, methods_of
@@ -247,17 +247,17 @@ def test_methods_that_read_a_prompt_exactly_read_it_together_and_score_as_alone(
     def one_by_one(model, ids, caches, **reading):
         return torch.cat([read_side_by_side(model, ids, [cache], **reading) for cache in caches])
 
-    monkeypatch.setattr(measure, "_TOGETHER", 3)
-    monkeypatch.setattr(measure, "read_prompt_once", recorded)
+    monkeypatch.setattr(window_cells, "_TOGETHER", 3)
+    monkeypatch.setattr(window_cells, "read_prompt_once", recorded)
     near = last(values, tmp_path / "near")["rows"]
     # Products of more rows, and of rebuilt states, may be added up in another order; with those of one cache at a time, as
     # decoding attends them, nothing differs.
-    monkeypatch.setattr(measure, "read_side_by_side", one_by_one)
+    monkeypatch.setattr(window_cells, "read_side_by_side", one_by_one)
     monkeypatch.setattr(side_by_side, "rebuilt_once", lambda caches: contextlib.nullcontext())
     read.clear()
     together = last(values, tmp_path / "together")["rows"]
     assert read == [3, 1] * 4  # two texts of two windows; the compressor attends to what it rebuilds of a prompt
-    monkeypatch.setattr(measure, "can_share", lambda model: False)
+    monkeypatch.setattr(window_cells, "can_share", lambda model: False)
     assert last(values, tmp_path / "alone")["rows"] == together
     for row, expected in zip(near, together, strict=True):
         numbers = {key: value for key, value in expected.items() if isinstance(value, float)}

@@ -176,7 +176,12 @@ def tiny_trainings(group: str) -> Cells:
         tiny_model(vocab_size=257, eos_token_id=0).save_pretrained(model)
         byte_tokenizer().save_pretrained(model)
         text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-        values = {**TRAINING, "model": str(model), "dataset": {"name": str(text), "sequence_length": 64}}
+        values = {
+            **TRAINING,
+            "model": str(model),
+            "dtype": "float32",
+            "dataset": {"name": str(text), "sequence_length": 64},
+        }
         return {
             f"{group}/{name}": trained(values, Path(directory, name), **changes) for name, changes in VARIANTS.items()
         }
@@ -223,6 +228,7 @@ def demo_training(group: str) -> Cells:
     values = {
         **TRAINING,
         "model": str(_demo_dir()),
+        "dtype": "float32",
         "dataset": {"name": str(paths.home() / "text/addresses-heldout.jsonl"), "sequence_length": 96},
         "optimizer": {"steps": STEPS, "batch_size": 1},
         "rate": {"target_retain_rate": 0.3, "calibrate_threshold_tokens": 192},

@@ -361,7 +361,8 @@ def test_settings_that_change_nothing_are_told(training_values, tmp_path, recwar
         ("`compressor.token_classes` is 2", "`compressor.rank_policy: plan`"),
         (
             "`rate.calibrate_threshold_tokens` is 1024",
-            "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several classes",
+            "gates with `rate.target_retain_rate` and `rate.calibrate_threshold`, nested ranks, or a plan of several "
+            "classes",
         ),
         ("`optimizer.lr_backbone` is 1.0", "`trainable: lora` or `trainable: full`"),
         ("`dataset.shuffle_buffer` is 5", "`dataset.streaming: true`"),

@@ -119,7 +119,7 @@ def test_training_comparing_and_sweeping_keep_others_out(four_steps, mistake, tm
     four_steps.write_text(yaml.safe_dump(values))
     with run_lock(output):
         assert f"process {os.getpid()}" in mistake("train_dynakv.py", "--config", four_steps)
-        for script, config in (("compare", "configs/compare-demo.yaml"), ("sweep", "configs/sweep-demo.yaml")):
-            found = mistake(f"scripts/{script}.py", "--config", config, "--output", output)
+        for command, config in (("compare", "configs/compare-demo.yaml"), ("sweep", "configs/sweep-demo.yaml")):
+            found = mistake(command, "--config", config, "--output", output)
             assert f"process {os.getpid()}" in found, found
     assert not output.exists()  # nobody else has written into it
