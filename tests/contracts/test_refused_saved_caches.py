@@ -43,14 +43,14 @@ def saved(tmp_path):
 def test_other_bases_and_settings_are_refused(saved, source, settings):
     model, path, calibration = saved
     lowrank_kv.compress(model, source, bases=calibration, **settings)
-    with pytest.raises(UserError, match="other bases or settings"):
+    with pytest.raises(UserError, match="^`[^`]*` is of a cache with other bases or settings"):
         lowrank_kv.load_cache(model, path)
 
 
 def test_another_calibration_is_refused(saved):
     model, path, _ = saved
     lowrank_kv.compress(model, "adaptive-mixed", bases=calibration_of(model, 3, read=True), rate=0.3)
-    with pytest.raises(UserError, match="other bases or settings"):
+    with pytest.raises(UserError, match="^`[^`]*` is of a cache with other bases or settings"):
         lowrank_kv.load_cache(model, path)
 
 
@@ -300,7 +300,7 @@ def test_bases_that_differ_in_their_last_digits_are_the_same_and_turned_ones_are
         )
 
     lowrank_kv.load_cache(model, path, empty=OjaKVCache(model, plan_with(about)))
-    with pytest.raises(UserError, match="other bases or settings"):
+    with pytest.raises(UserError, match="^`[^`]*` is of a cache with other bases or settings"):
         lowrank_kv.load_cache(model, path, empty=OjaKVCache(model, plan_with(turned)))
 
 
@@ -318,7 +318,7 @@ def test_another_rotation_and_other_settings_of_a_compressor_are_refused(saved, 
     given = dynakv.compressors(gated)[0].key.config
     for settings in ({"granularity": 8}, {"threshold": 0.5}):
         dynakv.configure(gated, **settings)
-        with pytest.raises(UserError, match="other bases or settings"):
+        with pytest.raises(UserError, match="^`[^`]*` is of a cache with other bases or settings"):
             lowrank_kv.load_cache(gated, tmp_path / "gated")
         dynakv.configure(gated, granularity=given.granularity, threshold=given.threshold)
     lowrank_kv.load_cache(gated, tmp_path / "gated")

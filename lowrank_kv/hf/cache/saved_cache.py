@@ -149,15 +149,17 @@ def _fill(
         layer.lazy_initialization(none_BG0D, none_BG0D)
     shared, marks = shared_and_marks(layers)
     try:
-        if not agree(header["shared"], marks):
-            raise UserError(
-                f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the "
-                f"file was written, or let it read the text again"
-            )
-        _restore(cache, StateReader(tensors, shared, device).read(_unpacked(state)))
-        found = _tokens(cache), len(layers[0].sequences)
+        is_alike = agree(header["shared"], marks)
+        if is_alike:
+            _restore(cache, StateReader(tensors, shared, device).read(_unpacked(state)))
+            found = _tokens(cache), len(layers[0].sequences)
     except _MISREAD as error:
         raise UserError(f"`{path}` is damaged ({type(error).__name__}: {error}); save the cache again") from error
+    if not is_alike:
+        raise UserError(
+            f"`{path}` is of a cache with other bases or settings than this one; compress the model as it was when the file "
+            f"was written, or let it read the text again"
+        )
     if found != (header["tokens"], header["sequences"]):
         raise UserError(f"`{path}` is damaged: it holds {found}, tokens and sequences; save the cache again")
 
