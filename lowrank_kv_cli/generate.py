@@ -57,6 +57,8 @@ def main(argv: list[str]) -> None:
         **inputs,
         **sampling,
         max_new_tokens=arguments.max_new_tokens,
+        use_cache=True,  # a model's own generation settings may say otherwise, and may ask for beams, which do not stream
+        num_beams=1,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
         pad_token_id=tokenizer.eos_token_id,

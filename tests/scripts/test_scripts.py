@@ -1,5 +1,6 @@
 """The other commands, run as a user runs them, on a tiny model."""
 
+import json
 import shutil
 
 import pytest
@@ -27,6 +28,16 @@ def test_generate_reads_prompts_and_reports_bytes(run, checkpoint, tmp_path):
     # 15 prompt tokens and 4 new ones, of which the last is never cached.
     assert "for 18 tokens" in report
     assert f"(uncompressed: {18 * 2 * 2 * 32 * 4:,} bytes)" in report
+
+
+def test_generate_fills_a_cache_whatever_a_models_own_settings_say(here, bases, tiny_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_dir, model)
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "use_cache": False, "num_beams": 2}))
+    words = ("--bases", bases, "--prompt", "the cache keeps what " * 8, "--max-new-tokens", 4)
+    with pytest.warns(UserWarning, match="was made on"):
+        assert "cache: " in here("generate", "--model", model, *words)
 
 
 def test_generate_serves_int8_and_evicts_where_asked(here, checkpoint):
