@@ -21,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -126,3 +128,15 @@ RECURRENT = [
     ),
 ]
 BY_NAME = {family.name: family for family in FAMILIES + RECURRENT}
+
+
+def tiny_opt(**settings) -> OPTForCausalLM:
+    """Learned positions, and masks that its own code makes without looking at them."""
+    sizes = {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, **settings))

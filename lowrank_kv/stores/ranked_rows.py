@@ -70,10 +70,13 @@ class RankedRows:
     def decode(self, row_NY: Tensor, rank: int) -> Tensor:
         """The coefficients, (N, R) fp32."""
         if self.quantization is None:
-            return (
-                row_NY.clone(memory_format=torch.contiguous_format).view(self.dtype).float()
-            )  # rows may begin at any byte
+            return _numbers(row_NY, self.dtype).float()
         scales = self.quantization.scales_per_row(rank) * SCALE_DTYPE.itemsize
-        scale_NS = row_NY[:, :scales].clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
+        scale_NS = _numbers(row_NY[:, :scales], SCALE_DTYPE)
         code_NY = row_NY[:, scales : scales + self.quantization.row_bytes(rank)]
         return self.quantization.decode(code_NY, scale_NS, rank, torch.float32)
+
+
+def _numbers(byte_NY: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers, copied: rows of a page may begin at any byte, and numbers may not."""
+    return byte_NY.clone(memory_format=torch.contiguous_format).view(dtype)

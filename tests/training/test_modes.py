@@ -3,8 +3,9 @@
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from families import tiny_opt
 from training_runs import PLANNED, STILL, losses, merged, rows, summary, train_here
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import training.loop
 from dynakv.layer_compressor import LayerCompressor
@@ -15,20 +16,7 @@ MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(**IDS, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.1)
     ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            **IDS,
-            hidden_size=64,
-            word_embed_proj_dim=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            init_std=0.1,
-            dropout=0.1,
-            layerdrop=0.1,
-        )
-    ),
+    "opt": lambda: tiny_opt(**IDS, init_std=0.1, dropout=0.1, layerdrop=0.1),
 }
 # At all bytes nothing is lost, so that what KL there is comes from something else.
 LOSSLESS = merged(

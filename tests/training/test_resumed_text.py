@@ -1,4 +1,4 @@
-"""A resumed run goes on with the text that it has read, and its record says which files these are."""
+"""A resumed run trains on the text of its first start, or refuses; its record names these files."""
 
 import hashlib
 import json

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from families import FAMILIES, SIZES, TWO_KINDS
+from families import FAMILIES, SIZES, TWO_KINDS, tiny_opt
 from methods import dynakv_model, tiny_model
-from transformers import GptOssConfig, GptOssForCausalLM, OPTConfig, OPTForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from lowrank_kv.hf.document_isolation import isolate_documents, objection_to_packing
 from lowrank_kv.hf.prepare import prepare
@@ -19,18 +19,7 @@ LEAKING = {
             num_experts_per_tok=2,
         )
     ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            vocab_size=97,
-            hidden_size=64,
-            word_embed_proj_dim=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            init_std=0.15,
-        )
-    ),
+    "opt": lambda: tiny_opt(vocab_size=97, init_std=0.15),
 }
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
