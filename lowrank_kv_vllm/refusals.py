@@ -44,10 +44,12 @@ def check(config: VllmConfig, settings: ServingConfig) -> None:
             f"{_name(model.dtype)}"
         )
     attention = config.attention_config
-    if attention.backend is not None or attention.backend_per_kind:
-        asked = attention.backend.name if attention.backend is not None else attention.backend_per_kind
+    own = PagedBackend.get_name()
+    asked = attention.backend_per_kind or (None if attention.backend is None else attention.backend.name)
+    if asked not in (None, own, {}):
         raise UserError(
-            f"`attention_backend` is {asked}, but compressed pages are attended by this plugin's own; leave it out"
+            f"`attention_backend` is {asked}, but compressed pages are attended by this plugin's own; leave it out, or set "
+            f"it to {own}"
         )
     if model.using_transformers_backend():
         raise UserError(

@@ -81,6 +81,10 @@ def test_families_that_vllm_runs_by_the_code_of_transformers_are_refused(files, 
         configured(files, files.settings, model=str(tmp_path / "model"))
 
 
+def test_the_plugins_own_attention_may_be_asked_for(files):
+    configured(files, files.settings, attention_backend="CUSTOM")
+
+
 def test_dtypes_are_those_that_the_backend_names(files, monkeypatch):
     import torch
 
