@@ -222,8 +222,9 @@ class Server:
 
 
 class Watch:
-    """The largest value that a server's metrics have, looked at several times a second, while ``with`` lasts. A look that
-    fails ends it with that error: nobody knows then what the largest value was."""
+    """The largest value that a server's metrics have while ``with`` lasts. It looks often at first, since a small model's
+    requests may end soon, then several times a second, since each look takes the server's time. A look that fails ends
+    it with that error: nobody knows then what the largest value was."""
 
     def __init__(self, server: Server, *names: str):
         self.largest = dict.fromkeys(names, 0.0)
@@ -243,12 +244,14 @@ class Watch:
             self._looking.result()
 
     def _look(self) -> None:
+        pause = _POLL / 32
         while True:
             found = self._server.metrics()
             for name in self.largest:
                 self.largest[name] = max(self.largest[name], found[name])
-            if self._done.wait(_POLL):
+            if self._done.wait(pause):
                 return
+            pause = min(2 * pause, _POLL)
 
 
 def _add(answer: Answer, piece: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def record(directory):
 
 
 def test_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
-    sizes = ["--requests", 6, "--prompt", 60, "--tokens", 120, "--context", 100, "--batch", 2, "--repeats", 1]
+    sizes = ["--requests", 6, "--prompt", 60, "--tokens", 150, "--context", 100, "--batch", 2, "--repeats", 1]
     # vLLM's pages of fp8 need AVX-512 on a CPU.
     further = ["--stock-cache-dtypes", "fp8"] if torch.cpu._is_avx512_supported() else []
     serving.main([*words, "--memory", "1", *map(str, sizes), *further, "--results", str(tmp_path)])
@@ -36,7 +36,7 @@ def test_servers_in_turn_in_the_same_memory(words, tmp_path, capsys):
             assert row[f"{key}_to_stock"] == pytest.approx(row[key] / stock[key])
             assert compressed[f"{key}_to_stock_fp8"] == pytest.approx(compressed[key] / row[key])
             assert row[f"{key}_to_stock_fp8"] == 1
-    assert found["n"] == {"tokens": 120, "repeats": 1, "batch": 2, "context": 100}
+    assert found["n"] == {"tokens": 150, "repeats": 1, "batch": 2, "context": 100}
     assert stock["crowd_tokens_per_second_to_stock"] == 1
     for key in (
         "crowd_tokens_per_second",
