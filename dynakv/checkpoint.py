@@ -109,7 +109,7 @@ def save_again(model: PreTrainedModel, directory: str | Path, summary: dict[str,
 
 
 def attach(
-    model: PreTrainedModel, directory: str | Path, *, self_check: bool = True, **overrides: Any
+    model: PreTrainedModel, directory: str | Path, *, self_check: bool = True, replace: bool = False, **overrides: Any
 ) -> PreTrainedModel:
     """Put a compressor checkpoint on its base model; `generate()` then fills a :class:`dynakv.DynaKVCache` by itself, and
     `save_pretrained` writes a full checkpoint.
@@ -119,6 +119,8 @@ def attach(
         directory: of the checkpoint.
         self_check: first compare the model with a full-rank compressed cache to the model by itself, once for each model;
             see :func:`lowrank_kv.hf.self_check.self_check`.
+        replace: take off what compresses the model already, as soon as the checkpoint is known to fit; else a model with
+            compressors is refused.
         overrides: keys of :class:`DynaKVConfig` that may differ from training, such as ``eviction={"keep_ratio": 0.3}``
             or, of gates, ``threshold=0.2``.
 
@@ -126,12 +128,14 @@ def attach(
 
     Raises:
         UserError: the checkpoint is damaged, or was made for a model of another shape, or an override is unknown, out of
-            range, or would change nothing, or the model does not pass the check. The model is then unchanged.
+            range, or would change nothing; the model is then unchanged. Or the model does not pass the check; it is then stock.
     """
     config = read_config(directory)
     settings = config.compressor.overridden(**overrides)
     _check_model(model, config, directory)
     state = checked_state(directory, config)
+    if replace:
+        detach(model)
     if self_check:
         check_by_itself(model)
     add_compressors(model, settings)

@@ -1,6 +1,7 @@
 """Put any method on a stock model by a preset's name or by a directory, and take it off again."""
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,13 @@ def compress(
 
     Raises:
         UserError: the model wraps another, nothing has this name, an argument does not fit the source, a calibration or a
-            compressor is damaged or of another model shape, or the model does not pass the check. A model that was
-            compressed before may then be stock.
+            compressor is damaged or of another model shape; the model is then as it was. Or the model does not pass the
+            check; it is then stock.
+
+    Warns where a calibration has no ``read_gradients`` and no preset was named, and where the model is set to fill no cache.
     """
     check_model(model)
+    _warn_of_no_cache(model)
     is_source = isinstance(source, str | Path | Calibration)
     require(is_source, "source", type(source).__name__, "a preset's name, a directory, or a calibration")
     if "preset" in settings:
@@ -83,8 +87,7 @@ def compress(
             "rate", rate, f"the compressor `{source}` was trained for its own; train another, or give a preset's name"
         )
         _refuse("bases", bases, f"the compressor `{source}` holds its own")
-        uncompress(model)
-        return dynakv.attach(model, directory, self_check=self_check, **settings)
+        return dynakv.attach(model, directory, self_check=self_check, replace=True, **settings)
     raise UserError(f"`{source}` is no preset, no calibration and no compressor; {_remedy(str(source), directory)}")
 
 
@@ -98,8 +101,16 @@ def uncompress(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def preset_for(calibration: Calibration) -> str:
-    """The preset that a calibration is compressed by where none is named."""
-    return PRESET if calibration.read is not None else PRESET_WITHOUT_READ
+    """The preset that a calibration is compressed by where none is named. Warns where it is not the best one."""
+    if calibration.read is not None:
+        return PRESET
+    warnings.warn(
+        f"this calibration has no read gradients, which `{PRESET}` needs, so that `{PRESET_WITHOUT_READ}` is taken in its "
+        f"place: it diverges more from the full cache and keeps bases of each sequence's own; calibrate with "
+        f"`--read_gradients true`, or name the preset",
+        stacklevel=3,
+    )
+    return PRESET_WITHOUT_READ
 
 
 def _with_preset(
@@ -123,6 +134,18 @@ def _with_preset(
     if self_check:
         check_by_itself(model)
     return set_default_cache(prepare(model), OjaKVCache, functools.partial(OjaKVCache, plan=plan))
+
+
+def _warn_of_no_cache(model: PreTrainedModel) -> None:
+    configs = {"config": model.config.get_text_config(decoder=True), "generation_config": model.generation_config}
+    off = [name for name, config in configs.items() if getattr(config, "use_cache", True) is False]
+    if off:
+        settings = " and ".join(f"`model.{name}.use_cache`" for name in off)
+        warnings.warn(
+            f"{settings} is False, so that nothing fills a cache, compressed or not; set it to True, or pass "
+            f"`use_cache=True` to each call",
+            stacklevel=3,
+        )
 
 
 def _refuse(name: str, value: Any, why: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowrank_kv.hf.geometry import KVGeometry
+from lowrank_kv.hf.geometry import KVGeometry, window_is_idle
 from lowrank_kv.utils.errors import UserError
 
 # What transformers passes to every attention function and what changes none of its numbers, or what masks and rotations
@@ -60,6 +60,8 @@ def objection_to_keywords(module: nn.Module, kwargs: dict[str, Any]) -> str | No
                 "not compute; leave it out, or pass `use_cache=False` to a model without a compressor"
             )
         if name == "is_causal" and value is True:
+            continue
+        if name == "sliding_window" and window_is_idle(module.config, value):  # the mask has it all the same
             continue
         if name in _PACKED:
             return (

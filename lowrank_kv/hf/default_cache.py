@@ -3,12 +3,15 @@
 The hooks are on the instance: the class, and every other model of it, stay as they were.
 """
 
+import dataclasses
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
@@ -22,19 +25,22 @@ _DEFAULT = "_default_cache"  # attribute of the base model: a _DefaultCache
 HOOKING = threading.Lock()  # threads may share a model: one at a time changes its hooks
 
 
-class _DefaultCache(NamedTuple):
+@dataclasses.dataclass
+class _DefaultCache:
     """What a model fills by itself.
 
     Attributes:
         make: an empty cache of the class.
         is_on_base: whether it was set on the base model itself.
         hook: of the base model's calls.
+        is_unread: whether the latest call without a cache filled one that no call has read since.
     """
 
     cache_class: type[Cache]
     make: Callable[[PreTrainedModel], Cache]
     is_on_base: bool
     hook: RemovableHandle
+    is_unread: bool = False
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "_DefaultCache | None":
@@ -130,7 +136,23 @@ def _make_cache(base: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
         kwargs["use_cache"] = False
     elif cache is None and (_uses_cache(base) if use_cache is None else use_cache):
         kwargs[name] = default.make(base)
+        _note_plain_call(default, kwargs[name])
+    elif cache is not None and not torch.compiler.is_compiling():
+        default.is_unread = False
     return args, kwargs
+
+
+def _note_plain_call(default: _DefaultCache, cache: Cache) -> None:
+    """Warn who scores texts by calls that read no compressed token. A prompt whose cache is used has a second call."""
+    if default.is_unread:
+        warnings.warn(
+            f"two calls in a row were given no `{CACHE}`, and nothing has read the cache that the first one filled: with "
+            f"prompts that are read exactly (`prefill`), the logits and the loss of such calls are the uncompressed "
+            f"model's. To score a text through the cache, give its first tokens in one call and the others, with that "
+            f"call's `{CACHE}`, in a second one, as `lowrank-kv compare` and `lowrank-kv lm-eval` do",
+            stacklevel=2,
+        )
+    default.is_unread = cache.compressed_layers()[0].reads_prompts_exactly
 
 
 def _uses_cache(base: nn.Module) -> bool:
@@ -173,8 +195,8 @@ def _take_cache_implementation(generation_config: Any) -> None:
     name, generation_config.cache_implementation = generation_config.cache_implementation, None
     if name not in (None, "dynamic"):
         raise UserError(
-            f"`cache_implementation={name!r}` would bypass the compressed cache; leave it unset, or generate "
-            f"uncompressed after lowrank_kv.uncompress(model)"
+            f"`cache_implementation={name!r}` would bypass the compressed cache; leave it unset, in the call and in "
+            f"`model.generation_config`, or generate uncompressed after lowrank_kv.uncompress(model)"
         )
 
 

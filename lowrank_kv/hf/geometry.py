@@ -142,6 +142,8 @@ def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
     config = config.get_text_config(decoder=True)
     native = DynamicCache(config=config).layers
     layers = tuple(i for i, layer in enumerate(native) if type(layer) is DynamicLayer)
+    if not layers and all(window_is_idle(config, getattr(layer, "sliding_window", None)) for layer in native):
+        layers = tuple(range(len(native)))
     if native and not layers:
         window = getattr(config, "sliding_window", None)
         raise UserError(
@@ -160,6 +162,12 @@ def geometry_of_config(config: PreTrainedConfig) -> KVGeometry:
         )
     [(num_kv_heads, head_dim)] = shapes
     return KVGeometry(layers=layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def window_is_idle(config: PreTrainedConfig, window: int | None) -> bool:
+    """Whether a sliding window is so long that no text of the model leaves it, as that of Phi-3.5 is."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return window is not None and positions is not None and window >= positions
 
 
 def _check_family(model: PreTrainedModel, config: PreTrainedConfig) -> None:

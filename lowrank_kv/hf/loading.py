@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowrank_kv.utils.config import require
@@ -152,8 +153,9 @@ def hub_id_or_directory(name: str) -> str:
 def _pretrained(factory: Any, name: str, **kwargs: Any) -> Any:
     name = hub_id_or_directory(name)
     try:
-        return factory.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
+        # Code that a model brings along would run as yours: without this, transformers asks on standard input.
+        return factory.from_pretrained(name, trust_remote_code=False, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
         why = " ".join(str(error).split())

@@ -126,14 +126,19 @@ def write_text(target: str | Path, text: str) -> None:
 
 
 def write_bytes(target: str | Path, content: bytes) -> None:
-    """Write a whole file under its final name in one step, and only when its content is on the disk.
+    """Write a whole file under its final name in one step, and only when its content is on the disk. Where that name is a
+    link, the file that it leads to is replaced.
 
     Raises:
-        UserError: the disk refuses; an earlier file is as it was.
+        UserError: something else than a file has this name, or the disk refuses; an earlier file is as it was.
     """
     target = Path(target)
     if target.is_dir():
         raise UserError(f"`{target}` is a directory; give the name of a file, such as `{target / 'FILE'}`")
+    if target.exists() and not target.is_file():
+        raise UserError(f"`{target}` is a device, a pipe or a socket, and a file would take its place; give another name")
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
     with writing(target):
         with making(target):
             check_directory(target.parent).mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ from lowrank_kv.utils.errors import UserError
 
 MISTAKE = 2  # status of a command that a user's mistake ended
 INTERRUPTED = 130  # of one that Ctrl-C ended, as shells have it
+_READER_LEFT = 141  # of one whose output nobody reads any more, as shells have it
+_STANDARD_OUTPUT = 1
 # Seconds that other processes of a launch keep a mistake to themselves. Most often it is the first one's, too, whose end
 # ends them: then it is said once.
 _FIRST_SPEAKS = 5.0
@@ -39,11 +42,18 @@ def output_file(text: str) -> Path:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2."""
+    """Call ``main(argv)``; a :class:`UserError`, or what a disk refuses, is a message on stderr and exit status 2. A command
+    whose output is cut off, as by ``| head``, ends without a word."""
     threading.excepthook = _without_disk_errors(threading.excepthook)
     warnings.formatwarning = _one_paragraph
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)  # where the interpreter's last flush may go
+        _end(None, _READER_LEFT)
     except UserError as error:
         if not _is_first():
             time.sleep(_FIRST_SPEAKS)
@@ -56,6 +66,13 @@ def run(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
         # Every process of a launch is interrupted, and one line says so.
         _end("interrupted" if _is_first() else None, INTERRUPTED)
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads standard output any more, as behind ``| head -1``. Other pipes lead to processes of our own."""
+    asked = select.poll()
+    asked.register(_STANDARD_OUTPUT, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
 
 
 def _one_paragraph(message: Warning | str, *_: Any, **__: Any) -> str:

@@ -165,6 +165,20 @@ def test_compressed_layers_that_rotate_differently_are_refused(monkeypatch):
         Rotary.from_model(model)
 
 
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+@torch.no_grad()
+def test_a_window_as_long_as_the_positions_is_none(family):
+    """That of Phi-3.5. The mask has it all the same, beyond the positions, too."""
+    model = BY_NAME[family].model(sliding_window=64, max_position_embeddings=64)
+    ids = torch.randint(1, 97, (1, 50), generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 30, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    stock = model.generate(ids, **options)
+    dynakv.open_gates(dynakv.add_compressors(model, dynakv.DynaKVConfig()))
+    found = dynakv.use_dynakv_cache(model).generate(ids, **options)
+    assert len(found.past_key_values.compressed_layers()) == len(stock.past_key_values.layers)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(stock.logits))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 

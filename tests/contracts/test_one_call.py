@@ -202,3 +202,46 @@ def test_another_cache_beside_it_is_refused_with_the_way_out(bases):
     model = lowrank_kv.compress(tiny_model(), "ojakv-joint", bases=bases)
     with pytest.raises(UserError, match=r"lowrank_kv\.uncompress\(model\)"):
         generate(model, past_key_values=DynamicCache())
+
+
+def test_a_mistaken_second_compress_leaves_the_first(bases, tmp_path):
+    trained = tiny_model()
+    next(method for method in METHODS if method.name == "dynakv").build(trained, RATE)
+    dynakv.save_compressor(trained, tmp_path / "checkpoint")
+    model = lowrank_kv.compress(tiny_model(), "tokenwise-mixed", rate=RATE, bases=bases)
+    expected = generate(model)
+    for source, settings in (
+        (tmp_path / "checkpoint", {"threshhold": 0.2}),
+        ("tokenwise-mixd", {"bases": bases}),
+        (bases, {"rate": 3.0}),
+    ):
+        with pytest.raises(UserError):
+            lowrank_kv.compress(model, source, **settings)
+        assert torch.equal(torch.stack(generate(model).logits), torch.stack(expected.logits))
+
+
+def test_a_calibration_that_lacks_what_the_best_preset_needs_is_told(tmp_path):
+    calibration = calibration_of(tiny_model(), read=False)
+    with pytest.warns(UserWarning, match="no read gradients.*`ojakv-joint` is taken"):
+        lowrank_kv.compress(tiny_model(), calibration)
+
+
+@pytest.mark.parametrize("part", ["config", "generation_config"])
+def test_a_model_that_is_set_to_fill_no_cache_is_told(part, bases):
+    model = tiny_model()
+    getattr(model, part).use_cache = False
+    with pytest.warns(UserWarning, match=rf"`model\.{part}\.use_cache` is False.*set it to True"):
+        lowrank_kv.compress(model, bases)
+
+
+@torch.no_grad()
+def test_scoring_texts_by_calls_that_read_nothing_compressed_is_told(bases, recwarn):
+    model = lowrank_kv.compress(tiny_model(), "tokenwise-mixed", rate=RATE, bases=bases)
+    for _ in range(2):  # a prompt and what follows it
+        cache = model(IDS[:, :-1]).past_key_values
+        model(IDS[:, -1:], past_key_values=cache)
+        generate(model)
+    model(IDS, labels=IDS)
+    assert not [each for each in recwarn if "two calls in a row" in str(each.message)]
+    with pytest.warns(UserWarning, match="two calls in a row .* are the uncompressed model's"):
+        model(IDS, labels=IDS)

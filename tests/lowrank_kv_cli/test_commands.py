@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from methods import calibration_of
+from methods import calibration_of, tiny_model
 from ready_python import program
 
 from lowrank_kv.hf.loading import load_model
@@ -194,3 +194,14 @@ def test_training_is_launched_as_a_module(four_steps, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"checkpoint: {tmp_path}/launched/checkpoint" in done.stdout
+
+
+def test_a_command_whose_reader_leaves_ends_without_a_word(tmp_path):
+    """As behind `| head -1`."""
+    calibration_of(tiny_model()).save(tmp_path / "bases", model="", text=[])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        words = [program(), "-m", "lowrank_kv_cli", "inspect", str(tmp_path / "bases")]
+        done = subprocess.run(words, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.stderr, done.returncode) == ("", 141)

@@ -67,6 +67,10 @@ class CodecLayer(CompressedLayer):
         return self._prompt is None and (queries == 1 or MAX_DECODE_QUERIES >= queries < self.get_seq_length())
 
     @property
+    def reads_prompts_exactly(self) -> bool:
+        return self.codec.exact_prefill
+
+    @property
     def attends_exactly(self) -> bool:
         """Whether the running call attends to the very states that its module computed. Only these keep their graph: rebuilt
         ones come from a store, or from compiled code."""

@@ -88,6 +88,11 @@ class CompressedLayer(GraphHandle, CacheLayerMixin, abc.ABC):
 
     @property
     @abc.abstractmethod
+    def reads_prompts_exactly(self) -> bool:
+        """Whether the tokens of a prompt attend to one another's exact keys and values, before they are compressed."""
+
+    @property
+    @abc.abstractmethod
     def rotates(self) -> bool:
         """Whether keys are stored before rotation and the rotation of each token must be remembered."""
 

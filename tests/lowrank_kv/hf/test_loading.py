@@ -1,16 +1,23 @@
-"""What a model computes in where that is left to the machine."""
+"""What a model is loaded in where that is left to the machine, and what is not loaded."""
 
+import json
+import shutil
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from training_runs import train_here
 
-from lowrank_kv.hf.loading import AUTO, dtype_for
+from lowrank_kv.hf.loading import AUTO, dtype_for, load_model
 from lowrank_kv.utils import run_record
+from lowrank_kv.utils.errors import UserError
 from lowrank_kv_cli import calibrate, generate
 from lowrank_kv_cli.__main__ import dispatch
 
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 CHOSEN = pytest.mark.parametrize(("capability", "expected"), [("AVX2", "float32"), ("AVX512", "bfloat16")])
 
@@ -75,3 +82,25 @@ def test_commands_load_what_auto_comes_to(
     dispatch(["generate", *model, "--bases", bases, "--prompt", "the cache", "--max-new-tokens", "2"])
     assert loaded == [expected, expected]
     assert "--dtype" not in capsys.readouterr().out  # a next command has the same default
+
+
+def test_weights_that_are_cut_off_are_one_sentence(tiny_dir, tmp_path):
+    directory = shutil.copytree(tiny_dir, tmp_path / "model")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match=rf"cannot load `{directory}`: "):
+        load_model(str(directory))
+
+
+def test_a_model_that_brings_code_along_is_refused_and_asks_nothing(tmp_path):
+    """Standard input may belong to a script's own pipe."""
+    (tmp_path / "code.py").write_text("raise SystemExit('this ran')\n")
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a_new_one", "auto_map": classes}))
+    code = f"from lowrank_kv.hf.loading import load_model; load_model({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input="y\n" * 9, capture_output=True, text=True, timeout=300
+    )
+    assert "UserError: cannot load" in done.stderr
+    assert "this ran" not in done.stderr
+    assert not done.stdout

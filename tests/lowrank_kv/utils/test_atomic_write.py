@@ -258,3 +258,22 @@ def test_where_the_system_does_not_say_the_rights_are_those_at_import(tmp_path, 
     monkeypatch.setattr(atomic_write, "_UMASK_AT_IMPORT", atomic_write._set_and_restored_umask() | 0o007)
     write_text(tmp_path / "text", "text")
     assert (tmp_path / "text").stat().st_mode & 0o007 == 0
+
+
+def test_a_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "real").mkdir()
+    for name in ("there", "to_come"):
+        (tmp_path / name).symlink_to(tmp_path / "real" / name)
+    (tmp_path / "real" / "there").write_text("before")
+    for name in ("there", "to_come"):
+        write_text(tmp_path / name, "after")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "real" / name).read_text() == "after"
+    assert len(list((tmp_path / "real").iterdir())) == 2
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe` is a device, a pipe or a socket.*another name"):
+        write_text(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()

@@ -50,6 +50,10 @@ class WindowedLayer(SequenceLayer):
         self._ends_with_queries = plan.config.chooses_by_last_queries  # asked at every token, and worked out here
         self._new: tuple[Tensor, Tensor] | None = None  # exact states of the running call, until they are attended
 
+    @property
+    def reads_prompts_exactly(self) -> bool:
+        return self.config.prefill == "exact"
+
     @functools.cached_property
     def rotates(self) -> bool:
         return self.config.rotates
@@ -118,7 +122,7 @@ class WindowedLayer(SequenceLayer):
         (key, value), self._new = self._new, None
         past, scaling, new_key = self.get_seq_length() - query.shape[2], kwargs["scaling"], key
         is_few = query.shape[2] <= MAX_DECODE_QUERIES
-        is_exact = self.config.prefill == "exact"
+        is_exact = self.reads_prompts_exactly
         if self._shares_rows:
             self.row_group.find_rows(self)
         if not is_exact:
