@@ -66,7 +66,7 @@ def finish(
         learn_or_fix(engine, config.optimizer.steps)
     # All processes calibrate on the same text: what the first would train on next.
     following = stream.shard(
-        world=engine.world if run.places.is_shared else 1,
+        world=engine.world if run.places.has_own_documents else 1,
         start=run.step * engine.blocks_per_step,
         workers=readers_of(config),
         places=run.places.saved[0],

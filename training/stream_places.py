@@ -25,15 +25,15 @@ class StreamPlaces:
 
     def __init__(self, engine: Engine, saved: list[list[Place | None]] | None):
         self.engine = engine
-        self.is_shared = engine.config.dataset.divided_by == DOCUMENTS
+        self.has_own_documents = engine.config.dataset.divided_by == DOCUMENTS
         count = readers_of(engine.config)
-        if saved is not None and self.is_shared and (len(saved), len(saved[0])) != (engine.world, count):
+        if saved is not None and self.has_own_documents and (len(saved), len(saved[0])) != (engine.world, count):
             raise UserError(
                 f"--resume needs as many processes and workers as before, since each has documents of its own: the run had "
                 f"{len(saved)} processes × {len(saved[0])} readers, and now it is {engine.world} × {count} "
                 f"(`dataset.workers`); start it so, or begin with `dataset.divided_by: blocks`"
             )
-        index = engine.accelerator.process_index if self.is_shared else 0
+        index = engine.accelerator.process_index if self.has_own_documents else 0
         self._own: list[Place | None] = [None] * count if saved is None else list(saved[index])
         self.saved = saved
 
@@ -55,7 +55,7 @@ class StreamPlaces:
 
     def gather(self) -> list[list[Place | None]]:
         """Of all processes, ready for JSON; every process must call this."""
-        if self.is_shared:
+        if self.has_own_documents:
             self.saved = gather_object([list(self._own)])
         else:
             last = [list(self._own)]
