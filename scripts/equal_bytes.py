@@ -2,14 +2,17 @@
 
     python -m scripts.equal_bytes RECORD … --method "learned 0.06" --against "adaptive-mixed 0.04" "adaptive-mixed 0.06" …
 
-In each window the methods `--against` make a line: log KL, linear in the bytes held between two neighbours. The script says
-by how much the KL of `--method` differs from that line at its bytes: the geometric mean over windows, its 95 % interval
-(`lowrank_kv.utils.intervals`, windows of one document together), and in how many windows it is less. One method
-`--against` is compared as it is, whatever its bytes. The methods may stand in several records, if these measured the same
-model on the same windows in the same way.
+In each window the methods `--against` make a curve of log KL over the bytes held: the cubic through the four nearest to the
+bytes of `--method`, two of them on either side where there are so many. The script says by how much the KL of `--method`
+differs from that curve at its bytes: the geometric mean over windows, its 95 % interval (`lowrank_kv.utils.intervals`,
+windows of one document together), and in how many windows it is less. It says the same of the straight line between the two
+neighbours. KL falls ever more slowly as bytes grow, so that the line lies above what a method between them would have: it
+flatters `--method`, and is all there is of fewer than four. One method `--against` is compared as it is, whatever its bytes.
+The methods may stand in several records, if these measured the same model on the same windows in the same way.
 """
 
 import argparse
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -25,6 +28,8 @@ from lowrank_kv.utils.intervals import clusters_of, interval
 
 Windows = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
+_AROUND = 4  # methods that the curve goes through
+
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,14 +38,23 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--against", required=True, nargs="+", metavar="METHOD", help="names of others in the records")
     arguments = parser.parse_args(argv)
     windows, documents = windows_of(arguments.records, [arguments.method, *arguments.against])
-    found = {}
+    whole = {}
     for text, of in documents.items():
         if missing := [name for name in (arguments.method, *arguments.against) if (name, text) not in windows]:
             print(f"{text}: left out, not measured with {', '.join(missing)}")
+        else:
+            whole[text] = of
+    for way, points in (("a curve", _AROUND), ("a straight line", 2)):
+        if 1 < len(arguments.against) < points:
             continue
-        found[text] = differences(windows, text, arguments.method, arguments.against)
-        print(f"{text}: {told([found[text]], [of])}")
-    print(f"all: {told(list(found.values()), [documents[text] for text in found])}")
+        if len(arguments.against) > 1:
+            print(f"from {way}:")
+        found = {text: differences(windows, text, arguments.method, arguments.against, points=points) for text in whole}
+        for text, of in whole.items():
+            print(f"{text}: {told([found[text]], [of])}")
+        print(f"all: {told(list(found.values()), list(whole.values()))}")
+        if len(arguments.against) == 1:
+            return
 
 
 def windows_of(paths: Sequence[Path], methods: Sequence[str]) -> tuple[Windows, dict[str, list[int]]]:
@@ -91,16 +105,21 @@ def check_whole(windows: Windows, documents: Mapping[str, Sequence[int]], record
             )
 
 
-def differences(windows: Windows, text: str, method: str, against: Sequence[str]) -> list[float]:
-    """log KL of a method less that of the line of others at its bytes, for each window.
+def differences(
+    windows: Windows, text: str, method: str, against: Sequence[str], *, points: int = _AROUND
+) -> list[float]:
+    """log KL of a method less that of a curve through others at its bytes, for each window.
+
+    Args:
+        points: how many of the others the curve goes through, those around the method's bytes; 2 for a straight line.
 
     Raises:
         UserError: the method's bytes lie beyond those of the others, or a KL is not above zero, as the full cache's.
     """
-    lines = [[(held(each), log_kl(each, other)) for each in windows[other, text]] for other in against]
+    curves = [[(held(each), log_kl(each, other)) for each in windows[other, text]] for other in against]
     return [
-        log_kl(each, method) - _on_line(sorted(points), held(each), f"window {number} of {text}")
-        for number, (each, points) in enumerate(zip(windows[method, text], zip(*lines, strict=True), strict=True))
+        log_kl(each, method) - _on_curve(sorted(those), held(each), points, f"window {number} of {text}")
+        for number, (each, those) in enumerate(zip(windows[method, text], zip(*curves, strict=True), strict=True))
     ]
 
 
@@ -116,16 +135,23 @@ def log_kl(window: Mapping[str, Any], method: str) -> float:
     return math.log(window["kl"])
 
 
-def _on_line(points: Sequence[tuple[float, float]], x: float, where: str) -> float:
-    if len(points) == 1:
-        return points[0][1]
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= x <= x1:
-            # Of two methods with equal bytes, the better.
-            return min(y0, y1) if x0 == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    raise UserError(
-        f"`--against` must hold fewer and more bytes than `--method` does; in {where} it holds {x:.3f}, and they from "
-        f"{points[0][0]:.3f} to {points[-1][0]:.3f}"
+def _on_curve(measured: Sequence[tuple[float, float]], x: float, points: int, where: str) -> float:
+    if len(measured) == 1:
+        return measured[0][1]
+    best: dict[float, float] = {}  # of several with equal bytes, the better
+    for each_x, each_y in measured:
+        best[each_x] = min(each_y, best.get(each_x, math.inf))
+    known = sorted(best)
+    if not known[0] <= x <= known[-1]:
+        raise UserError(
+            f"`--against` must hold fewer and more bytes than `--method` does; in {where} it holds {x:.3f}, and they from "
+            f"{known[0]:.3f} to {known[-1]:.3f}"
+        )
+    above = bisect.bisect_left(known, x)
+    first = max(0, min(above - points // 2, len(known) - points))
+    around = known[first : first + points]
+    return sum(  # Lagrange's form
+        best[one] * math.prod((x - other) / (one - other) for other in around if other != one) for one in around
     )
 
 

@@ -29,6 +29,23 @@ def test_a_method_is_compared_with_the_line_between_its_neighbours():
     assert told([found], [[0, 1]]).endswith("less in 2 of 2 windows")
 
 
+def test_a_curve_through_four_is_what_lies_between_them():
+    """Where log KL falls ever more slowly, a straight line flatters what lies between."""
+
+    def kl(held):
+        return math.exp(2 - 0.3 * held + 0.004 * held**2)
+
+    held = (5, 10, 20, 35, 60)
+    windows = {(str(each), "novels"): [window(each, kl(each))] for each in held}
+    windows["between", "novels"] = [window(14, kl(14))]
+    those = [str(each) for each in held]
+    assert differences(windows, "novels", "between", those) == pytest.approx([0])
+    [by_line] = differences(windows, "novels", "between", those, points=2)
+    line = 0.6 * math.log(kl(10)) + 0.4 * math.log(kl(20))
+    assert by_line == pytest.approx(math.log(kl(14)) - line)
+    assert by_line < -0.05
+
+
 def test_one_method_is_compared_as_it_is():
     assert differences(WINDOWS, "novels", "other", ["small"]) == pytest.approx([math.log(1 / 4), math.log(1 / 8)])
 
