@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import Documents, tokens_of
 
-from .document_order import DocumentOrder, Share, SharedDocumentOrder
+from .document_order import DocumentOrder, Share, ShareOfDocuments
 
 # Where a stream stands: for each data set (epoch, document, token), and what `DocumentOrder.state` says. Ready for JSON.
 Place = dict[str, list[Any]]
@@ -177,7 +177,7 @@ class TrainingBlocks(torch.utils.data.IterableDataset):
         readers = []
         for i, rows in enumerate(self.sources):
             settings = rows, self.seed + 1 + i, self.shuffle_buffer
-            order = DocumentOrder(*settings) if share is None else SharedDocumentOrder(*settings, share, states[i])
+            order = DocumentOrder(*settings) if share is None else ShareOfDocuments(*settings, share, states[i])
             readers.append(_Reader(order, self.tokenizer, cursors[i]))
         return readers
 

@@ -50,7 +50,7 @@ class DocumentOrder:
         return order
 
 
-class SharedDocumentOrder(DocumentOrder):
+class ShareOfDocuments(DocumentOrder):
     """The same of one share. A streamed data set is read in chunks of `shuffle_buffer` documents, each shuffled, so that its
     position is the chunk's, as `datasets` knows it, and a number within.
 

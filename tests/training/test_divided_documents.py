@@ -16,7 +16,7 @@ from training_runs import launch, losses, train_here
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.text_data import hold_out
 from training.data import TrainingBlocks
-from training.document_order import Share, SharedDocumentOrder
+from training.document_order import Share, ShareOfDocuments
 
 FILES, EACH = 4, 15
 
@@ -47,14 +47,14 @@ def stream_of(texts, streaming, **shard):
 def test_shares_are_disjoint_and_together_everything(texts, streaming, count):
     rows = load(texts / "a*.jsonl", streaming=streaming)
     for epoch in (0, 1):
-        orders = [SharedDocumentOrder(rows, 7, 8, Share(index, count)) for index in range(count)]
+        orders = [ShareOfDocuments(rows, 7, 8, Share(index, count)) for index in range(count)]
         read = [list(order.texts(epoch, 0)) for order in orders]
         everything = collections.Counter(itertools.chain(*read))
         assert everything == collections.Counter(row["text"] for row in rows)
         assert max(map(len, read)) - min(map(len, read)) <= EACH
         again = [list(order.texts(epoch, 0)) for order in orders]
         assert again == read, "the order depends on the seed alone"
-    first, second = (list(SharedDocumentOrder(rows, 7, 8, Share()).texts(epoch, 0)) for epoch in (0, 1))
+    first, second = (list(ShareOfDocuments(rows, 7, 8, Share()).texts(epoch, 0)) for epoch in (0, 1))
     assert first != second
 
 
@@ -62,13 +62,13 @@ def test_shares_are_disjoint_and_together_everything(texts, streaming, count):
 def test_an_order_goes_on_from_any_document_and_reads_no_more_than_a_chunk_anew(texts, streaming):
     rows = load(texts / "a*.jsonl", streaming=streaming)
     share = Share(1, 3)
-    whole = list(SharedDocumentOrder(rows, 7, 4, share).texts(1, 0))
+    whole = list(ShareOfDocuments(rows, 7, 4, share).texts(1, 0))
     for place in range(len(whole)):
-        order = SharedDocumentOrder(rows, 7, 4, share)
+        order = ShareOfDocuments(rows, 7, 4, share)
         texts_read = order.texts(1, 0)
         before = [next(texts_read) for _ in range(place + 1)]
         state = json.loads(json.dumps(order.state()))
-        going_on = SharedDocumentOrder(rows, 7, 4, share, state)
+        going_on = ShareOfDocuments(rows, 7, 4, share, state)
         assert before + list(going_on.texts(1, place + 1)) == whole
         if streaming:
             assert place + 1 - state["first"] <= 4
