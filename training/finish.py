@@ -23,7 +23,7 @@ from .optimizer import merged_state
 from .reporting import Reporter, write_summary
 from .run_records import write_record
 from .run_state import RunState
-from .soft_thresholds import learn_or_fix
+from .soft_thresholds import fix_ranks_if_due
 from .stream_places import readers_of
 from .threshold_calibration import calibrate_threshold
 from .validation import measure
@@ -63,7 +63,7 @@ def finish(
     if config.average_checkpoints:
         summary["averaged_steps"] = load_mean(engine, output / STATES, config.average_checkpoints)
     if config.compressor.rank_policy == SOFT_THRESHOLD:
-        learn_or_fix(engine, config.optimizer.steps)
+        fix_ranks_if_due(engine, config.optimizer.steps)
     # All processes calibrate on the same text: what the first would train on next.
     following = stream.shard(
         world=engine.world if run.places.has_own_documents else 1,

@@ -40,7 +40,7 @@ from .resumable_state import changed_settings, save_state, saved_states
 from .run_records import begin_record
 from .run_state import RunState, begin_run, lr_projection_of, resume_run, saved_run
 from .schedule import learning_rate_factor
-from .soft_thresholds import learn_or_fix
+from .soft_thresholds import fix_ranks_if_due
 from .step import optimizer_step
 from .stream_places import readers_of
 from .throughput import model_flops
@@ -294,4 +294,4 @@ def _schedule(engine: Engine, step: int) -> None:
         for compressor in dynakv.token_compressors(engine.model):
             compressor.train_on_hard_mask = step >= config.straight_through_from * settings.steps
     if config.compressor.rank_policy == SOFT_THRESHOLD:
-        learn_or_fix(engine, step)
+        fix_ranks_if_due(engine, step)

@@ -46,9 +46,9 @@ def warn_of_fixed_ranks(engine: Engine, step: int, steps_before: int) -> None:
         )
 
 
-def learn_or_fix(engine: Engine, step: int) -> None:
-    """Have the thresholds say the ranks in the first `rate.fix_ranks_from` of a run; fix these when that is over. Ranks that
-    are fixed stay so, though a run that resumes with more steps would not have fixed them yet.
+def fix_ranks_if_due(engine: Engine, step: int) -> None:
+    """Fix the ranks that the thresholds have learned, once the first `rate.fix_ranks_from` of a run is over. Ranks that are
+    fixed stay so, though a run that resumes with more steps would not have fixed them yet.
 
     Args:
         engine: with a model of ``rank_policy: soft_threshold``.
