@@ -51,8 +51,10 @@ class DocumentOrder:
 
 
 class ShareOfDocuments(DocumentOrder):
-    """The same of one share. A streamed data set is read in chunks of `shuffle_buffer` documents, each shuffled, so that its
-    position is the chunk's, as `datasets` knows it, and a number within.
+    """One share of the documents, in such an order.
+
+    A streamed data set is read in chunks of `shuffle_buffer` documents, each shuffled, so that its position is the chunk's,
+    as `datasets` knows it, and a number within.
 
     Files are divided among the shares where their number allows; else each share passes over the documents of the others,
     which is reading without tokenizing.
