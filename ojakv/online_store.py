@@ -30,8 +30,8 @@ def new_store(
 ) -> TokenStore:
     """An empty store for one sequence; see :class:`TokenStore` for the arguments."""
     if initial.is_compressed and config.follows_text:
-        grows = config.compresses_singly
-        return OnlineStore(initial, config, head_dim=head_dim, dtype=dtype, name=name, grows=grows)
+        settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "leaves_room": config.compresses_singly}
+        return OnlineStore(initial, config, **settings)
     return fixed_store(initial, config, head_dim=head_dim, dtype=dtype, name=name)
 
 

@@ -104,7 +104,7 @@ class KiviLayer(WindowedLayer):
 
     def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
         grouped = GroupedRows(self.bits, self.dtype, by_channel=side == "key")
-        return PagedStore(initial, grouped, grows=False, **self.store_settings(side))
+        return PagedStore(initial, grouped, leaves_room=False, **self.store_settings(side))
 
 
 def kivi_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:

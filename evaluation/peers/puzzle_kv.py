@@ -63,7 +63,7 @@ class PuzzleLayer(WindowedLayer):
 
     def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
         pages = Pages(initial.vectors_PWR.shape[2], self.dtype)  # the rank is that of the plan's basis
-        return PagedStore(initial, pages, grows=self.config.compresses_singly, **self.store_settings(side))
+        return PagedStore(initial, pages, leaves_room=self.config.compresses_singly, **self.store_settings(side))
 
 
 def puzzle_maker(

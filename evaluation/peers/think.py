@@ -86,7 +86,7 @@ class ThinKLayer(WindowedLayer):
 
     def new_store(self, initial: InitialBasis, side: Side) -> TokenStore:
         kind = self.store if initial.is_compressed else TokenStore
-        return kind(initial, grows=self.config.compresses_singly, **self.store_settings(side))
+        return kind(initial, leaves_room=self.config.compresses_singly, **self.store_settings(side))
 
     def attend_cached(
         self, module: nn.Module, query: Tensor, mask: Tensor | None, inner: Backend, **kwargs: Any

@@ -124,15 +124,15 @@ class Coefficients:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, rows_NR: Tensor, *, exact: bool = False, writer: Any = None) -> None:
+    def append(self, rows_NR: Tensor, *, leaves_room: bool = True, writer: Any = None) -> None:
         """Add rows (…, N, R) at the end.
 
         Args:
-            exact: leave no room to grow.
+            leaves_room: whether there is room to grow behind them.
             writer: encodes the rows in place of the quantization, as it does.
         """
         count = rows_NR.shape[-2]
-        self._write(rows_NR, self.stored.room_for(count, exact=exact), writer)
+        self._write(rows_NR, self.stored.room_for(count, leaves_room=leaves_room), writer)
         self.stored.count_written(count)
 
     def _write(self, rows_NR: Tensor, room: Sequence[Tensor], writer: Any = None) -> None:

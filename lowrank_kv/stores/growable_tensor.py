@@ -56,20 +56,20 @@ class GrowingRows:
         code reads what is counted."""
         return all(buffer.shape[self.dim] == self.length for buffer in self._buffers)
 
-    def room_for(self, count: int, *, exact: bool = False) -> list[Tensor]:
+    def room_for(self, count: int, *, leaves_room: bool = True) -> list[Tensor]:
         """The next `count` rows of each tensor, to be written and then counted by :meth:`count_written`.
 
         Args:
-            exact: allocate exactly as many rows as are then in use, without room to grow.
+            leaves_room: whether there is room to grow behind them; else exactly as many rows are allocated as are in use.
         """
-        self.make_room(count, exact=exact)
+        self.make_room(count, leaves_room=leaves_room)
         return [buffer.narrow(self.dim, self.length, count) for buffer in self._buffers]
 
-    def make_room(self, count: int, *, exact: bool = False) -> None:
+    def make_room(self, count: int, *, leaves_room: bool = True) -> None:
         """Have room for the next `count` rows; the arguments are those of :meth:`room_for`."""
         end, capacity = self.row_count.value + count, self._buffers[0].shape[self.dim]
-        if end > capacity or (exact and end < capacity):
-            self.reserve(end if exact else grown(capacity, end))
+        if end > capacity or (end < capacity and not leaves_room):
+            self.reserve(grown(capacity, end) if leaves_room else end)
         if self._is_inference and not torch.is_inference_mode_enabled():
             self.buffers = tuple(writable(buffer) for buffer in self._buffers)
 
@@ -143,15 +143,15 @@ class GrowingTensor(GrowingRows):
         """The rows in use, without the room to grow; a view."""
         return self._buffers[0].narrow(self.dim, 0, self.length)
 
-    def append(self, rows: Tensor, *, exact: bool = False) -> None:
+    def append(self, rows: Tensor, *, leaves_room: bool = True) -> None:
         """Add rows at the end, converted to the tensor's dtype.
 
         Args:
             rows: any number along `dim`.
-            exact: allocate exactly as many rows as are then in use, without room to grow.
+            leaves_room: whether there is room to grow behind them; else exactly as many rows are allocated as are in use.
         """
         count = rows.shape[self.dim]
-        self.make_room(count, exact=exact)
+        self.make_room(count, leaves_room=leaves_room)
         self._buffers[0].narrow(self.dim, self.row_count.value, count).copy_(rows)
         self.row_count.value += count
 

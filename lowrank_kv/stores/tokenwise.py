@@ -97,12 +97,12 @@ class TokenwiseCoefficients(Coefficients):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def append(
-        self, rows_1NC: Tensor, *, exact: bool = False, writer: Any = None, class_N: Tensor | None = None
+        self, rows_1NC: Tensor, *, leaves_room: bool = True, writer: Any = None, class_N: Tensor | None = None
     ) -> None:
         """Add rows (1, N, C) at the end.
 
         Args:
-            exact, writer: see :meth:`Coefficients.append`.
+            leaves_room, writer: see :meth:`Coefficients.append`.
             class_N: of the rows; by default as the plans' gate tells it from them, which takes all coefficients.
         """
         [row_NC] = rows_1NC
@@ -111,9 +111,9 @@ class TokenwiseCoefficients(Coefficients):
         writer = self.quantization if writer is None else writer
         class_N = writer.classes(row_NC) if class_N is None else class_N
         write = functools.partial(writer.write, row_NC, class_N)
-        self._append(write, len(class_N), writer.nbytes_of(class_N), exact=exact)
+        self._append(write, len(class_N), writer.nbytes_of(class_N), leaves_room=leaves_room)
 
-    def _append(self, write: Callable[[RowsOfClasses], None], count: int, num_bytes: int, *, exact: bool) -> None:
+    def _append(self, write: Callable[[RowsOfClasses], None], count: int, num_bytes: int, *, leaves_room: bool) -> None:
         """Add so many rows of so many bytes, which `write` writes."""
         rows, old_bytes = self.length, self.stored.length
         if old_bytes + num_bytes > _MOST_BYTES:
@@ -126,7 +126,7 @@ class TokenwiseCoefficients(Coefficients):
         lengths, buffers = [each.length for each in grown], [each.buffer for each in grown]
         try:
             for each, end in zip(grown, ends, strict=True):
-                each.make_room(end - each.length, exact=exact)
+                each.make_room(end - each.length, leaves_room=leaves_room)
             write(RowsOfClasses(*(each.buffer for each in grown), rows, old_bytes))
             for each, end in zip(grown, ends, strict=True):
                 each.count_written(end - each.length)
@@ -151,7 +151,7 @@ class TokenwiseCoefficients(Coefficients):
         old_Y = (start_N - new_N).repeat_interleave(size_N) + torch.arange(int(size_N.sum()), device=self.device)
         kept = self._empty()
         byte_Y = self.stored.rows[old_Y]
-        kept._append(lambda into: into.put(byte_Y, kept_N, new_N), len(kept_N), len(byte_Y), exact=True)
+        kept._append(lambda into: into.put(byte_Y, kept_N, new_N), len(kept_N), len(byte_Y), leaves_room=False)
         self.stored, self.classes, self.marks = kept.stored, kept.classes, kept.marks
         self.row_count, self.native_view = kept.row_count, None
 

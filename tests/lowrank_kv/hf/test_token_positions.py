@@ -26,7 +26,7 @@ def test_a_run_is_continued_where_it_goes_on(text):
         if padding:
             present_Q = torch.ones(count, dtype=torch.bool)
             present_Q[padding] = False
-        positions.append(count, present_Q, exact=False)
+        positions.append(count, present_Q)
         full_F = positions.full_rank.rows
         is_kept_F = torch.ones(len(full_F), dtype=torch.bool)
         is_kept_F[list(rows)] = False

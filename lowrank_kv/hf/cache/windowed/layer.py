@@ -217,7 +217,7 @@ def fixed_store(
     initial: InitialBasis, config: WindowedConfig, *, head_dim: int, dtype: torch.dtype, name: str
 ) -> TokenStore:
     """An empty store of one sequence whose shared basis stays as it is; see :class:`TokenStore` for the arguments."""
-    settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "grows": config.compresses_singly}
+    settings = {"head_dim": head_dim, "dtype": dtype, "name": name, "leaves_room": config.compresses_singly}
     if config.own_directions:
         least = config.own_directions_from
         return AdaptiveStore(initial, count=config.own_directions, least_tokens=least, **settings)

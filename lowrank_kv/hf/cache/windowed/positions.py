@@ -79,13 +79,14 @@ class TokenPositions:
         self.full_rank.append_number(self.length)
         self.length += 1
 
-    def append(self, count: int, present_Q: Tensor | None, *, exact: bool) -> None:
-        """`count` tokens at full rank, or padding where `present_Q` is False; `exact` as for `GrowingTensor.append`."""
+    def append(self, count: int, present_Q: Tensor | None, *, leaves_room: bool = True) -> None:
+        """`count` tokens at full rank, or padding where `present_Q` is False; for `leaves_room` see
+        :meth:`GrowingTensor.append`."""
         position_Q = torch.arange(self.length, self.length + count, dtype=torch.int32, device=self.padding.device)
         if present_Q is not None:
             self.padding = torch.cat([self.padding, position_Q[~present_Q]])
             position_Q = position_Q[present_Q]
-        self.full_rank.append(position_Q, exact=exact)
+        self.full_rank.append(position_Q, leaves_room=leaves_room)
         self.length += count
 
     def with_low_rank(self, position_N: Tensor, full_rank: GrowingTensor) -> "TokenPositions":

@@ -97,8 +97,8 @@ class WindowedSequence:
         """New tokens, at full rank; `present_Q` is False for padding, None where there is none."""
         count = key_GQD.shape[1]
         # A prompt is compressed at once, so it needs no room behind it; a few tokens leave room for those that follow.
-        exact = count > self.config.update_period
-        if present_Q is None and not exact:
+        leaves_room = count <= self.config.update_period
+        if present_Q is None and leaves_room:
             rows = self.key.full, self.value.full, self.positions.full_rank
             if append_full_rank(*rows, key_GQD, value_GQD, self.positions.length):
                 self.positions.length += count
@@ -115,9 +115,9 @@ class WindowedSequence:
             return
         if present_Q is not None:
             key_GQD, value_GQD = key_GQD[:, present_Q], value_GQD[:, present_Q]
-        self.key.full.append(key_GQD, exact=exact)
-        self.value.full.append(value_GQD, exact=exact)
-        self.positions.append(count, present_Q, exact=exact)
+        self.key.full.append(key_GQD, leaves_room=leaves_room)
+        self.value.full.append(value_GQD, leaves_room=leaves_room)
+        self.positions.append(count, present_Q, leaves_room=leaves_room)
         self._num_new = key_GQD.shape[1]
 
     def steps_due(self, prompt: Prompt | None, *, is_uncommitted: bool) -> Sequence[CompressionStep]:

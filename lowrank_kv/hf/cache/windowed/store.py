@@ -28,10 +28,10 @@ class TokenStore:
         head_dim: D.
         dtype: the dtype in which states are stored.
         name: such as ``layer 3 keys``, for errors.
-        grows: whether coefficients are appended one token at a time, so that room is left behind them.
+        leaves_room: whether room to grow is left behind coefficients, as they are appended one token at a time.
     """
 
-    def __init__(self, initial: InitialBasis, *, head_dim: int, dtype: torch.dtype, name: str, grows: bool):
+    def __init__(self, initial: InitialBasis, *, head_dim: int, dtype: torch.dtype, name: str, leaves_room: bool):
         parts, width, _ = initial.vectors_PWR.shape
         groups = parts * width // head_dim
         self.initial, self.name = initial, name
@@ -40,7 +40,7 @@ class TokenStore:
             (parts, initial.rank), dtype=dtype, device=self.device, quantization=initial.quantization
         )
         self.full = GrowingTensor(torch.empty(groups, 0, head_dim, dtype=dtype, device=self.device), dim=1)
-        self._appends_exactly = not grows
+        self._appends_exactly = not leaves_room  # named in saved caches
         self._operands: Operands | None = None
 
     @property
@@ -130,7 +130,7 @@ class TokenStore:
 
     def _write(self, coef_PNR: Tensor, **settings: Any) -> None:
         """Append coefficients as they are stored; the settings are those of a store's `append`."""
-        self.coef.append(coef_PNR, exact=self._appends_exactly, writer=self.initial.writer, **settings)
+        self.coef.append(coef_PNR, leaves_room=not self._appends_exactly, writer=self.initial.writer, **settings)
 
     def crop(self, length: int) -> None:
         """Forget the coefficients from row `length` on."""
