@@ -140,7 +140,7 @@ class DynaKVConfig:
             f"0 where `rank_policy` is {self.rank_policy}: only a plan of bits codes layers together",
         )
         require(
-            not self.joint_layers or self.prefill == "exact",
+            not self.joint_layers or self.reads_prompts_exactly,
             "prefill",
             self.prefill,
             f"exact with `joint_layers: {self.joint_layers}`: training codes rows of the uncompressed model's states",
@@ -186,6 +186,11 @@ class DynaKVConfig:
     def has_plan(self) -> bool:
         """Whether a plan of bits says what is kept of every token."""
         return self.rank_policy == PLAN
+
+    @property
+    def reads_prompts_exactly(self) -> bool:
+        """Whether the tokens of a prompt that is served attend to one another's exact keys and values."""
+        return self.prefill == "exact"
 
     @property
     def seen_exactly(self) -> ExactTokens | None:

@@ -104,7 +104,7 @@ class SingleLayerCompressor(LayerCompressor):
             value=copy.copy(self.value),
             quantization=config.quantization,
             eviction=config.eviction,
-            exact_prefill=config.prefill == "exact",
+            exact_prefill=config.reads_prompts_exactly,
             settings=config,
         )
 

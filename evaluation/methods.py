@@ -114,12 +114,12 @@ class MethodConfig:
     def reads_exactly(self) -> bool:
         """Whether a prompt's own attention is exact, so that in one pass nothing compressed would be read."""
         if self.preset is not None:
-            return self.ojakv_config().prefill == "exact"
+            return self.ojakv_config().reads_prompts_exactly
         if self.checkpoint is not None:
             if "prefill" in self.settings:
                 return self.settings["prefill"] == "exact"
             is_left_out = self.optional and not Path(self.checkpoint).exists()
-            return not is_left_out and read_config(self.checkpoint).compressor.prefill == "exact"
+            return not is_left_out and read_config(self.checkpoint).compressor.reads_prompts_exactly
         return PEERS[self.peer].reads_exactly
 
 

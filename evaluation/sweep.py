@@ -172,7 +172,7 @@ def _check(config: SweepConfig, runs: list[Point]) -> None:
     def variants(condition: Callable[[TrainConfig], bool]) -> str:
         return ", ".join(dict.fromkeys(point.variant for point in runs if condition(point.run)))
 
-    exact = variants(lambda run: run.compressor.prefill == "exact")
+    exact = variants(lambda run: run.compressor.reads_prompts_exactly)
     require(
         config.prefix > 0 or not exact,
         "prefix",

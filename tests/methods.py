@@ -175,7 +175,7 @@ def _preset(name: str, **overrides) -> Method:
         return lambda: OjaKVCache(model, plan)
 
     settings = OjaKVConfig.preset(name, **overrides)
-    follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.prefill == "exact")
+    follows = bool(settings.tracker != "fixed" or settings.full_rank_ratio or settings.reads_prompts_exactly)
     label = "-".join([name, *(str(value) for value in overrides.values())])
     method = Method(
         label,

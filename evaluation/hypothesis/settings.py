@@ -174,4 +174,4 @@ def _method(label: str, of: dict, model: PreTrainedModel, plan: Plan) -> Method:
     def make(_: float | None) -> Callable[[], Cache]:
         return lambda: OjaKVCache(model, plan)
 
-    return Method(label=label, of=of, bytes_of=None, reads_exactly=plan.config.prefill == "exact", make=make)
+    return Method(label=label, of=of, bytes_of=None, reads_exactly=plan.config.reads_prompts_exactly, make=make)

@@ -100,12 +100,17 @@ class WindowedConfig:
             f"1 with `joint_layers: {self.joint_layers}`: each layer would forget other tokens of the rows that they share",
         )
         require(
-            self.joint_layers <= 1 or self.prefill == "exact",
+            self.joint_layers <= 1 or self.reads_prompts_exactly,
             "prefill",
             self.prefill,
             f"exact with `joint_layers: {self.joint_layers}`: a layer has no rows of a prompt before the last of them has "
             f"read it",
         )
+
+    @property
+    def reads_prompts_exactly(self) -> bool:
+        """Whether the tokens of a prompt attend to one another's exact keys and values, before they are compressed."""
+        return self.prefill == "exact"
 
     @property
     def chooses_by_last_queries(self) -> bool:

@@ -52,7 +52,7 @@ class WindowedLayer(SequenceLayer):
 
     @property
     def reads_prompts_exactly(self) -> bool:
-        return self.config.prefill == "exact"
+        return self.config.reads_prompts_exactly
 
     @functools.cached_property
     def rotates(self) -> bool:
