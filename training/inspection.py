@@ -20,12 +20,6 @@ from lowrank_kv.hf.geometry import geometry_of
 from .data import Batch
 from .validation import run_uncached
 
-# The sentence of the DynaKV paper's Figures 4 and 5.
-SENTENCE = (
-    "I keep telling myself that I am going to start working on it tomorrow, but to be honest, I am just struggling with "
-    "chronic procrastination."
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:

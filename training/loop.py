@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dynakv
 from dynakv.config import SOFT_THRESHOLD
+from dynakv.paper_sentence import SENTENCE
 from dynakv.training_config import TrainConfig
 from lowrank_kv.hf.document_isolation import isolate_documents
 from lowrank_kv.hf.geometry import geometry_of
@@ -31,7 +32,7 @@ from .divergence_guard import DivergenceGuard, GradientNorms
 from .engine import Engine, is_first_process
 from .finish import CHECKPOINT, FULL_CHECKPOINT, STATES, finish
 from .initialization import check_continued, given_price
-from .inspection import SENTENCE, inspect, inspection_due
+from .inspection import inspect, inspection_due
 from .modes import begin_training
 from .optimizer import build_optimizer
 from .read_share import check_read_compressed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dynakv.paper_sentence import RARE, SENTENCE, STOPWORDS
 from lowrank_kv.calibration.calibration import Calibration
 
 from ..methods import Method
@@ -17,14 +18,6 @@ from ..scores import rank_correlation
 from .residuals import STATE_SIDES, follows_text, residuals
 from .shares import States, states_of, token_shares
 from .spectra import spectra
-
-# The sentence of DynaKV, section 5.1.
-SENTENCE = (
-    "I keep telling myself that I am going to start working on it tomorrow, but to be honest, I am just struggling with "
-    "chronic procrastination."
-)
-# What DynaKV, section 5.1, calls stopwords and rare words there.
-STOPWORDS, RARE = ("that", "to", "be", "just"), ("chronic", "procrastination")
 
 
 def anatomy(
