@@ -54,8 +54,8 @@ def read_moments(
     model: PreTrainedModel,
     blocks_NT: Tensor,
     *,
+    joint_layers: int,
     exact_tokens: ExactTokens | None = None,
-    joint_layers: int = 1,
     progress: bool = True,
 ) -> dict[int, dict[str, ReadMoments]]:
     """Layer index → ``key``, ``value`` → what is read of that layer; and of the last of so many layers that are coded
@@ -67,8 +67,8 @@ def read_moments(
     Args:
         model: an uncompressed model that attends with sdpa or eager attention, any floating dtype.
         blocks_NT: token ids.
-        exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
         joint_layers: how many consecutive layers are coded together; 0 for none.
+        exact_tokens: which tokens are seen exactly; by default as an OjaKV cache keeps them.
 
     Raises:
         UserError: the model has compressors or attends otherwise, blocks are too short, inference mode is on, or states

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_compressed_copies_alone(layer, token, place)
         numeric = (loss(eps) - loss(-eps)) / (2 * eps)
     assert float(gradient[0, token, place]) == pytest.approx(numeric, rel=2e-2, abs=2e-4)
     assert float(gradient[0, 17:].abs().max()) == 0.0, "nobody reads the latest tokens compressed"
-    found = read_moments(model, ids, exact_tokens=EXACT, progress=False)
+    found = read_moments(model, ids, joint_layers=0, exact_tokens=EXACT, progress=False)
     read = gradient[0, EXACT.read_by_some(24)].double()
     torch.testing.assert_close(found[layer]["value"].gradient.mean(), read.T @ read / 15)
 
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_the_compressed_copies_alone(layer, token, place)
 def test_nothing_is_left_on_the_model():
     model, ids = tiny_model(), ids_of(1, 160)
     before = model(ids, use_cache=False).logits
-    read_moments(model, ids, progress=False)
+    read_moments(model, ids, joint_layers=0, progress=False)
     assert torch.equal(model(ids, use_cache=False).logits, before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -84,12 +84,12 @@ def test_states_that_are_not_finite_are_named():
     model = tiny_model()
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(UserError, match="layer 1, value: calibration rows hold NaN or infinite entries"):
-        read_moments(model, ids_of(1, 160), progress=False)
+        read_moments(model, ids_of(1, 160), joint_layers=0, progress=False)
 
 
 def test_blocks_too_short_to_be_read_compressed_are_refused():
     with pytest.raises(UserError, match="in blocks of 32 tokens none is read compressed"):
-        read_moments(tiny_model(), ids_of(1, 32), progress=False)
+        read_moments(tiny_model(), ids_of(1, 32), joint_layers=0, progress=False)
 
 
 def test_what_is_read_survives_saving(calibration, tmp_path):

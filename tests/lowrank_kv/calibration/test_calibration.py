@@ -215,7 +215,9 @@ def test_the_moments_that_are_used_are_those_that_were_hashed(tmp_path, monkeypa
     assert torch.equal(loaded.moments[1]["key"], calibration.moments[1]["key"])
 
 
-@pytest.mark.parametrize("moments_of", [gradient_moments, read_moments], ids=lambda each: each.__name__)
-def test_gradients_are_refused_in_inference_mode(moments_of):
+@pytest.mark.parametrize(
+    ("moments_of", "settings"), [(gradient_moments, {}), (read_moments, {"joint_layers": 0})], ids=["gradient", "read"]
+)
+def test_gradients_are_refused_in_inference_mode(moments_of, settings):
     with torch.inference_mode(), pytest.raises(UserError, match=r"use `torch.no_grad\(\)` in its place"):
-        moments_of(tiny_model(), torch.randint(1, 97, (2, 96)), progress=False)
+        moments_of(tiny_model(), torch.randint(1, 97, (2, 96)), progress=False, **settings)
