@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from unittest.mock import Mock
 
 import pytest
@@ -17,25 +16,26 @@ from lowrank_kv.utils.build_locks import LOCK, await_builds, quanto_folders, tor
 from lowrank_kv.utils.errors import UserError
 
 BUILDER = """
-import sys, time
+import sys
 from torch.utils.file_baton import FileBaton
 baton = FileBaton(sys.argv[1])
 assert baton.try_acquire()
 print("building", flush=True)
-time.sleep(float(sys.argv[2]))
+sys.stdin.read()
 baton.release()
 """
 
 
-def builder(lock, seconds: float) -> subprocess.Popen:
-    """Another process that builds, as torch does."""
-    process = subprocess.Popen([sys.executable, "-c", BUILDER, str(lock), str(seconds)], stdout=subprocess.PIPE)
+def builder(lock) -> subprocess.Popen:
+    """Another process that builds, as torch does, until its input ends."""
+    command = [sys.executable, "-c", BUILDER, str(lock)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"building\n"
     return process
 
 
 def test_the_lock_of_a_killed_builder_is_removed_and_named(tmp_path, caplog):
-    process = builder(tmp_path / LOCK, 60)
+    process = builder(tmp_path / LOCK)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (tmp_path / LOCK).exists()
@@ -46,17 +46,24 @@ def test_the_lock_of_a_killed_builder_is_removed_and_named(tmp_path, caplog):
     assert FileBaton(str(tmp_path / LOCK)).try_acquire()
 
 
-def test_a_builder_that_lives_is_waited_for(tmp_path):
-    process = builder(tmp_path / LOCK, 2)
-    began = time.monotonic()
+def test_a_builder_that_lives_is_waited_for(tmp_path, monkeypatch):
+    process, looks = builder(tmp_path / LOCK), []
+
+    def sleep(seconds):
+        assert (tmp_path / LOCK).exists()
+        looks.append(seconds)
+        if len(looks) == 3:
+            process.communicate()  # which lets it end
+
+    monkeypatch.setattr(build_locks.time, "sleep", sleep)
     await_builds([tmp_path])
-    assert time.monotonic() - began > 0.5
+    assert len(looks) == 3
     assert not (tmp_path / LOCK).exists()
-    assert process.wait() == 0
+    assert process.returncode == 0
 
 
 def test_a_build_without_end_is_given_up_with_its_file_and_owner(tmp_path):
-    process = builder(tmp_path / LOCK, 60)
+    process = builder(tmp_path / LOCK)
     try:
         with pytest.raises(
             UserError, match=rf"process {process.pid} builds .*held `{tmp_path / LOCK}` for more than 1 s"
