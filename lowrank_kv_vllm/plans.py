@@ -6,15 +6,15 @@ that `generate()` would keep at full rank only the first ones stay exact.
 
 import dataclasses
 import functools
-import itertools
 from typing import NamedTuple
 
 import torch
 
 from dynakv.checkpoint import load_compressors
 from dynakv.checkpoint_files import CheckpointConfig, read_config
+from dynakv.config import DynaKVConfig
 from dynakv.layer_compressor import SingleLayerCompressor
-from dynakv.measured_rates import measured_rates
+from dynakv.measured_rates import Rates, measured_rates
 from dynakv.model_compressors import initial_bases
 from lowrank_kv.calibration.calibration import Calibration
 from lowrank_kv.hf.geometry import KVGeometry
@@ -22,7 +22,7 @@ from lowrank_kv.stores.arena import PageLayout
 from lowrank_kv.utils.config import require
 from lowrank_kv.utils.errors import UserError
 from lowrank_kv.utils.torch_defaults import fp32_on_cpu
-from lowrank_kv_vllm.settings import PRESETS, ServingConfig
+from lowrank_kv_vllm.settings import ServingConfig
 from lowrank_kv_vllm.sides import Side, side_of_basis, side_of_codec
 from ojakv import OjaKVConfig, make_plan
 
@@ -72,9 +72,14 @@ def retention(settings: ServingConfig) -> dict[str, int]:
 def rows_differ(settings: ServingConfig) -> bool:
     """Whether tokens take rows of different sizes, so that a page may be full before its end."""
     if settings.checkpoint is None:
-        return preset_of(settings).token_classes > 1
-    compressor = read_config(settings.checkpoint).compressor
-    return not compressor.has_plan or compressor.token_classes > 1
+        return _differ(preset_of(settings))
+    return _differ(read_config(settings.checkpoint).compressor)
+
+
+def _differ(config: OjaKVConfig | DynaKVConfig) -> bool:
+    # A trained compressor without a plan may keep another rank of each token.
+    has_ranks = isinstance(config, DynaKVConfig) and not config.has_plan
+    return has_ranks or config.token_classes > 1
 
 
 class Origin(NamedTuple):
@@ -97,7 +102,7 @@ def origin_of(settings: ServingConfig) -> Origin:
         calibration = _calibration_of(settings)
         remedy = "make one on this model with `lowrank-kv calibrate`"
         return Origin(calibration.geometry, calibration.model, calibration.origin, remedy)
-    saved = _checkpoint_of(settings)
+    saved = _checkpoint_of(settings).saved
     remedy = "serve the model it was trained on, or train one for this"
     return Origin(saved.geometry, saved.base_model, f"the checkpoint `{settings.checkpoint}`", remedy)
 
@@ -112,26 +117,26 @@ def served(settings: ServingConfig, dtype: torch.dtype, device: torch.device) ->
     Raises:
         UserError: as :func:`origin_of`, or the rate leaves no bit for every layer.
     """
-    return _made(settings, dtype, device)
+    return _made(settings, dtype, device, slice(None))
 
 
 def first_layer(settings: ServingConfig, dtype: torch.dtype) -> Served:
     """The same of a model that had only its first layer, on the CPU: seconds, where a large model's layers take minutes. A
     rate that leaves no bit for every layer leaves none for this one."""
-    return _made(settings, dtype, torch.device("cpu"), only_first=True)
+    return _made(settings, dtype, torch.device("cpu"), slice(1))
 
 
-def _made(settings: ServingConfig, dtype: torch.dtype, device: torch.device, *, only_first: bool = False) -> Served:
+def _made(settings: ServingConfig, dtype: torch.dtype, device: torch.device, chosen: slice) -> Served:
+    """Of the chosen layers."""
+    make = _of_bases if settings.checkpoint is None else _of_checkpoint
     with fp32_on_cpu():
-        if settings.checkpoint is None:
-            return _of_bases(settings, dtype, device, only_first)
-        return _of_checkpoint(settings, dtype, device, only_first)
+        return make(settings, dtype, device, chosen)
 
 
 def preset_of(settings: ServingConfig) -> OjaKVConfig:
     """The settings with which `generate()` does what a server of bases does."""
-    preset, overrides = settings.preset or PRESETS[-1], {**retention(settings), **settings.overrides()}
-    return OjaKVConfig.preset(preset, rate=settings.rate, **overrides)
+    overrides = {**retention(settings), **settings.overrides()}
+    return OjaKVConfig.preset(settings.preset_name, rate=settings.rate, **overrides)
 
 
 def _calibration_of(settings: ServingConfig) -> Calibration:
@@ -141,13 +146,27 @@ def _calibration_of(settings: ServingConfig) -> Calibration:
             f"`bases` {settings.bases} do not say what is read of a compressed cache, which plans of bits are made "
             f"from; calibrate with `--read_gradients true`, or serve `--preset static-joint-pf`"
         )
-    _check_margin(settings)
+    _check_margin(settings, config)
     return calibration
 
 
-def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
-    config = read_config(settings.checkpoint)
-    compressor = config.compressor.overridden(**settings.overrides())
+class _Checkpoint(NamedTuple):
+    """A checkpoint that can be served.
+
+    Attributes:
+        saved: what it says.
+        compressor: its settings, with what the user has replaced of them.
+        rates: the shares that it keeps in each layer.
+    """
+
+    saved: CheckpointConfig
+    compressor: DynaKVConfig
+    rates: Rates
+
+
+def _checkpoint_of(settings: ServingConfig) -> _Checkpoint:
+    saved = read_config(settings.checkpoint)
+    compressor = saved.compressor.overridden(**settings.overrides())
     if compressor.eviction.is_on:
         raise UserError(
             f"the checkpoint `{settings.checkpoint}` evicts tokens of prompts, which pages that sequences share cannot; "
@@ -163,26 +182,26 @@ def _checkpoint_of(settings: ServingConfig) -> CheckpointConfig:
             f"the checkpoint `{settings.checkpoint}` gives each sequence {compressor.own_directions} directions of its own, "
             f"for which pages that sequences share have no place; save it with `own_directions: 0`"
         )
-    rates = measured_rates(settings.checkpoint, config)
+    rates = measured_rates(settings.checkpoint, saved)
     if rates is None or rates.is_mean:  # a page of a layer that keeps more than the mean would be full before its end
         what = "how much its gates keep" if rates is None else "how much its gates keep in each layer"
         raise UserError(
             f"the checkpoint `{settings.checkpoint}` does not say {what}, for which pages are made; run "
             f"`lowrank-kv measure --checkpoint {settings.checkpoint} --name TEXT`, which writes it there"
         )
-    _check_margin(settings)
+    _check_margin(settings, compressor)
     require(
         compressor.has_plan or not settings.num_sink_tokens,
         "num_sink_tokens",
         settings.num_sink_tokens,
         f"left out with a checkpoint of `rank_policy: {compressor.rank_policy}`, whose pages hold no exact tokens",
     )
-    return config
+    return _Checkpoint(saved, compressor, rates)
 
 
-def _check_margin(settings: ServingConfig) -> None:
+def _check_margin(settings: ServingConfig, config: OjaKVConfig | DynaKVConfig) -> None:
     require(
-        settings.page_margin is None or rows_differ(settings),
+        settings.page_margin is None or _differ(config),
         "page_margin",
         settings.page_margin,
         "left out where one plan, or one rank, holds for all tokens: their rows are of one size, and no page is full before "
@@ -190,16 +209,14 @@ def _check_margin(settings: ServingConfig) -> None:
     )
 
 
-def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device, only_first: bool) -> Served:
+def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device, chosen: slice) -> Served:
     config, calibration = preset_of(settings), _calibration_of(settings)
-    exact = config.prefill == "exact"
-    if only_first:
-        first = calibration.geometry.layers[:1]
-        calibration = dataclasses.replace(
-            calibration,
-            geometry=dataclasses.replace(calibration.geometry, layers=first),
-            read=None if calibration.read is None else {index: calibration.read[index] for index in first},
-        )
+    layers = calibration.geometry.layers[chosen]
+    calibration = dataclasses.replace(
+        calibration,
+        geometry=dataclasses.replace(calibration.geometry, layers=layers),
+        read=None if calibration.read is None else {index: calibration.read[index] for index in layers},
+    )
     plan = make_plan(calibration, config)
     return Served(
         layers={
@@ -207,18 +224,15 @@ def _of_bases(settings: ServingConfig, dtype: torch.dtype, device: torch.device,
         },
         num_sinks=settings.num_sinks,
         margin=settings.margin,
-        reads_prompts_exactly=exact,
-        sees_itself=exact,
+        reads_prompts_exactly=config.reads_prompts_exactly,
+        sees_itself=config.reads_prompts_exactly,
     )
 
 
-def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device, only_first: bool) -> Served:
-    directory, saved = settings.checkpoint, _checkpoint_of(settings)
-    layers = load_compressors(directory, **settings.overrides())
-    if only_first:
-        layers = dict(itertools.islice(layers.items(), 1))
-    compressor = saved.compressor.overridden(**settings.overrides())
-    exact = compressor.prefill == "exact"
+def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.device, chosen: slice) -> Served:
+    _, compressor, rates = _checkpoint_of(settings)
+    exact = compressor.reads_prompts_exactly
+    layers = dict(list(load_compressors(settings.checkpoint, **settings.overrides()).items())[chosen])
     shared = {"margin": settings.margin, "reads_prompts_exactly": exact}
     if compressor.has_plan:
         planned = {
@@ -226,7 +240,6 @@ def _of_checkpoint(settings: ServingConfig, dtype: torch.dtype, device: torch.de
             for index, kv in initial_bases(layers).items()
         }
         return Served(layers=planned, num_sinks=settings.num_sinks, sees_itself=exact, **shared)
-    rates = measured_rates(directory, saved)
     ranked = {
         index: _ranked_sides(layer.to(device), rates.keys[i], rates.values[i], dtype, device)
         for i, (index, layer) in enumerate(layers.items())

@@ -73,15 +73,13 @@ class ServingConfig:
             f"one of {', '.join(PRESETS)}: those have nothing of a sequence's own, and sequences share pages",
         )
         require(self.rate is None or 0 < self.rate <= 1, "rate", self.rate, "in (0, 1]; 0.1 keeps a tenth of the bytes")
-        if self.bases is not None:
-            preset = self.preset or PRESETS[-1]
-            require(
-                self.cache_dtype is None or preset == _WITHOUT_PLAN,
-                "cache_dtype",
-                self.cache_dtype,
-                f"left out with `preset: {preset}`, whose plan says how coefficients are stored; serve `{_WITHOUT_PLAN}`, "
-                f"whose coefficients have one width, for another",
-            )
+        require(
+            self.bases is None or self.cache_dtype is None or self.preset_name == _WITHOUT_PLAN,
+            "cache_dtype",
+            self.cache_dtype,
+            f"left out with `preset: {self.preset_name}`, whose plan says how coefficients are stored; serve "
+            f"`{_WITHOUT_PLAN}`, whose coefficients have one width, for another",
+        )
         require((self.num_sink_tokens or 0) >= 0, "num_sink_tokens", self.num_sink_tokens, "zero or positive")
         require(
             (self.page_margin or 0) >= 0,
@@ -89,6 +87,11 @@ class ServingConfig:
             self.page_margin,
             "zero or positive; 0.03 leaves room for 3 % more",
         )
+
+    @property
+    def preset_name(self) -> str:
+        """How `bases` are used."""
+        return self.preset or PRESETS[-1]
 
     @property
     def num_sinks(self) -> int:
