@@ -138,6 +138,10 @@ class TokenwiseCoefficients(Coefficients):
         if any(each.buffer is not buffer for each, buffer in zip(grown, buffers, strict=True)):
             self.native_view = None  # it would keep the earlier buffers until the next token is decoded
 
+    def reserve(self, capacity: int) -> None:
+        """Not for rows of classes: how many bytes those to come will take is not known."""
+        raise NotImplementedError("rows of classes have sizes once they are there")
+
     def _empty(self) -> Self:
         return type(self)(self.quantization, dtype=self.dtype, device=self.device)
 
