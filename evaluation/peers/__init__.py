@@ -6,6 +6,8 @@ uncompressed bytes at the end of `text`. A cache counts its own tensors (`cache_
 
 import functools
 
+from lowrank_kv.calibration.calibration import JOINT_LAYERS
+
 from .eigen_attention import eigen_maker
 from .expected_attention import expected_attention_maker
 from .keydiff import keydiff_maker
@@ -93,6 +95,14 @@ PEERS: dict[str, Peer] = {
         simplified="components of one layer, energies over their sum; no DEFLATE",
         family=LOW_RANK,
         build=functools.partial(kvtc_maker, recent_window=128),
+        needs=frozenset({READ}),
+    ),
+    "kvtc-joint": Peer(
+        what="the same of rows of keys and values in three layers",
+        source="KVTC, arXiv 2511.01815, section 3",
+        simplified="components of three layers instead of all, energies over their sum; the latest 16 tokens whole; no DEFLATE",
+        family=LOW_RANK,
+        build=functools.partial(kvtc_maker, joint_layers=JOINT_LAYERS),
         needs=frozenset({READ}),
     ),
     "kq-svd": Peer(

@@ -2,7 +2,8 @@
 
 The paper's section 3: keys before rotation, and values, in their principal components; each gets the bits that leave the
 least squared error Σ λ_i ε(b_i) for the budget; first and latest tokens stay whole; DEFLATE packs what is stored. Here the
-components are those of one layer, not of all layers together, and not centred; codes are Lloyd–Max levels, not integers;
+components are those of one layer's keys, and of its values, or of keys and values of three layers together (`kvtc-joint`),
+not of all layers', and not centred; codes are Lloyd–Max levels, not integers;
 the budget is spent exactly on the lower convex hull of ε, which the paper's dynamic program need not be on; and there is no
 DEFLATE, since attention reads the rows where they lie (:func:`deflated_share` says what it would save).
 """
@@ -11,6 +12,7 @@ import dataclasses
 import zlib
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowrank_kv.calibration.calibration import Calibration
@@ -30,6 +32,7 @@ def kvtc_maker(
     *,
     recent_window: int = 16,
     is_relative: bool = True,
+    joint_layers: int = 0,
 ) -> MakeCache:
     """Caches of principal components with bits by their energy.
 
@@ -37,8 +40,10 @@ def kvtc_maker(
         recent_window: latest tokens that stay whole; 128 in the paper, which leaves them out of its ratios.
         is_relative: take the squared error over the energy of each layer's keys, and of its values, which at few bytes loses
             much less than the sum of all as they are (docs/log/peers-and-eviction.md).
+        joint_layers: of how many layers that follow one another keys and values have components together; 0 for none.
     """
-    config = OjaKVConfig.preset("static-mixed", recent_window=recent_window, prefill="exact")
+    settings = {"recent_window": recent_window, "prefill": "exact", "joint_layers": joint_layers}
+    config = OjaKVConfig.preset("static-mixed", **settings)
     itemsize = model.dtype.itemsize
     rate = token_share(config, calibration.geometry, share, text, itemsize=itemsize) * itemsize / _ITEMSIZE
     config = dataclasses.replace(config, rate=min(rate, 1.0))
@@ -53,18 +58,28 @@ def by_energy(calibration: Calibration, *, is_relative: bool = False) -> Calibra
     Args:
         is_relative: the loss is the squared error over the energy of each layer's keys, and of its values.
     """
+    width = calibration.geometry.width
     read = {
         index: {
             side: dataclasses.replace(
-                states,
-                gradient_CC=torch.eye(len(states.state_CC))
-                / (states.state_CC.trace().clamp(min=torch.finfo(torch.float32).tiny) if is_relative else 1.0),
+                states, gradient_CC=_weights(states.state_CC, width if is_relative else None).diag()
             )
             for side, states in sides.items()
         }
         for index, sides in calibration.read_states().items()
     }
     return dataclasses.replace(calibration, read=read)
+
+
+def _weights(state_CC: Tensor, width: int | None) -> Tensor:
+    """(C,): what the squared error of each number counts; one over the energy of the `width` numbers that are a layer's
+    keys, or its values, among those of a row of several; 1 for all where `width` is None."""
+    energy_C = state_CC.diagonal()
+    if width is None:
+        return torch.ones_like(energy_C)
+    energy_PW = energy_C.unflatten(0, (-1, width))
+    least = torch.finfo(torch.float32).tiny
+    return energy_PW.sum(1, keepdim=True).clamp(min=least).reciprocal().expand_as(energy_PW).flatten()
 
 
 def deflated_share(cache: OjaKVCache) -> float:

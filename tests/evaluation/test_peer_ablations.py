@@ -97,6 +97,15 @@ def test_kvtc_takes_principal_components_and_their_energies(calibration):
             assert float((gram_CC - gram_CC.diagonal().diag()).abs().max()) < 1e-3 * float(gram_CC.max())
 
 
+def test_kvtc_counts_each_part_of_a_row_by_its_own_energy(calibration):
+    """Keys have many times the energy of values: else values that share a row with them would get no bits."""
+    width = calibration.geometry.width
+    joint = by_energy(calibration, is_relative=True).joint_read_states(calibration.joint_layers)
+    for states in joint.values():
+        weighted_PW = (states.gradient_CC.diagonal() * states.state_CC.diagonal()).unflatten(0, (-1, width))
+        torch.testing.assert_close(weighted_PW.sum(1), torch.ones(len(weighted_PW)))
+
+
 @pytest.mark.parametrize("bits", [2, 3])
 def test_bits_by_energy_beat_one_width(calibration, bits):
     energies = by_energy(calibration)
