@@ -100,7 +100,7 @@ PEERS: dict[str, Peer] = {
     "kvtc-joint": Peer(
         what="the same of rows of keys and values in three layers",
         source="KVTC, arXiv 2511.01815, section 3",
-        simplified="components of three layers instead of all, energies over their sum; the latest 16 tokens whole; no DEFLATE",
+        simplified="components of three layers, energies over their sum; 16 latest tokens whole instead of 128; no DEFLATE",
         family=LOW_RANK,
         build=functools.partial(kvtc_maker, joint_layers=JOINT_LAYERS),
         needs=frozenset({READ}),
